@@ -95,5 +95,17 @@ def test_of_sharded_ranks_the_first_holds_its_share(found: dict[str, dict[str, A
     assert found["fsdp2"]["held"]["trained weights"] < 0.5 * found["zero2"]["held"]["trained weights"]
 
 
+@pytest.mark.parametrize(("way", "waits"), [("cached", ("text",)), ("offloaded", ("text", "vae"))])
+def test_parts_that_wait_in_cpu_memory_are_not_on_the_device(
+    found: dict[str, dict[str, Any]], way: str, waits: tuple[str, ...]
+) -> None:
+    assert "error" not in found[way]
+    frozen = {name.removeprefix("weights: "): size for name, size in found[""]["held"].items() if name.startswith("weights: ")}
+    saved = found[""]["peaks"]["update"] - found[way]["peaks"]["update"]
+    assert saved == pytest.approx(sum(size for name, size in frozen.items() if name.startswith(waits)), rel=0.03)
+    assert found[way]["held"]["weights: transformer"] == frozen["transformer"]
+    assert found[way]["flops"]["update"] == found[""]["flops"]["update"]
+
+
 def test_the_host_waits_where_it_reads_the_loss(found: dict[str, dict[str, Any]]) -> None:
     assert any(place.startswith("item at distributed/stepper.py") for place in found[""]["waits"]["update"])

@@ -42,6 +42,9 @@ class FaultyAdapter(SD3):
         return super().velocity(module, x, sigma, conditioning)
 
 
+WAITING = ("cached", "offloaded")
+
+
 class FaultyModel(SD3Model):
     adapter = "planted_faults:FaultyAdapter"
 
@@ -74,7 +77,8 @@ def main(folder: Path) -> None:
     tiny_pipelines.sd3().save_pretrained(folder)
     settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"], "small chunks": ["rollout.chunk=4"]}
     settings |= {kind: ["ranks=4", f"sharding={kind}", 'policy.train={"kind": "full"}'] for kind in ("fsdp2", "zero2")}
-    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "small chunks", "ranks", "fsdp2", "zero2"):
+    settings |= {"cached": ["policy.prompt_embeddings=cached"], "offloaded": ["devices.offload=true"]}
+    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "small chunks", "ranks", "fsdp2", "zero2", *WAITING):
         FaultyAdapter.fault = fault
         FaultyAdapter.kept.clear()
         read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])

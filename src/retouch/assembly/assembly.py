@@ -105,11 +105,12 @@ class PolicyParts:
         renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
-        from retouch.models.offloading.on_device import on_device, parts_of
+        from retouch.models.offloading.on_device import on_device, page_lock, parts_of
         from retouch.renderers.wrappers import RendererInContext
 
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
+        page_lock(parts, self.placement.renderer)
         return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
 
     def users_renderer(self) -> Renderer:
@@ -266,7 +267,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
-    judge = RewardScorer(reward, recipe.reward.combine)
+    judge = RewardScorer(reward, recipe.reward.combine, device=placement.reward)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
     column = recipe.eval.column
     if column not in (None, *reward.columns) and column not in (columns := evaluated_columns(recipe, reward.columns)):

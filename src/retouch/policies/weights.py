@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from retouch.models.common.parts import page_locked, to_device
+
 
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
@@ -13,6 +15,7 @@ class WeightCopies:
     A copy holds only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do, but
     averages ("old", "average") of weights in 16 bits are in fp32, where small updates are not rounded away.
     ``devices``: the device that stores a copy while it is not used, by the copy's name; the default is the device of the weights.
+    Copies in CPU memory are page-locked if the weights are on a GPU, and are never written to again.
     """
 
     def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:
@@ -25,7 +28,8 @@ class WeightCopies:
         self.copies[copy] = {}
         for name, parameter in self.parameters.items():
             dtype = parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32
-            self.copies[copy][name] = parameter.detach().to(self.devices.get(copy, parameter.device), dtype, copy=True)
+            stored = parameter.detach().to(self.devices.get(copy, parameter.device), dtype, copy=True)
+            self.copies[copy][name] = stored if stored.device == parameter.device else page_locked(stored, parameter.device)
 
     def snapshot_without_adapter(self, copy: str) -> None:
         """Make a copy that behaves like the frozen base weights: all LoRA B matrices are zero, so the adapter adds exactly 0.
@@ -51,7 +55,7 @@ class WeightCopies:
         """Swap the copy's weights into the module inside the block. Do not keep an autograd graph built inside."""
         current = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.data = self.copies[copy][name].to(parameter.device, parameter.dtype)
+            parameter.data = to_device(self.copies[copy][name], parameter.device, parameter.dtype)
         try:
             yield
         finally:
@@ -70,4 +74,8 @@ class WeightCopies:
             raise ValueError(f"the checkpoint's weight copies differ from this run's: {shown}")
         for copy, tensors in self.copies.items():
             for name, tensor in tensors.items():
-                tensor.copy_(state[f"{copy}/{name}"])
+                content, device = state[f"{copy}/{name}"], self.parameters[name].device
+                if tensor.device == device:
+                    tensor.copy_(content)
+                else:  # the device may still be reading the old one, see ``to_device``
+                    tensors[name] = page_locked(torch.empty_like(tensor).copy_(content), device)

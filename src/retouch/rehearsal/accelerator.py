@@ -113,6 +113,7 @@ class Accelerator(TorchDispatchMode):
         self.observe = observe
         self.on_read = on_read
         self.answer = answer
+        self._large_on_host = LARGE_ON_HOST
         self._remembered: dict[Any, Any] = {}
 
     def __enter__(self) -> "Accelerator":
@@ -126,6 +127,15 @@ class Accelerator(TorchDispatchMode):
         super().__exit__(*raised)
         machines.pop()
         self._stack.close()
+
+    @contextmanager
+    def moving_weights(self) -> Iterator[None]:
+        """Inside it, what is moved to the host has no data there either from a megabyte on: weights that wait are never read."""
+        self._large_on_host = 2**20
+        try:
+            yield
+        finally:
+            self._large_on_host = LARGE_ON_HOST
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -190,7 +200,7 @@ class Accelerator(TorchDispatchMode):
             self.on_read("copy to the host")
         if isinstance(values, Tensor):
             return values
-        if made.numel() * made.element_size() >= LARGE_ON_HOST or source.device.type == "cpu":
+        if made.numel() * made.element_size() >= self._large_on_host or source.device.type == "cpu":
             return FakeTensor(made, CPU)
         return self.made_up(made)
 

@@ -14,9 +14,10 @@ from unittest.mock import patch
 import diffusers
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from retouch.models.base import Described
+from retouch.models.offloading.store import EmbeddingStore
 from retouch.rehearsal.tensors import FakeTensor
 from retouch.rehearsal.tokenizers import stand_in, tokenizer_files
 
@@ -127,7 +128,23 @@ def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module
         ):
             stack.enter_context(patch.object(target, "from_pretrained", classmethod(replacement)))
         stack.enter_context(patch.object(transformers.PreTrainedModel, "initialize_weights", lambda *_, **__: None))
+        stack.enter_context(patch.object(EmbeddingStore, "of_user", classmethod(lambda cls: _InMemory())))
+        stack.enter_context(patch("retouch.models.offloading.prompt_embeddings.describe", lambda text: None))
         yield
+
+
+class _InMemory(EmbeddingStore):
+    """Prompt embeddings of this rehearsal alone: tensors without data have no place on a disk."""
+
+    def __init__(self) -> None:
+        super().__init__(Path(), limit=0)
+        self._kept: dict[str, dict[str, Tensor]] = {}
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        return self._kept.get(key)
+
+    def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        self._kept[key] = dict(tensors)
 
 
 _INITIALISERS = (

@@ -34,7 +34,7 @@ from retouch.rehearsal.inputs import fake_placement, made_up_judge, made_up_sets
 from retouch.rehearsal.loading import fake_parameters, without_weights, write_folder, write_single
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter, Rise, Work
-from retouch.rehearsal.tensors import DEVICE
+from retouch.rehearsal.tensors import DEVICE, active
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
@@ -193,7 +193,7 @@ class _Rehearsal:
 
     def run(self) -> Rehearsed:
         recipe, meter = self.recipe, self.meter
-        with meter.stage("build"), fake_parameters(self.ranks.device):
+        with meter.stage("build"), fake_parameters(self.ranks.device), active().moving_weights():
             parts = connect(
                 recipe, self.ranks, placement=fake_placement(recipe, self.ranks), judge=made_up_judge(), sets=made_up_sets(recipe)
             )
@@ -252,6 +252,8 @@ class _Rehearsal:
         self._label_moments(stepper)
 
     def _label_weights(self, parts: Assembly) -> None:
+        if isinstance(parts.model, DenoisingModel):  # it may have been moved since it was loaded
+            self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
         trained = list(parts.copies.parameters.values())
         self.meter.relabel(trained, "trained weights")
         for copy in parts.copies.copies.values():

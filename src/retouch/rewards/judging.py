@@ -65,18 +65,20 @@ class RewardScorer:
 
     1. Start: one thread looks the samples up in the ``journal``, if there is one, and passes the others to the rewards.
     2. Score: an ``AsyncReward`` gets each batch at once, however many are in progress. Any other reward has a thread of its own,
-       which scores batch after batch in order. The rewards of a ``CompositeReward`` run at the same time.
+       which scores batch after batch in order. The rewards of a ``CompositeReward`` run at the same time; on the GPU ``device``
+       each has a stream of its own.
     3. Finish: one thread waits for the rewards, checks, records and combines their scores, batch after batch in order.
 
     Raises ValueError if ``combine`` does not fit the reward's columns.
     """
 
-    def __init__(self, reward: Reward, combine: Combine) -> None:
+    def __init__(self, reward: Reward, combine: Combine, *, device: torch.device | None = None) -> None:
         self.reward = reward
         self.combination = combination(combine, reward.columns) if reward.columns else NO_COMBINATION
         self.journal: Journal | None = None
         self._starting = _thread("start")
-        self._scoring = {name: _thread(name) for name, part in _parts_of(reward).items() if not isinstance(part, AsyncReward)}
+        parts = _parts_of(reward).items()
+        self._scoring = {name: _thread(name, device) for name, part in parts if not isinstance(part, AsyncReward)}
         self._finishing = _thread("finish")
         self._last_scored = 0.0
 
@@ -181,5 +183,5 @@ class _Started(NamedTuple):
     began: float
 
 
-def _thread(name: str) -> WorkerThread:
-    return WorkerThread(f"judge-{name}")
+def _thread(name: str, device: torch.device | None = None) -> WorkerThread:
+    return WorkerThread(f"judge-{name}", device=device)

@@ -4,20 +4,55 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 ABANDONED = "abandoned"
 _log = logging.getLogger(__name__)
 
 
-class WorkerThread:
-    """Like a ThreadPoolExecutor with one thread, except that neither ``close`` nor the end of the process waits for it for ever."""
+class SideStream:
+    """A second stream of a GPU, next to that of rollouts and updates, so that a judge on the same GPU need not wait for them.
 
-    def __init__(self, name: str) -> None:
+    The work in a ``with`` block runs on it, after all that the device was asked for when the block was first entered, such as the
+    loading of weights. Results are complete at the end of the block. It does nothing if ``device`` is no GPU.
+    """
+
+    def __init__(self, device: "torch.device | str | None") -> None:
+        self._device = str(device)
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not self._device.startswith("cuda"):
+            yield
+            return
+        import torch
+
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+
+class WorkerThread:
+    """Like a ThreadPoolExecutor with one thread, except that neither ``close`` nor the end of the process waits for it for ever.
+
+    ``device``: a GPU on which its calls get a stream of their own (``SideStream``).
+    """
+
+    def __init__(self, name: str, *, device: "torch.device | str | None" = None) -> None:
         self.name = name
+        on_gpu = str(device).startswith("cuda")
+        self._side_stream: Callable[[], AbstractContextManager[None]] = SideStream(device) if on_gpu else nullcontext
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -59,7 +94,8 @@ class WorkerThread:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = call()
+                with self._side_stream():
+                    result = call()
             except BaseException as error:  # noqa: BLE001  (whoever waits for the future raises it)
                 future.set_exception(error)
             else:

@@ -186,7 +186,8 @@ class Trainer:
 
         parts = self._assembled()
         with live_objects(self._objects), consent.allowing(self._modules):
-            judge = RewardScorer(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
+            device = parts.placement.reward
+            judge = RewardScorer(self.recipe.reward.build(device=device), self.recipe.reward.combine, device=device)
         try:
             evaluator = parts.evaluator(lambda batch, samples: judge.submit(samples))
             return self._table(evaluator(parts.policy(self.recipe.rollout)))

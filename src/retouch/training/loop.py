@@ -24,6 +24,7 @@ from retouch.core.advantages import zero_std_groups
 from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
+from retouch.models.common.parts import to_device
 from retouch.objectives.advantages import Advantage
 from retouch.protocols import Renderer, SupportsLosses
 from retouch.rewards.judging import ScoredBatch
@@ -255,9 +256,9 @@ def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, ep
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
     device = trajectory.mask.device
-    advantages = collected.advantages[rows].to(device)
+    advantages, weights = (to_device(each, device) for each in (collected.advantages[rows], weights))
     returns = None if collected.returns is None else collected.returns[rows].to(device)
-    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights.to(device), epoch, returns)
+    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns)
 
 
 def accumulate(run: Run, objective: SupportsLosses, minibatch: Minibatch) -> tuple[Metrics, Metrics]:

@@ -87,7 +87,9 @@ def prompts(judge, make, *, size, source):
     for question in listener.questions:
         shown = iter(part.tobytes() for part in question.parts if not isinstance(part, str))
         tokens = []
-        for is_picture, run in itertools.groupby(judge._inputs(question)["input_ids"][0].tolist(), key=lambda token: token == pad):
+        for is_picture, run in itertools.groupby(
+            judge._inputs([question])["input_ids"][0].tolist(), key=lambda token: token == pad
+        ):
             name = next(shown) if is_picture else None
             tokens += [name if is_picture else token for token in run]
         groups.setdefault(question.rubric, []).append(tokens)

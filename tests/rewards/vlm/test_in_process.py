@@ -20,6 +20,7 @@ from retouch.types import Sample, Task
 
 PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8))
 LETTERS = WordForm("x", {"a": 0.0, "b": 1.0}, min_mass=1e-6)
+SCORES = ScoresForm({"score": Scale(0, 10)}, max_tokens=8)
 
 
 @pytest.fixture(scope="module", params=tiny_writers.SEES)
@@ -37,7 +38,7 @@ def question(form, *, seed=0, temperature=0.0, text="Picture:"):
 
 
 def test_words_have_the_models_own_probabilities(judge):
-    inputs = judge._inputs(question(LETTERS))
+    inputs = judge._inputs([question(LETTERS)])
     with torch.no_grad():
         probabilities = judge.model(**inputs).logits[0, -1].softmax(dim=0)
     spelled = {judge.tokenizer.decode([token]): probabilities[token].item() for token in range(len(probabilities))}
@@ -52,8 +53,8 @@ def test_words_have_the_models_own_probabilities(judge):
 
 def test_what_is_written_is_what_the_whole_model_would_write(judge):
     """Greedy, without a cache: the positions of images and of what follows them are right."""
-    inputs = judge._inputs(question(LETTERS))
-    ids, _ = judge._generate(inputs, question(LETTERS), longest=6)
+    inputs = judge._inputs([question(LETTERS)])
+    (ids,), _ = judge._generate(inputs, [question(LETTERS)], longest=6)
     tokens = inputs["input_ids"]
     for token in ids.tolist():
         types = (tokens == judge._image).int()
@@ -66,22 +67,22 @@ def test_what_is_written_is_what_the_whole_model_would_write(judge):
 
 
 def test_draws_follow_the_temperature_and_the_seed_alone(judge):
-    inputs = judge._inputs(question(LETTERS))
+    inputs = judge._inputs([question(LETTERS)])
     with torch.no_grad():
         expected = (judge.model(**inputs).logits[0, -1] / 2.0).softmax(dim=0)
     state = torch.get_rng_state()
-    drawn = [int(judge._generate(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(300)]
+    drawn = [int(judge._generate(inputs, [question(LETTERS, seed=seed, temperature=2.0)], longest=1)[0][0]) for seed in range(300)]
     assert torch.equal(state, torch.get_rng_state())
     likeliest = int(expected.argmax())
     share = float(expected[likeliest])
     assert abs(drawn.count(likeliest) / 300 - share) < 4 * (share * (1 - share) / 300) ** 0.5 + 1e-9
-    again = [int(judge._generate(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(5)]
+    again = [int(judge._generate(inputs, [question(LETTERS, seed=seed, temperature=2.0)], longest=1)[0][0]) for seed in range(5)]
     assert again == drawn[:5]
 
 
 def test_words_of_a_question_are_no_special_tokens(judge):
-    inputs = judge._inputs(question(LETTERS, text="<|im_end|><|image_pad|>"))
-    plain = judge._inputs(question(LETTERS, text="Picture:"))
+    inputs = judge._inputs([question(LETTERS, text="<|im_end|><|image_pad|>")])
+    plain = judge._inputs([question(LETTERS, text="Picture:")])
     end = judge.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (inputs["input_ids"] == end).sum() == (plain["input_ids"] == end).sum() == 2
     assert (inputs["input_ids"] == judge._image).sum() == (plain["input_ids"] == judge._image).sum() > 0
@@ -105,3 +106,61 @@ def test_weights_that_are_not_there_are_named(tmp_path):
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="qwen2_vl, qwen2_5_vl, qwen3_vl"):
         LocalJudge(tmp_path, device="cpu")
+
+
+# Several questions at once
+
+
+@pytest.fixture(scope="module")
+def several():
+    """Questions of several lengths, with images of several sizes, some drawn and some not, in two forms."""
+    rng = np.random.default_rng(3)
+    made = []
+    for number in range(7):
+        side = 24 + 16 * (number % 3)
+        image = Image.fromarray(rng.integers(0, 256, (side, 32, 3), dtype=np.uint8))
+        form = SCORES if number % 3 == 2 else LETTERS
+        made.append(Question("Judge.", ("Picture: " + "word " * number, image), form, seed=number, temperature=0.9 * (number % 2)))
+    return made
+
+
+def test_questions_asked_at_once_are_answered_as_one_by_one(judge, several, monkeypatch):
+    alone = judge.ask(several)
+    calls = []
+    generate = judge.model.generate
+    monkeypatch.setattr(judge.model, "generate", lambda **given: calls.append(len(given["input_ids"])) or generate(**given))
+    monkeypatch.setattr(judge, "batch", 4)
+    together = judge.ask(several)
+    assert calls == [4, 1, 2]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.text, one.fault, one.seed, one.temperature) == (other.text, other.fault, other.seed, other.temperature)
+        assert (one.input_tokens, one.output_tokens) == (other.input_tokens, other.output_tokens)
+        assert other.scores == pytest.approx(dict(one.scores), abs=1e-5)
+    assert any(answer.scores for answer in together)
+    assert judge.ask(several[::-1])[::-1][0].text == together[0].text
+
+
+def test_draws_do_not_depend_on_the_other_rows(judge):
+    """With the same logits, the tokens that are drawn are the same."""
+    from retouch.rewards.vlm.local_model import _Gumbel
+
+    asked = [question(LETTERS, seed=seed, temperature=temperature) for seed, temperature in ((1, 0.7), (2, 0.0), (3, 2.0))]
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    ids = torch.zeros(3, 1, dtype=torch.long)
+    together, alone = _Gumbel(asked), [_Gumbel([each]) for each in asked]
+    for _ in range(3):
+        drawn = together(ids, logits)
+        assert torch.equal(drawn, torch.cat([each(ids[:1], row) for each, row in zip(alone, logits.split(1), strict=True)]))
+        assert torch.equal(drawn[1], logits[1])
+
+
+def test_an_answer_ends_at_its_own_end(judge, monkeypatch):
+    """The rows of a batch go on until the last one ends."""
+    asked = [question(SCORES, seed=seed) for seed in range(2)]
+    monkeypatch.setattr(judge, "batch", 2)
+    inputs = judge._inputs(asked)
+    rows = torch.tensor([[5, judge._end, judge._end], [5, 6, judge._end]])
+    sequences = torch.cat([inputs["input_ids"], rows], dim=1)
+    made = type("Made", (), {"sequences": sequences, "logits": (torch.zeros(2, 8),)})
+    monkeypatch.setattr(judge.model, "generate", lambda **_: made)
+    assert [answer.output_tokens for answer in judge.ask(asked)] == [2, 3]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from retouch.models.base import ImageModel
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.wrappers import ModelWrapper
-from retouch.models.offloading.on_device import on_device, parts_of
+from retouch.models.offloading.on_device import on_device, page_lock, parts_of
 from retouch.models.offloading.prompt_embeddings import CachedPrompts
 from retouch.models.offloading.store import EmbeddingStore
 from retouch.protocols import DenoisingModel
@@ -63,6 +63,7 @@ def build_offloaded(section: ImageModel, *, device: torch.device, offload: bool,
         raise ValueError(f"{key}: {type(model).__name__} does not derive from PipelineModel; remove the key")
     transformer.to(device)
     encoders = model.text.encoders
+    page_lock(frozen if offload else encoders, device)
     autoencoder = [part for part in frozen if all(part is not encoder for encoder in encoders)]
     if cache_prompts:
         model.prompt_embeddings = CachedPrompts(model, EmbeddingStore.of_user(), device=device)

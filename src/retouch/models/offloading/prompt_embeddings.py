@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from retouch.models.common.parts import evaluating
+from retouch.models.common.parts import evaluating, to_device
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.offloading.on_device import on_device
 from retouch.models.offloading.store import EmbeddingStore
@@ -50,7 +50,8 @@ class CachedPrompts:
             for key in missing:
                 self._store.write(key, _known(rows[key]))
         found = [_known(rows[key]) for key in keys]
-        return {name: _batch([row[name] for row in found]).to(self._device) for name in found[0]}
+        batches = {name: _batch([row[name] for row in found]) for name in found[0]}
+        return {name: to_device(batch, self._device) for name, batch in batches.items()}
 
     def _key(self, prompt: str, images: Sequence[Image]) -> str:
         digest = hashlib.sha256(self._identity)

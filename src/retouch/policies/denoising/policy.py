@@ -20,6 +20,7 @@ from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import TransitionResult
+from retouch.models.common.parts import to_device
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
 from retouch.policies.value_heads import LatentValues, summary
@@ -172,7 +173,7 @@ class DenoisingPolicy:
         keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
         seed, step = batch.seed, batch.step
         draws = [torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys]
-        return torch.stack(draws).to(x.device)
+        return to_device(torch.stack(draws), x.device)
 
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
         """All actions of a few rows if they fit into a microbatch, otherwise a few actions of one row."""

@@ -1,14 +1,15 @@
 """A judge in this process: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL from a folder, for where there is no server.
 
-It answers one question after another. One-word answers are read off the first token's exact distribution; scores are generated
-freely (no grammar constrains them to the schema) and read like any free text.
+It answers one question after another, or several at once. One-word answers are read off the first token's exact distribution;
+scores are generated freely (no grammar constrains them to the schema) and read like any free text.
 """
 
 import json
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from retouch.core.random import generator
 from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.rewards.weights import weights_digest, weights_folder
+from retouch.rewards.worker import SideStream
 
 _CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
@@ -43,11 +45,13 @@ _LIKELIEST = 50
 class LocalJudge:
     """Answers questions with the model in ``path``, frozen; the same question, seed and temperature give the same answer.
 
-    Use thinking variants only for forms that ask for scores: where the first token is the answer, theirs would begin a thought.
+    ``batch``: questions that are answered in one forward pass; more than one changes answers by rounding. On a GPU the model has a
+    stream of its own. Use thinking variants only for forms that ask for scores: where the first token is the answer, theirs would
+    begin a thought.
     ValueError: the weights are not on this machine, or are of another kind of model.
     """
 
-    def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32, batch: int = 1) -> None:
         folder = weights_folder(path)
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if kind not in _CLASSES:
@@ -59,22 +63,29 @@ class LocalJudge:
         self.identity = f"a {_NAMES[kind]} in this process, weights {weights_digest(folder)}, {dtype}"
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._end = int(end)
+        self.batch = batch
         self._asking = threading.Lock()
+        self._side_stream = SideStream(device)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """An answer to each question, in order. Calls from several threads wait for each other."""
-        with self._asking:
-            return [self._answer(question) for question in questions]
+        answers: dict[int, Answer] = {}
+        with self._asking, self._side_stream():
+            for indices in _batches(questions, self.batch):
+                answers |= zip(indices, self._answers([questions[index] for index in indices]), strict=True)
+        return [answers[index] for index in range(len(questions))]
 
-    def _answer(self, question: Question) -> Answer:
+    def _answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """The answers to questions whose answers have the same number of tokens at most, from one batch."""
         began = time.monotonic()
-        inputs = self._inputs(question)
-        if question.form.schema() is None:
-            ids, logits = self._generate(inputs, question, longest=1)
-            first = self._first(logits)
-        else:
-            ids, _ = self._generate(inputs, question, longest=question.form.max_tokens)
-            first = {}
+        inputs = self._inputs(questions)
+        ids, logits = self._generate(inputs, questions, longest=_longest(questions[0]))
+        lengths = inputs["attention_mask"].sum(1).tolist()
+        found = [self._answer(*each) for each in zip(questions, lengths, ids, logits, strict=True)]
+        return [replace(answer, seconds=(time.monotonic() - began) / len(found)) for answer in found]
+
+    def _answer(self, question: Question, length: int, ids: Int[Tensor, " t"], logits: Float[Tensor, " v"]) -> Answer:
+        first = self._first(logits) if question.form.schema() is None else {}
         ended = len(ids) > 0 and int(ids[-1]) == self._end
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
         scores = question.form.read(JudgeReply(text, "stop" if ended else "length", first=first))
@@ -85,12 +96,11 @@ class LocalJudge:
             attempts=1,
             seed=question.seed,
             temperature=question.temperature,
-            seconds=time.monotonic() - began,
-            input_tokens=inputs["input_ids"].shape[1],
+            input_tokens=length,
             output_tokens=len(ids),
         )
 
-    def _inputs(self, question: Question) -> dict[str, Tensor]:
+    def _row(self, question: Question) -> "_Row":
         """The chat as token ids, each image a run of image tokens. Text of the question is never read as special tokens."""
         images = [part.convert("RGB") for part in question.parts if not isinstance(part, str)]
         seen = self.processor(images=images, return_tensors="pt")
@@ -99,13 +109,22 @@ class LocalJudge:
         for part in question.parts:
             ids += self._words(part + "\n") if isinstance(part, str) else self._ids(_block(next(counts)))
         ids += self._ids("<|im_end|>\n<|im_start|>assistant\n")
-        tokens = torch.tensor([ids])
-        inputs = {
-            "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),
-            "mm_token_type_ids": (tokens == self._image).int(),
+        return _Row(torch.tensor(ids), seen["pixel_values"].to(self.model.dtype), seen["image_grid_thw"])
+
+    def _inputs(self, questions: Sequence[Question]) -> dict[str, Tensor]:
+        """The questions as one batch on the model's device, padded on the left, so that all rows end where the answers begin."""
+        rows = [self._row(question) for question in questions]
+        longest = max(len(row.ids) for row in rows)
+        tokens = torch.full((len(rows), longest), self._end)
+        mask = torch.zeros_like(tokens)
+        for index, row in enumerate(rows):
+            tokens[index, longest - len(row.ids) :] = row.ids
+            mask[index, longest - len(row.ids) :] = 1
+        inputs = {"input_ids": tokens, "attention_mask": mask, "mm_token_type_ids": (tokens == self._image).int()}
+        inputs |= {
+            "pixel_values": torch.cat([row.pixels for row in rows]),
+            "image_grid_thw": torch.cat([row.grids for row in rows]),
         }
-        inputs |= {"pixel_values": seen["pixel_values"].to(self.model.dtype), "image_grid_thw": seen["image_grid_thw"]}
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     @property
@@ -119,16 +138,19 @@ class LocalJudge:
         return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def _generate(
-        self, inputs: dict[str, Tensor], question: Question, *, longest: int
-    ) -> tuple[Int[Tensor, " t"], Float[Tensor, " v"]]:
-        """The generated ids, and the logits of the first token."""
-        drawn = [_Gumbel(question)] if question.temperature > 0 else []
+        self, inputs: dict[str, Tensor], questions: Sequence[Question], *, longest: int
+    ) -> tuple[list[Int[Tensor, " t"]], Float[Tensor, "r v"]]:
+        """The generated ids of each row up to its end, and the logits of its first token."""
+        drawn = [_Gumbel(questions)] if any(question.temperature > 0 for question in questions) else []
         made: Any = self.model.generate(
             **inputs,
             generation_config=self._settings(longest),
             logits_processor=LogitsProcessorList(drawn),
         )
-        return made.sequences[0, inputs["input_ids"].shape[1] :].cpu(), made.logits[0][0].float().cpu()
+        rows = made.sequences[:, inputs["input_ids"].shape[1] :].cpu()
+        ends = [(row == self._end).nonzero().flatten().tolist() for row in rows]
+        ids = [row[: end[0] + 1] if end else row for row, end in zip(rows, ends, strict=True)]
+        return ids, made.logits[0].float().cpu()
 
     def _settings(self, longest: int) -> GenerationConfig:
         """Greedy search, without any setting of the folder's own generation_config.json."""
@@ -145,17 +167,48 @@ class LocalJudge:
         return found
 
 
-class _Gumbel:
-    """Sampling as the greatest of logits / temperature + Gumbel noise, from a generator of the question's own."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """A question as token ids, the patches of its images, and their sizes in patches."""
 
-    def __init__(self, question: Question) -> None:
-        self._generator = generator("judge", "answer", question.seed)
-        self._temperature = question.temperature
+    ids: Int[Tensor, " l"]
+    pixels: Float[Tensor, "n d"]
+    grids: Int[Tensor, "m 3"]
+
+
+class _Gumbel:
+    """Sampling as the greatest of logits / temperature + Gumbel noise, from a generator of each question's own.
+
+    So a row's draws do not depend on the other rows. A row with temperature 0 is left as it is."""
+
+    def __init__(self, questions: Sequence[Question]) -> None:
+        self._rows = [(question.temperature, generator("judge", "answer", question.seed)) for question in questions]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform = torch.rand(scores.shape, generator=self._generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+        return torch.cat([self._drawn(row, *each) for row, each in zip(scores.split(1), self._rows, strict=True)])
+
+    @staticmethod
+    def _drawn(scores: Tensor, temperature: float, source: torch.Generator) -> Tensor:
+        if temperature == 0:
+            return scores
+        uniform = torch.rand(scores.shape, generator=source, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
         noise = -(-uniform.log()).log()
-        return (scores.double() / self._temperature + noise.to(scores.device)).float()
+        return (scores.double() / temperature + noise.to(scores.device)).float()
+
+
+def _longest(question: Question) -> int:
+    """The most tokens of an answer; one where the answer is read off the first token."""
+    return 1 if question.form.schema() is None else question.form.max_tokens
+
+
+def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
+    """The numbers of the questions, at most ``size`` at once, which have answers of the same length at most."""
+    by_length: dict[int, list[int]] = {}
+    for index, question in enumerate(questions):
+        by_length.setdefault(_longest(question), []).append(index)
+    for indices in by_length.values():
+        for first in range(0, len(indices), size):
+            yield indices[first : first + size]
 
 
 def _block(count: int) -> str:

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
+from pydantic import Field
+
 from retouch.config.kinds import Kinds
+from retouch.config.section import Count
 from retouch.rewards.facts import Device, LoadedModel, PathText
 from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.endpoint_settings import EndpointSettings
@@ -30,7 +33,7 @@ class Endpoint(EndpointSettings):
 
 
 class InProcess(JudgeModel):
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the training process, on its own device; it answers one question at a time."""
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the training process, on its own device."""
 
     kind: Literal["in_process"] = "in_process"
     path: PathText
@@ -39,6 +42,8 @@ class InProcess(JudgeModel):
     """Where the model runs; null takes the run's device."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the weights."""
+    batch: Count = Field(default=1, exclude_if=lambda batch: batch == 1)
+    """Questions that are answered in one forward pass. More is faster and takes more memory; answers differ by rounding."""
 
     @property
     def description(self) -> str:
@@ -51,7 +56,7 @@ class InProcess(JudgeModel):
 
         from retouch.rewards.vlm.local_model import LocalJudge
 
-        return LocalJudge(self.path, device=self.device or device, dtype=getattr(torch, self.dtype))
+        return LocalJudge(self.path, device=self.device or device, dtype=getattr(torch, self.dtype), batch=self.batch)
 
     def loaded_models(self) -> Iterator[LoadedModel]:
         """The model."""

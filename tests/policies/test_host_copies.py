@@ -1,0 +1,140 @@
+"""Copies from the host that the host does not wait for: on a device that reads them as late as it may, results are the same.
+
+The device is simulated. ``Late`` lets a copy share the memory of its source until the source's owner may rely on it, so a write to
+the source in between changes what the device reads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retouch.models.common.parts import page_locked, to_device
+from retouch.models.offloading import on_device as offloading
+from retouch.policies.weights import WeightCopies
+
+CPU = torch.device("cpu")
+
+
+class Late(Tensor):
+    """A tensor of another device, in the memory of the host tensor that it is a copy of."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+
+def late(self: Tensor, device: Any = None, dtype: Any = None, *, non_blocking: bool = False, copy: bool = False) -> Tensor:
+    """``Tensor.to`` for a device that is behind the host: it reads what it was promised only when it comes to it."""
+    if torch.device(device).type != "cuda":
+        return _TO(self.as_subclass(Tensor), device, dtype, copy=True)
+    assert non_blocking == (type(self) is not Late), "only copies from the host are asynchronous"
+    source = self if dtype in (None, self.dtype) else _TO(self, dtype)
+    return source.detach().as_subclass(Late)
+
+
+_TO: Callable[..., Tensor] = Tensor.to
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """A GPU that reads late. Holds the tensors that were page-locked."""
+    locked: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "to", late)
+
+    def pin_memory(self: Tensor) -> Tensor:
+        locked.append(self.clone())
+        return locked[-1]
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda self: any(self is each for each in locked))
+    return locked
+
+
+class Placed(WeightCopies):
+    """Copies of weights that say they are on a GPU."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, devices={"reference": CPU})
+        self.parameters = {name: _Parameter(parameter) for name, parameter in self.parameters.items()}  # type: ignore[misc]
+
+
+class _Parameter:
+    device, requires_grad = torch.device("cuda:0"), True
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.dtype, self.data = parameter.dtype, parameter.detach().clone().as_subclass(Late)
+
+    def detach(self) -> Tensor:
+        return self.data
+
+
+def test_a_reference_on_the_host_is_page_locked_and_never_written_again(device: list[Tensor]) -> None:
+    copies = Placed(nn.Linear(3, 2))
+    copies.snapshot("reference")
+    assert len(device) == 2
+    before = {name: tensor.clone() for name, tensor in copies.copies["reference"].items()}
+    with copies.using("reference"):
+        held = {name: parameter.data for name, parameter in copies.parameters.items()}
+    assert {type(tensor) for tensor in held.values()} == {Late}
+    # The copies are still under way while these happen:
+    copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
+    copies.snapshot("reference")
+    for name, tensor in held.items():
+        assert torch.equal(tensor.as_subclass(Tensor), before[name]), "the device read what the host wrote later"
+    assert len(device) == 6
+
+
+def test_a_loaded_reference_is_used(device: list[Tensor]) -> None:
+    copies = Placed(nn.Linear(3, 2))
+    copies.snapshot("reference")
+    copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
+    with copies.using("reference"):
+        assert all(bool((parameter.data.as_subclass(Tensor) == 9).all()) for parameter in copies.parameters.values())
+    assert all(not bool((parameter.data.as_subclass(Tensor) == 9).any()) for parameter in copies.parameters.values())
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    tensor = torch.arange(3.0)
+    assert page_locked(tensor, CPU) is tensor
+    assert to_device(tensor, CPU) is tensor
+    assert torch.equal(to_device(tensor, CPU, torch.bfloat16), tensor.bfloat16())
+    copies = WeightCopies(nn.Linear(3, 2), devices={"reference": CPU})
+    copies.snapshot("reference")
+    kept = dict(copies.copies["reference"])
+    copies.load({name: tensor + 1 for name, tensor in copies.state().items()})
+    assert all(copies.copies["reference"][name] is tensor for name, tensor in kept.items())
+
+
+def test_weights_that_wait_share_large_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offloading, "BUFFER_BYTES", 4096)
+    module = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(40, 40, dtype=torch.bfloat16))
+    module.append(module[0])
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    parameters = list(module.parameters())
+    sizes: list[int] = []
+
+    def allocate(size: int) -> Tensor:
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    offloading.repack([module, module[1]], allocate)
+    assert sizes == [4096, 4096]
+    assert all(one is other for one, other in zip(parameters, module.parameters(), strict=True))
+    assert module[0].weight is module[3].weight
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert tensor.data_ptr() % 16 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in module.state_dict().values()}) == 2
+    offloading.repack([nn.Linear(100, 100)], allocate)
+    assert sizes[2:] == [40000, 4096]
+
+
+def test_weights_are_page_locked_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(offloading, "repack", lambda parts, allocate: calls.append(parts))
+    for name in ("cpu", "mps", "cuda:1"):
+        offloading.page_lock([], torch.device(name))
+    assert len(calls) == 1
