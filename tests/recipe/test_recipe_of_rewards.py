@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from test_recipe import BASE
@@ -14,10 +14,11 @@ from retouch.recipe.differences import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_words import parse_reward, read_combined, read_reward
-from retouch.rewards.base import RewardSection
+from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.kinds import KINDS as REWARDS
+from retouch.rewards.kinds import RunReward
 from retouch.rewards.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,9 @@ def test_every_reward_of_the_package_is_a_kind():
         left += (subclasses := left.pop().__subclasses__())
         found |= set(subclasses)
     own = {one for one in found if one.__module__.startswith("retouch.") and "kind" in one.model_fields}
-    assert own == set(REWARDS.classes())
+    assert own == {*REWARDS.classes(), NoReward}
+    of_runs = get_args(RunReward)[1]
+    assert set(of_runs.classes()) == own
 
 
 PARSES = """
