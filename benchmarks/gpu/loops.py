@@ -1,13 +1,13 @@
 """The step of Stable Diffusion 3.5 Medium beside plain loops over the same weights: a bare one, and one as Flow-GRPO computes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
 from cases import SD3, Built, build
-from findings import Finding, at_most, measured
+from findings import Finding, at_most, measured, near
 from plain_loops import PlainLoop, Settings, Style
 from target import Target
 
@@ -22,20 +22,35 @@ def run(target: Target) -> Iterator[Finding]:
     target.require_memory(75e9)
     built = build(SD3, target)
     library = replace(built.run, clock=lambda stage: nullcontext())
-
     bare = _plain(built, Style.BARE)
     prompt = built.phase.batch(0).tasks[0].instruction
+    library_rows = _rows(built, partial(_step, library, built, 0))  # and a warm-up
+    bare_rows = _rows(built, partial(bare.step, prompt))
+    yield near("rows through the transformer in the bare loop", bare_rows, library_rows, share=0.0)
     library_times, bare_times = [], []
-    for number in range(ROUNDS + 1):  # the first round is a warm-up
+    for number in range(1, ROUNDS + 1):
         library_times.append(target.elapsed(partial(_step, library, built, number)))
         bare_times.append(target.elapsed(partial(bare.step, prompt)))
-    ours, theirs = min(library_times[1:]), min(bare_times[1:])
+    ours, theirs = min(library_times), min(bare_times)
     images = len(built.phase.batch(0))
     yield measured("library", ours / images, "s per image")
     yield measured("bare diffusers loop", theirs / images, "s per image")
     yield at_most("library over bare", ours / theirs, None if target.tiny else MOST)
     del bare
     yield from _flow_grpo(built, target, prompt, ours)
+
+
+def _rows(built: Built, call: Callable[[], object]) -> int:
+    """The rows that go through the transformer in a call; a row with and without guidance is two."""
+    rows: list[int] = []
+    hook = built.parts.model.module.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given["hidden_states"])), with_kwargs=True
+    )
+    try:
+        call()
+    finally:
+        hook.remove()
+    return sum(rows)
 
 
 def _step(library: Run, built: Built, number: int) -> None:

@@ -2,16 +2,19 @@
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from retouch.core.transitions import transition
 from retouch.rehearsal.machines import find_machine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
@@ -100,6 +103,25 @@ def test_a_check_that_fails_hangs_or_is_killed_leaves_the_others_alone(
 def test_what_does_not_fit_into_the_time_is_not_run(suite: ModuleType, tmp_path: Path) -> None:
     results = suite.run_suite([suite.Check("late", "none:late", 60)], tmp_path, seconds=1, dry_run=True)
     assert [(result.status, result.why) for result in results] == [("not run", "the time was over")]
+
+
+def test_the_plain_loop_takes_the_steps_of_the_library() -> None:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        plain = importlib.import_module("plain_loops")
+    finally:
+        sys.path.remove(str(FOLDER))
+        sys.modules.pop("plain_loops", None)
+    sigmas = torch.tensor([1.0, 0.9, 0.6, 0.0])
+    settings = SimpleNamespace(sigmas=sigmas, noise_level=0.7)
+    x, velocity, following = torch.randn(3, 3, 4, 5, 5, generator=torch.Generator().manual_seed(0)).unbind()
+    before, after = sigmas[[0, 1, 1]], sigmas[[1, 2, 2]]
+    mean, std = plain.PlainLoop.transition(SimpleNamespace(settings=settings), x, velocity, before, after)
+    expected = transition("sde", x, velocity, before, after, noise_level=0.7, sigma_max=sigmas[1], reduction="mean", next=following)
+    torch.testing.assert_close(mean, expected.mean)
+    torch.testing.assert_close(std.flatten(), expected.step_std)
+    constant = expected.log_prob - plain.log_density(following, mean, std)  # which no ratio sees
+    torch.testing.assert_close(constant, torch.full((3,), -0.5 * math.log(2 * math.pi)))
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ CHECKS = {
     "parity:run": None,
     "steps:sd3": None,
     "ratios:sd3": None,
-    "loops:run": 3,  # the other loop needs autocast, which a fake device does not have
+    "loops:run": 4,  # the other loop needs autocast, which a fake device does not have
     "steps:qwen": None,
     "ratios:qwen": None,
     "writer:run": None,
