@@ -113,7 +113,7 @@ def rehearse_case(name: str) -> Rehearsed:
             "flops": float(sum(each.work.flops.values())),
             "modelled": seconds(each.work, machine),
         }
-        for stage, each in found.meter.stages.items()
+        for stage, each in found.stages.items()
         if stage in STAGES
     }
 

@@ -35,7 +35,7 @@ def rehearse_one(name: str) -> dict[str, Any]:
 
     machine, started = MACHINES[MACHINE], time.process_time()
     found = rehearse(load(ROOT / "recipes" / f"{name}.jsonnet"), machine)
-    stages, phase = found.meter.stages, found.phases[-1]
+    stages, phase = found.stages, found.phases[-1]
     top = max(stages, key=lambda each: max(stages[each].peaks.values(), default=0))
     modelled = sum(report.seconds(stages[each].work, machine) for each in phase.stages)
     return {

@@ -155,11 +155,12 @@ def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: 
         monkeypatch.setenv(f"APP__{name}", value)
     found, *_ = check(D, "h100")
     rows = lines(found)
-    assert rows["writer, trained weights"] == rows["gradients"] == pytest.approx(16.98, abs=0.01)
+    assert rows["writer, trained weights"] == pytest.approx(16.98, abs=0.01)
+    assert rows["update: activations and logits (one at a time)"] > 16.98  # with all gradients
     assert rows["AdamW's two moments"] == pytest.approx(8.49, abs=0.01)
     assert rows["autoencoder"] == pytest.approx(4 * 0.271, abs=0.01)
-    # 16 rows of 1328 and 2048 tokens, and two prompts, at 131072 bytes a token.
-    assert rows["rollout: cache and logits (one at a time)"] == pytest.approx(131072 * (2 * 1328 + 16 * 3376) / 1e9, abs=0.6)
+    # 16 rows of 1328 tokens and an image of 1072, and two prompts, at 131072 bytes a token.
+    assert rows["rollout: cache and logits (one at a time)"] == pytest.approx(131072 * (2 * 1328 + 16 * 2400) / 1e9, abs=0.6)
     assert "parameters: writer 8.49 B, autoencoder 0.27 B" in found.text
 
 

@@ -154,7 +154,7 @@ def rehearsed() -> Any:
     spent = {"rollout": 20.0, "update": 16.0, "evaluation": 60.0}
     stages = {name: Stage(Work(seconds=Counter({"matmul": each}))) for name, each in spent.items()}
     phase = RehearsedPhase(name="rl", steps=1000, rows=8, preflight="preflight", stages=("rollout", "update"))
-    return SimpleNamespace(stages=stages, meter=SimpleNamespace(stages=stages), world=8, phases=(phase,), evaluations=3)
+    return SimpleNamespace(stages=stages, world=8, phases=(phase,), evaluations=3)
 
 
 def test_fault_11_time_and_cost_are_estimated() -> None:

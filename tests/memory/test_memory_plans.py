@@ -254,7 +254,8 @@ def test_emu3_from_its_published_configuration() -> None:
     alone = rows(writer_plan(described["writer"], replace(setup, sharding="replicated", ranks=1)))
     assert alone["fp32 master weights and gradients"] == 8 * count
     assert "writer, frozen weights" not in plan
-    assert plan["writer, trained weights"] == plan["gradients"] == plan["copies of the trained weights"] == 2 * count
+    assert plan["writer, trained weights"] == plan["copies of the trained weights"] == 2 * count
+    assert "gradients" not in plan  # they are DeepSpeed's bucket, which exists during the backward pass alone
     assert plan["AdamW's two moments"] == count
     token = 2 * 2 * layers * narrow  # keys and values, two bytes each
     cache = token * (2 * 1328 + 16 * (1328 + 2048))
@@ -262,7 +263,7 @@ def test_emu3_from_its_published_configuration() -> None:
     assert 0 <= plan["evaluation: cache and logits"] - token * (8 * 1328 + 8 * (1328 + 2048)) < 2e9
     alone = rows(writer_plan(described["writer"], replace(setup, grammar_sets=1)))
     fp32 = 256 * vocabulary * 4
-    assert plan["update: activations and logits"] > 3 * fp32
+    assert plan["update: activations and logits"] > 2 * count + 3 * fp32
     # The allowed and the excluded tokens, one mask per position instead of one for all.
     assert plan["update: activations and logits"] - alone["update: activations and logits"] == 2 * 255 * vocabulary
 

@@ -65,7 +65,7 @@ def test_a_change_that_makes_it_fit_is_found(found: dict[str, dict[str, Any]]) -
 def test_a_change_for_each_stage_that_is_too_large_is_found(found: dict[str, dict[str, Any]]) -> None:
     settings, peak = found[""]["changes"]  # where the rollout is nearly as large as the update
     assert found[""]["peaks"]["rollout"] > 0.95 * found[""]["peak"]
-    assert settings == ["policy.gradient_checkpointing=true", "rollout.chunk=4"]
+    assert settings == ["rollout.chunk=4"]  # gradient checkpointing was tried before, and is not needed beside it
     assert peak < 0.95 * found[""]["peak"]
 
 

@@ -88,7 +88,7 @@ def main(folder: Path) -> None:
         except (RuntimeError, ValueError) as error:
             line["error"] = error_line(error)
         else:
-            stages = found.meter.stages
+            stages = found.stages
             line["peaks"] = {name: max(stage.peaks.values(), default=0) for name, stage in stages.items()}
             line["flops"] = {name: sum(stage.work.flops.values()) for name, stage in stages.items()}
             line["waits"] = {name: dict(stage.work.waits) for name, stage in stages.items()}

@@ -20,6 +20,9 @@ def add_doctor(commands: Commands) -> None:
         action="store_true",
         help="run the recipe's step at full size on fake tensors: errors, peak memory and time, without weights or a GPU",
     )
+    doctor.add_argument(
+        "--full-depth", action="store_true", help="with --rehearse: all blocks of the models, instead of a few at two depths"
+    )
     doctor.add_argument("--ranks", type=int, help="with --rehearse: as rank 0 of so many ranks (default: the recipe's)")
     doctor.add_argument("--device", help="check this device, or plan for this GPU (h200, h100, ...) or profile (FILE.json)")
     doctor.add_argument(
@@ -41,7 +44,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             raise ValueError("--rehearse: name a recipe")
         from retouch.rehearsal.command import run_rehearsal
 
-        return run_rehearsal(recipe, machine=arguments.device, world=arguments.ranks, out=sys.stdout)
+        return run_rehearsal(
+            recipe, machine=arguments.device, world=arguments.ranks, full_depth=arguments.full_depth, out=sys.stdout
+        )
     from retouch.doctor.doctor import Wishes, run_checks
 
     price = arguments.price_per_hour

@@ -25,10 +25,11 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
     assert isinstance(model, PretrainedLanguageModel)
     dtype = DTYPES[model.dtype]
     copies = copies_needed(recipe)
+    completion = max(rollout.max_new_tokens for rollout in rollouts)
     return WriterSetup(
         lora=LoraShape(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
         prompt=_prompt_tokens(recipe, model, described),
-        completion=max(rollout.max_new_tokens for rollout in rollouts),
+        completion=min(completion, model.longest_completion(described) or completion),
         update=(_tasks(recipe, update), update),
         rollout=(_tasks(recipe, chunk), chunk),
         evaluation=held_out_rows(recipe),

@@ -14,6 +14,9 @@ from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored
 from retouch.models.base import Described, Part, Shape
 
 _ADAMW_BYTES = 8  # two fp32 moments
+LORA_SHARE = 0.755
+"""What a block saves if only LoRA of its own dtype trains, as a share of what it saves if all weights train: a frozen layer keeps
+no input for the gradient of its weight. Measured by rehearsing Stable Diffusion 3.5 Medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,8 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
     numbers = setup.rows * setup.tokens * shape.width
     if setup.gradient_checkpointing:
         return numbers * (sum(each.count for each in shape.blocks) * size + max(each.saved[size] for each in shape.blocks))
-    return numbers * sum(each.count * each.saved[size] for each in shape.blocks)
+    share = LORA_SHARE if setup.lora is not None and setup.trained_dtype == setup.dtype else 1
+    return int(numbers * sum(each.count * each.saved[size] for each in shape.blocks) * share)
 
 
 def _largest_block(transformer: Part) -> int:

@@ -72,12 +72,12 @@ def _permanent(setup: WriterSetup, frozen: int, trained: int) -> list[MemoryRow]
     rows = [
         MemoryRow("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
         MemoryRow("writer, trained weights", math.ceil(trained * size / whole)),
-        MemoryRow("gradients", math.ceil(trained * size / whole)),
+        # DeepSpeed has gradients during a backward pass alone.
+        MemoryRow("gradients", 0 if setup.sharding == "zero2" else math.ceil(trained * size / whole)),
         MemoryRow("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
         MemoryRow("copies of the trained weights", math.ceil(copies * trained * size / whole)),
     ]
     if setup.sharding == "zero2":
-        # DeepSpeed has a bucket as large as all gradients, and this rank's shard of the gradients and of fp32 weights.
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
     elif size < 4:
         rows.append(MemoryRow("fp32 master weights and gradients", math.ceil(8 * trained / whole)))
@@ -98,6 +98,8 @@ def _phases(writer: Part, setup: WriterSetup, trained: int) -> tuple[MemoryRow, 
     vocabulary = config["vocab_size"]
     logits = peak_bytes(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
     update += logits
+    if setup.sharding == "zero2":
+        update += trained * setup.trained_dtype.itemsize  # DeepSpeed's bucket for all gradients
     reference = trained * setup.trained_dtype.itemsize + prefill_bytes(writer, tokens, setup.dtype) + logits
     return (
         MemoryRow("update: activations and logits", update + gathered),

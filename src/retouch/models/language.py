@@ -186,6 +186,10 @@ class PretrainedLanguageModel(LanguageModel):
         """Most tokens of a prompt. ``image_tokens``: of a source image, if the model reads it before an editor."""
         return TEMPLATE_TOKENS + INSTRUCTION_TOKENS + image_tokens
 
+    def longest_completion(self, described: Described) -> int | None:
+        """Most tokens of a completion under its grammar; None if only ``max_new_tokens`` limits it."""
+        return None
+
     @property
     def vocabularies(self) -> int:
         """Vocabularies of its grammar."""

@@ -34,8 +34,8 @@ from retouch.rehearsal.tensors import (
     wrapped,
 )
 
-LARGE_ON_HOST = 2**28
-"""Bytes from which a tensor that is copied to the host has no data there either."""
+LARGE_ON_HOST, LARGE_WEIGHT = 2**28, 2**16
+"""Bytes from which a tensor that is copied to the host has no data there either: any, and one of weights."""
 _OWN = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 aten = torch.ops.aten
 _ALIASES = (aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default)  # views whose schema does not say so
@@ -98,7 +98,8 @@ class Accelerator(TorchDispatchMode):
 
     ``observe``: called after each operation with fake tensors: (operation, arguments, keyword arguments, result, fake inputs, fake
     outputs). ``on_read``: called with a word when the host waits for the device. ``answer``: the value that is read of an unknown
-    number of a dtype. Errors: DeviceMismatch, and RuntimeError for matrix products of two dtypes.
+    number of a dtype. ``is_weight``: whether a tensor is of weights, whose values are not read on the host. Errors: DeviceMismatch,
+    and RuntimeError for matrix products of two dtypes.
     """
 
     def __init__(
@@ -107,12 +108,14 @@ class Accelerator(TorchDispatchMode):
         observe: Observer | None = None,
         on_read: Callable[[str], None] = lambda what: None,
         answer: Callable[[torch.dtype], float] = lambda dtype: 1,
+        is_weight: Callable[[FakeTensor], bool] = lambda tensor: False,
     ) -> None:
         super().__init__()
         register()
         self.observe = observe
         self.on_read = on_read
         self.answer = answer
+        self.is_weight = is_weight
         self._large_on_host = LARGE_ON_HOST
         self._remembered: dict[Any, Any] = {}
 
@@ -167,7 +170,8 @@ class Accelerator(TorchDispatchMode):
         originals = {id(each.inner): each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)}
         made = self._shapes(func, mapped(args, on_meta), moved_to(META, mapped(kwargs, on_meta)))
         values = known_values(func, args, kwargs, made)
-        if device.type == "cpu":
+        fake_places = {each.device.type for each in originals.values()}
+        if device.type == "cpu" and (DEVICE in fake_places or packet is aten.copy_):
             return self._to_host(packet, args, made, values)
         return wrapped(func, made, device, originals, values)
 
@@ -200,7 +204,7 @@ class Accelerator(TorchDispatchMode):
             self.on_read("copy to the host")
         if isinstance(values, Tensor):
             return values
-        if made.numel() * made.element_size() >= self._large_on_host or source.device.type == "cpu":
+        if made.numel() * made.element_size() >= (LARGE_WEIGHT if self.is_weight(source) else self._large_on_host):
             return FakeTensor(made, CPU)
         return self.made_up(made)
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from retouch.recipe.policy import DenoisingPolicyKeys
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
 from retouch.rehearsal.machines import Machine, find_machine
@@ -17,15 +17,16 @@ DEFAULT = "h100"
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a step may raise because of its shapes, devices and dtypes."""
 MOST_CHANGES = 6
+_FEWEST_LOGITS = 32
 LEAST_GAIN = 0.01
 """A change is kept if it lowers the peak of its stage by at least this share."""
 
 
-def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO) -> int:
+def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO, full_depth: bool = False) -> int:
     """Rehearse a recipe's step and print the report. Returns the exit code: 0 if it runs and fits, else 1.
 
-    ``machine``: a GPU's name, or a profile; None is an H100. ``world``: number of ranks; None is the recipe's. Raises ValueError
-    for an unknown machine.
+    ``machine``: a GPU's name, or a profile; None is an H100. ``world``: number of ranks; None is the recipe's. ``full_depth``: run
+    all blocks of the models. Raises ValueError for an unknown machine.
     """
     silence_libraries()
     warnings.filterwarnings("ignore")
@@ -33,7 +34,7 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     target = find_machine(machine or DEFAULT)
     started = time.perf_counter()
     try:
-        found = rehearse(recipe, target, world=world)
+        found = rehearse(recipe, target, world=world, full_depth=full_depth)
     except ERRORS as error:
         out.write(f"FAILED rehearsal: {error_line(error)}\n")
         return 1
@@ -57,22 +58,33 @@ def smallest_changes(
     """``--set`` changes with which the recipe fits, and the peak with them in bytes; None if none of those tried does.
 
     Changes are found one after the other: the first one that, when rehearsed, lowers the peak of the stage that holds the largest.
-    ``allow_imports``: as in ``parse``.
+    Those that are not needed beside the later ones are dropped. ``allow_imports``: as in ``parse``.
     """
+
+    def tried(changes: Sequence[str]) -> Rehearsed | None:
+        try:
+            return rehearse(parse(recipe.document(), changes, allow_imports=allow_imports), machine, world=world)
+        except ERRORS:
+            return None  # for example, the smaller chunk does not divide the groups
+
     settings: tuple[str, ...] = ()
     for _ in range(MOST_CHANGES):
         current = parse(recipe.document(), settings, allow_imports=allow_imports)
-        stage = max(found.meter.stages, key=lambda name: stage_peak(found, name))
+        stage = max(found.stages, key=lambda name: stage_peak(found, name))
         for change in _changes(current, stage, world=world or recipe.ranks or 1):
             changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
-            try:
-                tried = rehearse(parse(recipe.document(), changed, allow_imports=allow_imports), machine, world=world)
-            except ERRORS:
-                continue  # for example, the smaller chunk does not divide the groups
-            if fits(tried, machine):
-                return changed, peak(tried)
-            if stage_peak(tried, stage) <= (1 - LEAST_GAIN) * stage_peak(found, stage):
-                settings, found = changed, tried
+            after = tried(changed)
+            if after is None:
+                continue
+            if fits(after, machine):
+                for each in changed[:-1]:
+                    fewer = tuple(kept for kept in changed if kept != each)
+                    found_fewer = tried(fewer)
+                    if found_fewer is not None and fits(found_fewer, machine):
+                        changed, after = fewer, found_fewer
+                return changed, peak(after)
+            if stage_peak(after, stage) <= (1 - LEAST_GAIN) * stage_peak(found, stage):
+                settings, found = changed, after
                 break
         else:
             return None
@@ -81,16 +93,27 @@ def smallest_changes(
 
 def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
     """Changes that may lower the peak of a stage, the cheapest first."""
-    samples, trains = stage.endswith(("rollout", "render")), not stage.endswith(("rollout", "render", "evaluation"))
-    if samples and recipe.phases is None and recipe.rollout.chunk > 1:
-        yield f"rollout.chunk={recipe.rollout.chunk // 2}"
-    if stage == "evaluation" and recipe.eval.batch > 1:
+    kind = stage.rpartition(": ")[2]
+    samples, trains = kind in ("rollout", "render"), kind not in ("rollout", "render", "evaluation")
+    chunk = [f"rollout.chunk={recipe.rollout.chunk // 2}"] if recipe.phases is None and recipe.rollout.chunk > 1 else []
+    if kind in ("render", "evaluation"):
+        for key in ("batch", "encoder_batch"):
+            value = getattr(recipe.renderer, key, 1)
+            if value > 1:
+                yield f"renderer.{key}={value // 2}"
+    if samples:
+        yield from chunk
+    if kind == "evaluation" and recipe.eval.batch > 1:
         yield f"eval.batch={recipe.eval.batch // 2}"
     if not recipe.policy.gradient_checkpointing and trains:
         yield "policy.gradient_checkpointing=true"
     if recipe.microbatch > 1:
         yield f"microbatch={recipe.microbatch // 2}"
-    if stage.endswith("preflight") and recipe.phases is None and recipe.rollout.chunk > 1:
-        yield f"rollout.chunk={recipe.rollout.chunk // 2}"  # a preflight has a rollout and an update
+    if trains and isinstance(recipe.policy, AutoregressivePolicyKeys) and recipe.policy.logits_at_once > _FEWEST_LOGITS:
+        yield f"policy.logits_at_once={recipe.policy.logits_at_once // 2}"
+    if kind == "preflight":
+        yield from chunk  # it has a rollout and an update
+    if recipe.renderer is not None and recipe.renderer.image_model is not None and not (recipe.devices and recipe.devices.offload):
+        yield "devices.offload=true"
     if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):
         yield "sharding=fsdp2"

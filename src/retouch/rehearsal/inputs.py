@@ -8,22 +8,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from PIL.Image import new as new_image
 
 from retouch.data.base import DataSets
-from retouch.distributed.placement import Placement, resolve_device
-from retouch.distributed.ranks import Ranks
-from retouch.recipe.devices import Devices
+from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.tensors import DEVICE
 from retouch.rewards.judging import ScoredBatch
-from retouch.types import Batch, Sample, Task
+from retouch.types import Batch, Codes, Column, Sample, Task
 
 WORDS = 48
 """Words of an instruction."""
 _SIZE = (1024, 1024)
 _TASKS = 100_000
+_STRUCTURE = 64
+"""Tokens of a completion besides codes and thought, at most."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,23 @@ class MadeUpTasks(Sequence[Task]):
             reference=image if recipe.policy.train.reads_reference else None,
             target=image if wants_target else None,
             text="word",
-            meta={"completion": " ".join(["word"] * WORDS)} if wants_target else {},
+            meta={**({"completion": " ".join(["word"] * WORDS)} if wants_target else {}), **self._codes},
         )
+
+    @property
+    def _codes(self) -> dict[str, Any]:
+        """Image tokens of the tasks of a data set that has them, after a thought as long as it may be."""
+        model = self.recipe.policy.model
+        if not self.recipe.data.contents().tokens or not isinstance(model, PretrainedLanguageModel):
+            return {}
+        described = model.describe(model.find_weights()[0])
+        assert described is not None, "its configuration was written for the rehearsal"
+        side = 2 ** (len(described["autoencoder"]["config"]["channel_multiplier"]) - 1)
+        height, width = (edge // side for edge in model.planned_size)
+        longest = max(getattr(phase.rollout, "longest", 0) for phase in self.recipe.resolved_phases())
+        codes = [[0] * width] * height
+        thought = " ".join(["word"] * (longest - height * (width + 1) - _STRUCTURE))
+        return {Codes.SOURCE: codes, Codes.TARGET: codes, Codes.THOUGHT: thought}
 
 
 def made_up_sets(recipe: Recipe) -> list[DataSets]:
@@ -72,7 +86,7 @@ def made_up_sets(recipe: Recipe) -> list[DataSets]:
 def made_up_judge() -> Any:
     """A judge without a model, whose scores differ from sample to sample (a ``RewardScorer`` as far as a run asks it)."""
     return SimpleNamespace(
-        reward=SimpleNamespace(columns={}),
+        reward=SimpleNamespace(columns={"made up": Column(0.0, 1.0)}),
         combination=SimpleNamespace(low=0.0, high=1.0, columns=()),
         for_split=lambda *_: scores,
         close=lambda: None,
@@ -86,20 +100,9 @@ def scores(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
     return found
 
 
-def fake_placement(recipe: Recipe, ranks: Ranks) -> Placement:
-    """The recipe's devices; the rank's GPUs are fake devices of the same numbers."""
-    devices = recipe.devices or Devices()
-
-    def fake(name: str | None) -> torch.device:
-        if name is None:
-            return ranks.device
-        device = resolve_device(name, devices, local_rank=0)
-        return torch.device(DEVICE, device.index or 0) if device.type == "cuda" else device
-
-    copies = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
-    return Placement(ranks.device, fake(devices.renderer), fake(devices.reward), devices.offload, copies)
-
-
-def blank_image(size: tuple[int, int]) -> Image:
-    """An image of (height, width) px."""
-    return new_image("RGB", size[::-1])
+def fake_devices(recipe: Recipe) -> Recipe:
+    """The recipe with fake devices of the same numbers in place of a rank's GPUs."""
+    if recipe.devices is None:
+        return recipe
+    names = {part: name.replace("cuda", DEVICE) for part, name in recipe.devices.named.items()}
+    return recipe.model_copy(update={"devices": recipe.devices.model_copy(update=names)})

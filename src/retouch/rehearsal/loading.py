@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +16,13 @@ import diffusers
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import Emu3VQVAE
 
 from retouch.models.base import Described
+from retouch.models.emu3 import load as emu3
 from retouch.models.offloading.store import EmbeddingStore
-from retouch.rehearsal.tensors import FakeTensor
+from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks
+from retouch.rehearsal.tensors import DEVICE, FakeTensor, on_host
 from retouch.rehearsal.tokenizers import stand_in, tokenizer_files
 
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
@@ -78,21 +82,29 @@ def _processor(described: Described) -> dict[str, Any]:
 
 
 @contextmanager
-def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module], None]) -> Iterator[None]:
+def without_weights(
+    device: torch.device, *, on_module: Callable[[str, nn.Module], None], blocks: Counts = MappingProxyType({})
+) -> Iterator[None]:
     """Inside it, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``.
 
-    ``on_module``: called with the folder's name and the module of each.
+    ``blocks``: the number of blocks of stacks that are not built whole. ``on_module``: called with the folder's name and the module
+    of each.
     """
+    loaded: dict[nn.Module, str] = {}
+
+    def blocks_of(folder: Any) -> dict[str, int]:
+        return {key: count for (part, key), count in blocks.items() if part == str(folder)}
 
     def diffusers_model(cls: Any, folder: Any, **options: Any) -> nn.Module:
         dtype = options.get("torch_dtype") or torch.float32
         with fake_parameters(device, dtype):
-            module = cls.from_config(cls.load_config(folder))
+            module = cls.from_config(with_blocks(cls.load_config(folder), blocks_of(folder)))
         keep(cls, module)
         return finished(module, folder, dtype)
 
     def transformers_model(cls: Any, folder: Any, **options: Any) -> nn.Module:
         config = options.get("config") or cls.config_class.from_pretrained(folder)
+        reduce_layers(config, blocks_of(folder))
         if options.get("attn_implementation"):
             config._attn_implementation = options["attn_implementation"]
         dtype = options.get("dtype") or torch.float32
@@ -113,8 +125,24 @@ def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module
         for name, buffer in module.named_buffers():
             if name in stored and buffer.dtype.is_floating_point:
                 buffer.data = buffer.data.to(dtype)
-        on_module(Path(folder).name, module)
+        loaded[module] = Path(folder).name
+        on_module(loaded[module], module)
         return module.eval()
+
+    def autoencoder(folder: Path) -> nn.Module:
+        with fake_parameters(device, torch.float32):
+            module = Emu3VQVAE(Emu3VQVAE.config_class.from_pretrained(folder))
+        return finished(module, Path(folder), torch.float32)
+
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As ``nn.Module.to``, which cannot take the data of a fake tensor to another device."""
+        target = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if target is not None and _move(module, target):
+            for each in module.modules():
+                if each in loaded:
+                    on_module(loaded[each], each)
+        moved: nn.Module = _TO(module, *args, **kwargs)
+        return moved
 
     def tokenizer(cls: Any, folder: Any, **options: Any) -> Any:
         own = _TOKENIZER(cls, folder, **options) if tokenizer_files(Path(folder)) else None
@@ -130,6 +158,8 @@ def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module
         stack.enter_context(patch.object(transformers.PreTrainedModel, "initialize_weights", lambda *_, **__: None))
         stack.enter_context(patch.object(EmbeddingStore, "of_user", classmethod(lambda cls: _InMemory())))
         stack.enter_context(patch("retouch.models.offloading.prompt_embeddings.describe", lambda text: None))
+        stack.enter_context(patch.object(emu3, "load_autoencoder", autoencoder))
+        stack.enter_context(patch.object(nn.Module, "to", to))
         yield
 
 
@@ -152,6 +182,25 @@ _INITIALISERS = (
     *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
 )
 _TOKENIZER = transformers.PreTrainedTokenizerBase.from_pretrained.__func__
+_TO = nn.Module.to
+
+
+def _move(module: nn.Module, device: torch.device) -> bool:
+    """Put fake weights on another device. Returns whether there were any; shared ones stay shared."""
+    moved: dict[int, FakeTensor | nn.Parameter] = {}
+    for each in module.modules():
+        for table in (each._parameters, each._buffers):
+            for name, tensor in table.items():
+                if isinstance(tensor, FakeTensor) and tensor.device != device:
+                    if id(tensor) not in moved:
+                        data = (
+                            torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                            if device.type == DEVICE
+                            else on_host(tensor)
+                        )
+                        moved[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if name in each._parameters else data
+                    table[name] = moved[id(tensor)]
+    return bool(moved)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """What a rehearsal counts: memory by what holds it, FLOPs, kernels, bytes, and the host's waits, stage by stage.
 
-Memory is what is asked of the allocator, in blocks of 512 bytes as torch's allocator gives them. Time is modelled kernel by kernel
-as the larger of FLOPs over the machine's rate and bytes over its bandwidth; nothing is fused or overlaps.
+Memory is what is requested from the allocator, in blocks of 512 bytes as torch's allocator gives them. Its peak is kept for each
+sort of allocation, so that two rehearsals of different depth can be compared (``retouch.rehearsal.depth``). Time is modelled kernel
+by kernel as the larger of FLOPs over the machine's rate and bytes over its bandwidth; nothing is fused or overlaps.
 """
 
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,12 @@ _FREE = (  # these start no kernel
 )
 _MASKED = (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward)
 _FLASH = (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
+
+Event: TypeAlias = tuple[Any, int, bool]
+"""A sort of allocation: the operation, its bytes, and whether it is in a backward pass."""
+Peaks: TypeAlias = dict[tuple[int, Event], tuple[int, Counter[str]]]
+"""The most bytes held at the events of a sort on a device, and what held them."""
+_BEGIN: Event = ("the stage begins", 0, False)
 
 
 @dataclass(slots=True)
@@ -70,29 +77,43 @@ class Work:
 
 @dataclass(slots=True)
 class Stage:
-    """A stage's work, and its peak on each device with what held it, in bytes."""
+    """A stage's work, and its memory at each sort of allocation."""
 
     work: Work = field(default_factory=Work)
-    peaks: dict[int, int] = field(default_factory=dict)
-    held: dict[int, Counter[str]] = field(default_factory=dict)
-    calls: int = 0
+    most: Peaks = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """The most bytes held on each device."""
+        return {where: size for where, (size, _) in self._largest().items()}
+
+    @property
+    def held(self) -> dict[int, Counter[str]]:
+        """What held them, by label."""
+        return {where: held for where, (_, held) in self._largest().items()}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held on any device."""
+        return max((size for size, _ in self.most.values()), default=0)
+
+    def _largest(self) -> dict[int, tuple[int, Counter[str]]]:
+        found: dict[int, tuple[int, Counter[str]]] = {}
+        for (where, _), entry in self.most.items():
+            if where not in found or entry[0] > found[where][0]:
+                found[where] = entry
+        return found
 
 
 @dataclass(slots=True)
 class Rise:
     """How far a call lifts memory above what is held when it starts.
 
-    ``before``: by device, bytes held at the start, by what holds them. ``most``: the difference to ``before`` at the peak.
+    ``before``: bytes held at the start on each device, by what holds them. ``most``: the difference at each sort of allocation.
     """
 
     before: dict[int, Counter[str]]
-    most: dict[int, Counter[str]] = field(default_factory=dict)
-
-    def note(self, where: int, held: Counter[str]) -> None:
-        before = self.before.get(where, Counter())
-        if held.total() - before.total() > self.most.get(where, Counter()).total():
-            self.most[where] = held.copy()
-            self.most[where].subtract(before)
+    most: Peaks = field(default_factory=dict)
 
 
 class Meter:
@@ -106,6 +127,7 @@ class Meter:
         self.host = 0
         self.host_peak = 0
         self._held: dict[int, Counter[str]] = {}
+        self._sizes: Counter[int] = Counter()
         self._alive: dict[int, list[Any]] = {}
         self._rises: list[Rise] = []
         self._enter("other")
@@ -153,15 +175,13 @@ class Meter:
         try:
             yield rise
         finally:
-            self._rises.remove(rise)
+            self._rises.pop()
 
     def repeat(self, work: Work, rise: Rise) -> None:
         """Count a call that is not run: its work, and its rise above what is held now."""
         self.work.add(work)
-        for where, more in rise.most.items():
-            held = self._held[where].copy()
-            held.update(more)
-            self._note(where, held)
+        for (where, event), (more, labels) in rise.most.items():
+            self._note(where, event, self._sizes[where] + more, labels)
 
     def label_module(self, module: nn.Module, label: str) -> None:
         """What this module makes counts as ``label``."""
@@ -190,15 +210,19 @@ class Meter:
                     self._held[place][label] += size
                     entry[2] = label
 
+    def is_weight(self, tensor: FakeTensor) -> bool:
+        """Whether a tensor on a device is of weights, of their copies, or of an optimizer."""
+        entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+        return entry is not None and not entry[2].startswith("activations") and entry[2] != "other"
+
     def held(self, place: int = 0) -> dict[str, int]:
         """Bytes on a device now, by what holds them."""
         return {name: size for name, size in self._held.get(place, Counter()).items() if size}
 
     def _enter(self, name: str) -> None:
-        stage = self.stages.setdefault(name, Stage())
-        stage.calls += 1
-        self._stage, self.stage_name = stage, name
-        self._note_peaks()
+        self._stage, self.stage_name = self.stages.setdefault(name, Stage()), name
+        for where, size in self._sizes.items():
+            self._note(where, _BEGIN, size)
 
     # Observation
 
@@ -207,7 +231,7 @@ class Meter:
     ) -> None:
         """As ``accelerator.Observer``."""
         for tensor in made:
-            self._track(tensor)
+            self._track(tensor, func)
         if self.counting:
             self._count(func, args, kwargs, result, given, made)
 
@@ -222,7 +246,7 @@ class Meter:
             self.work.counts["communicated"] += moved
             self.work.seconds["collectives"] += 2 * moved * (world - 1) / world / self.machine.link
 
-    def _track(self, tensor: FakeTensor) -> None:
+    def _track(self, tensor: FakeTensor, func: Any) -> None:
         storage = tensor.inner.untyped_storage()
         key = storage._cdata
         if key in self._alive:
@@ -231,15 +255,16 @@ class Meter:
         where = (tensor.device.index or 0) if tensor.device.type == DEVICE else None
         self._alive[key] = [size, where, self.label]
         weakref.finalize(storage, self._free, key)
-        self._grow(size, where)
+        self._grow(size, where, self.label, func)
 
-    def _grow(self, size: int, where: int | None) -> None:
+    def _grow(self, size: int, where: int | None, label: str, func: Any) -> None:
         if where is None:
             self.host += size
             self.host_peak = max(self.host_peak, self.host)
             return
-        self._held.setdefault(where, Counter())[self.label] += size
-        self._note(where, self._held[where])
+        self._held.setdefault(where, Counter())[label] += size
+        self._sizes[where] += size
+        self._note(where, (func, size, torch._C._current_graph_task_id() != -1), self._sizes[where])
 
     def resize(self, tensor: FakeTensor, size: int) -> None:
         """The storage of a tensor is given back or taken again, as FSDP does between uses."""
@@ -247,10 +272,8 @@ class Meter:
         if entry is None or entry[1] is None:
             return
         change = (size + BLOCK - 1) // BLOCK * BLOCK - entry[0]
-        label, self.label = self.label, entry[2]
         entry[0] += change
-        self._grow(change, entry[1])
-        self.label = label
+        self._grow(change, entry[1], entry[2], "resize")
 
     def _free(self, key: int) -> None:
         size, where, label = self._alive.pop(key)
@@ -258,18 +281,28 @@ class Meter:
             self.host -= size
         else:
             self._held[where][label] -= size
+            self._sizes[where] -= size
 
-    def _note_peaks(self) -> None:
-        for where, held in self._held.items():
-            self._note(where, held)
-
-    def _note(self, where: int, held: Counter[str]) -> None:
-        size = held.total()
-        if size > self._stage.peaks.get(where, 0):
-            self._stage.peaks[where] = size
-            self._stage.held[where] = held.copy()
+    def _note(self, where: int, event: Event, size: int, more: Counter[str] | None = None) -> None:
+        """Note a size at an event on a device. ``more``: what is held beyond what is really there."""
+        key = (where, event)
+        found = self._stage.most.get(key)
+        if found is None or size > found[0]:
+            self._stage.most[key] = size, self._held_with(where, more)
         for rise in self._rises:
-            rise.note(where, held)
+            before = rise.before.get(where, Counter())
+            lifted = size - before.total()
+            found = rise.most.get(key)
+            if found is None or lifted > found[0]:
+                held = self._held_with(where, more)
+                held.subtract(before)
+                rise.most[key] = lifted, held
+
+    def _held_with(self, where: int, more: Counter[str] | None) -> Counter[str]:
+        held = self._held.get(where, Counter()).copy()
+        if more is not None:
+            held.update(more)
+        return held
 
     def _count(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, given: list[FakeTensor], made: list[FakeTensor]

@@ -20,12 +20,12 @@ def fits(found: Rehearsed, machine: Machine) -> bool:
 
 def peak(found: Rehearsed) -> int:
     """The largest peak of all stages and devices, in bytes."""
-    return max((stage_peak(found, name) for name in found.meter.stages), default=0)
+    return max((stage_peak(found, name) for name in found.stages), default=0)
 
 
 def stage_peak(found: Rehearsed, name: str) -> int:
     """The largest peak of a stage on any device, in bytes."""
-    return max(found.meter.stages[name].peaks.values(), default=0)
+    return found.stages[name].peak
 
 
 def seconds(work: Work, machine: Machine) -> float:
@@ -42,13 +42,13 @@ def step_work(found: Rehearsed, index: int) -> Work:
     """The work of one step of a phase, without preflight, evaluation and checkpoints."""
     total = Work()
     for name in found.phases[index].stages:
-        total.add(found.meter.stages[name].work)
+        total.add(found.stages[name].work)
     return total
 
 
 def hours(found: Rehearsed, machine: Machine) -> float:
     """Modelled hours of the whole run, with evaluations, without rewards."""
-    stages = found.meter.stages
+    stages = found.stages
     steps = sum(phase.steps * sum(seconds(stages[name].work, machine) for name in phase.stages) for phase in found.phases)
     evaluation = seconds(stages["evaluation"].work, machine) if "evaluation" in stages else 0.0
     return (steps + found.evaluations * evaluation) / 3600
@@ -59,32 +59,37 @@ def lines(found: Rehearsed, machine: Machine) -> Iterator[str]:
     ranks = f"rank 0 of {found.world}" if found.world > 1 else "a single rank"
     yield f"rehearsed as {ranks} on {machine.name} ({machine.memory / 1e9:.1f} GB; rates: {machine.measured})"
     yield f"  {'stage':<24}{'peak GB':>9}{'TFLOP':>10}{'kernels':>11}{'waits':>8}{'modelled s':>12}{'ideal s':>9}"
-    for name, stage in found.meter.stages.items():
+    for name, stage in found.stages.items():
         work = stage.work
         if not work.counts:
             continue
         yield (
-            f"  {name:<24}{max(stage.peaks.values(), default=0) / 1e9:>9.2f}{sum(work.flops.values()) / TFLOPS:>10.1f}"
+            f"  {name:<24}{stage.peak / 1e9:>9.2f}{sum(work.flops.values()) / TFLOPS:>10.1f}"
             f"{work.kernels:>11.0f}{sum(work.waits.values()):>8.0f}"
             f"{seconds(work, machine):>12.2f}{ideal_seconds(work, machine):>9.2f}"
         )
     yield from _memory(found, machine)
     yield from _time(found, machine)
+    for unit, work in found.units.items():
+        yield (
+            f"a {unit} of the rollout: {work.kernels:.0f} kernels, {sum(work.waits.values()):.2g} waits of the host, "
+            f"{1000 * seconds(work, machine):.1f} ms modelled, of which the GPU {1000 * work.device_seconds:.1f} ms"
+        )
     yield from _waits(found)
 
 
 def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
     name, place, size = max(
-        ((name, place, size) for name, stage in found.meter.stages.items() for place, size in stage.peaks.items()),
+        ((name, place, size) for name, stage in found.stages.items() for place, size in stage.peaks.items()),
         key=lambda each: each[2],
     )
     share = size / machine.memory
     verdict = "does not fit" if share > 1 else "too little is free" if share > 1 - FREE_SHARE else "fits"
     of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB"
     yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
-    for holder, held in _largest(found.meter.stages[name], place):
+    for holder, held in _largest(found.stages[name], place):
         yield f"  {held / 1e9:>8.2f} GB  {holder}"
-    yield f"  {found.checkpoint / 1e9:>8.2f} GB  a checkpoint, in host memory at most {found.meter.host_peak / 1e9:.2f} GB"
+    yield f"  {found.checkpoint / 1e9:>8.2f} GB  a checkpoint, in host memory at most {found.host_peak / 1e9:.2f} GB"
 
 
 def _largest(stage: Stage, place: int) -> list[tuple[str, int]]:
@@ -96,7 +101,7 @@ def _largest(stage: Stage, place: int) -> list[tuple[str, int]]:
 def _time(found: Rehearsed, machine: Machine) -> Iterator[str]:
     for index, phase in enumerate(found.phases):
         work = step_work(found, index)
-        modelled = sum(seconds(found.meter.stages[name].work, machine) for name in phase.stages)
+        modelled = sum(seconds(found.stages[name].work, machine) for name in phase.stages)
         of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
         per_image = sum(work.flops.values()) / TFLOPS / phase.rows
         yield (
@@ -110,7 +115,7 @@ def _time(found: Rehearsed, machine: Machine) -> Iterator[str]:
 
 def _waits(found: Rehearsed) -> Iterator[str]:
     total = Work()
-    for name, stage in found.meter.stages.items():
+    for name, stage in found.stages.items():
         if name.endswith(("rollout", "update")):
             total.add(stage.work)
     if total.waits:

@@ -1,14 +1,13 @@
 """A recipe's step on the fake accelerator: preflight, rollout, rendering, update, evaluation and checkpoint, by the run's own code.
 
-A call that repeats an earlier one with inputs of the same shapes (a denoising step, a chunk) is counted without being run again; of
-the microbatches, two run.
+By default it is rehearsed twice, with a few blocks of the models, and the figures of the whole models are extrapolated.
 """
 
+import math
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,81 +17,37 @@ from torch import Tensor, nn
 from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
 from retouch.distributed.head_stepper import HeadStepper
+from retouch.distributed.placement import plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.memory.ip_adapter import vision_part
 from retouch.memory.sizes import image_encoder
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
+from retouch.models.emu3.family import Emu3Model
 from retouch.models.language import PretrainedLanguageModel
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import DenoisingModel
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.accelerator import Accelerator, register
 from retouch.rehearsal.attention import fused_attention
 from retouch.rehearsal.collectives import fake_ranks
-from retouch.rehearsal.inputs import fake_placement, made_up_judge, made_up_sets, scores
+from retouch.rehearsal.depth import Counts, choose_depths, extrapolated, extrapolated_work, stacks_of
+from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, scores
 from retouch.rehearsal.loading import fake_parameters, without_weights, write_folder, write_single
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.meter import Meter, Rise, Work
+from retouch.rehearsal.meter import Meter, Stage, Work
+from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
 from retouch.rehearsal.tensors import DEVICE, active
+from retouch.rehearsal.tokenizers import write_emu3
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
+from retouch.types import Batch, Task
 
-PARTS = 2
-"""Microbatches that really run: the second one with the gradients of the first."""
-_LABELS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), "text encoders")}
-
-
-@dataclass
-class Repeats:
-    """Counts calls that repeat earlier ones without running them."""
-
-    meter: Meter
-    met: set[str] = field(default_factory=set)
-
-    def calls(self, call: Callable[..., Any], key: Callable[..., Any], again: Callable[[Any], Any]) -> Callable[..., Any]:
-        """``call``, run once in each stage for each ``key`` of its arguments, then answered by ``again(result)``."""
-        seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
-
-        def once(*args: Any, **kwargs: Any) -> Any:
-            place = self.meter.stage_name, key(*args, **kwargs)
-            if place in seen:
-                work, rise, result = seen[place]
-                self.meter.repeat(work, rise)
-                with self.meter.paused():
-                    return again(result())
-            before = self.meter.work.copy()
-            with self.meter.rise() as rise:
-                made = call(*args, **kwargs)
-            seen[place] = self.meter.work.since(before), rise, _remembered(made)
-            return made
-
-        return once
-
-    def parts(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """The first ``PARTS`` parts that ``call`` yields; the work between two of them counts for each that is left out."""
-
-        def few(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            every = list(call(*args, **kwargs))
-            count = PARTS if self.meter.stage_name not in self.met else 1
-            self.met.add(self.meter.stage_name)
-            for part in islice(every, count):
-                before = self.meter.work.copy()
-                yield part
-                last = self.meter.work.since(before)
-            if len(every) > count:
-                self.meter.work.add(last, len(every) - count)
-
-        return few
-
-
-def _remembered(made: Any) -> Callable[[], Any]:
-    """The result, or for a tensor its shape alone, so that remembering it takes no memory."""
-    if isinstance(made, Tensor):
-        shape, dtype, device = made.shape, made.dtype, made.device
-        return lambda: torch.empty(shape, dtype=dtype, device=device)
-    return lambda: made
+_TEXT = "text encoders"
+_LABELS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), _TEXT)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,43 +63,73 @@ class RehearsedPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """``world``: number of ranks. ``evaluations``: of the whole run. ``checkpoint``: bytes of its tensors. ``velocities``: calls of
-    a denoiser in rollouts."""
+    """``world``: number of ranks. ``evaluations``: of the whole run. ``checkpoint``: bytes of its tensors. ``host_peak``: bytes of
+    large tensors in the host's memory. ``units``: the work of a "denoising step" or a "token" of the rollout, by name."""
 
-    meter: Meter
+    stages: Mapping[str, Stage]
     world: int
     phases: tuple[RehearsedPhase, ...]
     evaluations: int
     checkpoint: int
-    velocities: int
+    host_peak: int
+    units: Mapping[str, Work]
 
 
-def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None) -> Rehearsed:
+def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full_depth: bool = False) -> Rehearsed:
     """Rehearse a recipe's step as rank 0 of ``world`` ranks, by default as many as the recipe names.
 
-    Raises what the run would raise.
+    ``full_depth``: with all blocks of the models, instead of two rehearsals with a few of them. Raises what the run would raise.
     """
     register()
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = fake_devices(without_paths(recipe, Path(folder)))
+        depths = None if full_depth else choose_depths(stacks_of(recipe))
+        if depths is None:
+            return _rehearse(recipe, machine, world, {})
+        first, second = (_rehearse(recipe, machine, world, blocks) for blocks in (depths.first, depths.second))
+        times = depths.times
+        return replace(
+            first,
+            stages=extrapolated(first.stages, second.stages, times),
+            checkpoint=first.checkpoint + (second.checkpoint - first.checkpoint) * times,
+            host_peak=first.host_peak + (second.host_peak - first.host_peak) * times,
+            units={name: extrapolated_work(work, second.units[name], times) for name, work in first.units.items()},
+        )
+
+
+def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Counts) -> Rehearsed:
     meter = Meter(machine)
+    repeats = Repeats(meter)
     count = world or recipe.ranks or 1
     ranks = Ranks(rank=0, world=count, device=torch.device(DEVICE, 0))
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(Accelerator(observe=meter.observe, on_read=meter.wait))
+        stack.enter_context(Accelerator(observe=meter.observe, on_read=meter.wait, is_weight=meter.is_weight))
         stack.enter_context(fused_attention())
         stack.enter_context(fake_ranks(count, meter))
-        stack.enter_context(fake_deepspeed())
-        stack.enter_context(without_weights(ranks.device, on_module=lambda name, module: _labelled(meter, name, module)))
-        recipe = without_paths(recipe, folder)
-        rehearsal = _Rehearsal(recipe, meter, ranks)
-        return rehearsal.run()
+        stack.enter_context(fake_deepspeed(meter))
+        stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=_Labels(meter, repeats)))
+        return _Rehearsal(recipe, meter, ranks, repeats).run()
 
 
-def _labelled(meter: Meter, name: str, module: nn.Module) -> None:
-    label = _LABELS.get(name)
-    meter.relabel(list(module.parameters()), f"weights: {name}")
-    if label is not None:
-        meter.label_module(module, f"activations: {label}")
+class _Labels:
+    """Names what the weights and activations of a model's parts are. Called for a module again if its weights were moved.
+
+    Of a text encoder, equal layers run once.
+    """
+
+    def __init__(self, meter: Meter, repeats: Repeats) -> None:
+        self.meter = meter
+        self.repeats = repeats
+        self._met: set[nn.Module] = set()
+
+    def __call__(self, name: str, module: nn.Module) -> None:
+        self.meter.relabel(list(module.parameters()), f"weights: {name}")
+        label = _LABELS.get(name)
+        if label is not None and module not in self._met:
+            self._met.add(module)
+            self.meter.label_module(module, f"activations: {label}")
+            if label == _TEXT:
+                self.repeats.layers(module)
 
 
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:
@@ -170,45 +155,53 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def _described(model: Any, folder: Path, key: str) -> Any:
-    if not isinstance(model, DiffusersModel | PretrainedLanguageModel) or model.find_weights()[0] is not None:
+    if not isinstance(model, DiffusersModel | PretrainedLanguageModel):
         return model
+    with suppress(ValueError):  # the folder of a run that is not there yet
+        if model.find_weights()[0] is not None:
+            return model
     described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
     if described is None:
         raise ValueError(f"{key}.path: the configuration of {model.source} is not known; download its configuration files")
     target = folder / key / Path(model.path).name
     if isinstance(model, DiffusersModel):
         write_folder(target, described)
-    else:
-        write_single(target, described["writer"])
-    return model.model_copy(update={"path": str(target)})
+        return model.model_copy(update={"path": str(target)})
+    write_single(target, described["writer"])
+    if not isinstance(model, Emu3Model):
+        return model.model_copy(update={"path": str(target)})
+    autoencoder = write_single(folder / "autoencoder", described["autoencoder"])
+    paths = {"path": target, "tokenizer": write_emu3(folder / "tokenizer"), "autoencoder": autoencoder}
+    return model.model_copy(update={name: str(path) for name, path in paths.items()})
 
 
 class _Rehearsal:
-    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks) -> None:
+    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats) -> None:
         self.recipe = recipe
         self.meter = meter
         self.ranks = ranks
-        self.repeats = Repeats(meter)
-        self.velocities = 0
+        self.repeats = repeats
+        self.pace = Pace(meter)
+        self.token: Work | None = None
 
     def run(self) -> Rehearsed:
         recipe, meter = self.recipe, self.meter
         with meter.stage("build"), fake_parameters(self.ranks.device), active().moving_weights():
-            parts = connect(
-                recipe, self.ranks, placement=fake_placement(recipe, self.ranks), judge=made_up_judge(), sets=made_up_sets(recipe)
-            )
+            placement = plan_placement(recipe, self.ranks)
+            parts = connect(recipe, self.ranks, placement=placement, judge=made_up_judge(), sets=made_up_sets(recipe))
             self._label_weights(parts)
             stepper = parts.stepper()
             self._label_master_weights(stepper)
             self._take_first_step(stepper)
         meter.label = "activations"
-        self._count_velocities(parts)
+        self._count_repeats(parts)
         phases = []
         for index, (resolved, steps) in enumerate(parts.plan):
             if not steps:
                 continue
             parts.begin(index)
             run, phase = parts.phase(index, stepper=stepper, judge=scores)
+            self._decode_few(run.policy)
             name = f"{resolved.name}: " if recipe.phases is not None else ""
             self._preflight(run, phase, name)
             before = list(meter.stages)
@@ -225,22 +218,25 @@ class _Rehearsal:
             del run, phase
         with meter.stage("evaluation"):
             policy = parts.policy(recipe.rollout)
+            self._decode_few(policy)
             evaluator = parts.evaluator(scores)
-            policy.sample = self.repeats.calls(policy.sample, lambda batch: len(batch), _same)  # type: ignore[method-assign]
-            renderer = self.repeats.calls(evaluator.renderer, lambda tasks, trajectory: len(tasks), _same)
+            policy.sample = self.repeats.calls(policy.sample, len)  # type: ignore[method-assign]
+            renderer = self.repeats.calls(evaluator.renderer, _rows)
             replace(evaluator, renderer=renderer)(policy)
         with meter.stage("checkpoint"), meter.labelled("checkpoint"):
             state = capture(parts, stepper, step=1)
             size = sum(each.numel() * each.element_size() for group in state.tensors.values() for each in group.values())
         every = recipe.eval.every
         total = sum(phase.steps for phase in phases)
+        units = {"denoising step": self.pace.last, "token": self.token}
         return Rehearsed(
-            meter=meter,
+            stages=meter.stages,
             world=self.ranks.world,
             phases=tuple(phases),
             evaluations=1 + (total // every if every else 1),
             checkpoint=size,
-            velocities=self.velocities,
+            host_peak=meter.host_peak,
+            units={name: work for name, work in units.items() if work is not None},
         )
 
     def _take_first_step(self, stepper: Stepper) -> None:
@@ -276,22 +272,36 @@ class _Rehearsal:
 
         own.backward = labelled  # type: ignore[method-assign]
 
-    def _count_velocities(self, parts: Assembly) -> None:
-        """Without gradient, equal calls of the model are equal work."""
-        model = parts.image_model
-        while hasattr(model, "model"):
-            model = model.model
-        if not isinstance(model, DenoisingModel):
-            return
+    def _count_repeats(self, parts: Assembly) -> None:
+        """Without gradient, equal calls of a model are equal work. Tasks differ in the length of their text alone."""
+        models = {id(model): model for model in (_innermost(parts.model), _innermost(parts.image_model))}
+        for model in models.values():
+            for name in ("encode", "encode_negative"):
+                if hasattr(model, name):
+                    setattr(model, name, self.repeats.calls(getattr(model, name), _lengths, in_all_stages=True))
+            if isinstance(model, DenoisingModel):
+                self._count_velocities(model)
+
+    def _count_velocities(self, model: Any) -> None:
         own = model.velocity
-        repeated = self.repeats.calls(own, lambda module, x, sigma, conditioning: tuple(x.shape), _same)
+        repeated = self.repeats.calls(own, lambda module, x, sigma, conditioning: tuple(x.shape))
 
         def velocity(*args: Any, **kwargs: Any) -> Tensor:
-            self.velocities += self.meter.stage_name.endswith("rollout")
+            if self.meter.stage_name.endswith("rollout"):
+                self.pace.tick()
             made: Tensor = (own if torch.is_grad_enabled() else repeated)(*args, **kwargs)
             return made
 
-        model.velocity = velocity  # type: ignore[method-assign]
+        model.velocity = velocity
+
+    def _decode_few(self, policy: Any) -> None:
+        """Of a policy of tokens, decode a few of them. Its made-up log-probabilities may differ from those of its evaluation."""
+        for name in ("decoder", "engine"):
+            own = getattr(policy, name, None)
+            if isinstance(own, CachedDecoding):
+                setattr(policy, name, FewTokens(own, self.meter))
+        if isinstance(policy, AutoregressivePolicy):
+            policy.limits = policy.limits.model_copy(update={"max_mismatch": math.inf})
 
     def _preflight(self, run: Run, phase: Phase, name: str) -> None:
         with self._few_parts(run.policy), self.meter.stage(f"{name}preflight"):
@@ -301,8 +311,15 @@ class _Rehearsal:
         meter = self.meter
         policy = run.policy
         rollout = policy.rollout
-        policy.rollout = self.repeats.calls(rollout, len, lambda made: type(made).concat([made]))
-        renderer = self.repeats.calls(run.renderer, lambda tasks, trajectory: len(tasks), _same)
+
+        def paced(batch: Batch) -> Any:
+            try:
+                return rollout(batch)
+            finally:
+                self.pace.stop()
+
+        policy.rollout = self.repeats.calls(paced, len, lambda made: type(made).concat([made]))
+        renderer = self.repeats.calls(run.renderer, _rows)
         run = replace(run, renderer=renderer, clock=lambda stage: meter.stage(f"{name}{stage}"))
         step = phase.steps.start
         with meter.stage(f"{name}advantages"):
@@ -310,6 +327,7 @@ class _Rehearsal:
         with self._few_parts(policy):
             update(run, phase, step, collected)
         self._label_moments(run.stepper)
+        self.token = getattr(getattr(policy, "engine", None), "token", None)
         del policy.rollout
 
     def _label_moments(self, stepper: Any) -> None:
@@ -331,5 +349,16 @@ class _Rehearsal:
                 delattr(policy, name)
 
 
-def _same(made: Any) -> Any:
-    return made
+def _innermost(model: Any) -> Any:
+    """The model in its wrappers."""
+    while hasattr(model, "model"):
+        model = model.model
+    return model
+
+
+def _lengths(tasks: Sequence[Task]) -> Any:
+    return tuple((len(task.instruction), len(task.images), len(task.meta)) for task in tasks)
+
+
+def _rows(tasks: Sequence[Task], trajectory: Any) -> int:
+    return len(tasks)

@@ -174,6 +174,11 @@ def placed(real: Tensor, device: torch.device) -> Tensor:
     return FakeTensor(on_meta(real), device, real.detach()) if device.type == DEVICE else real
 
 
+def on_host(tensor: FakeTensor) -> FakeTensor:
+    """A fake tensor of the same shape in the host's memory."""
+    return FakeTensor(torch.empty(tensor.shape, dtype=tensor.dtype, device=META), CPU)
+
+
 def _small(tensor: Tensor) -> bool:
     return tensor.numel() <= (KNOWN_FLOATS if tensor.dtype.is_floating_point else KNOWN_INTEGERS)
 

@@ -3,6 +3,7 @@
 Words are split as Qwen's tokenizer splits them, so the official templates have their official lengths.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,11 @@ _CHAT = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _CLIP = {"<|startoftext|>": 49406, "<|endoftext|>": 49407}
+EMU3 = {
+    **{"<|endoftext|>": 151643, "<|extra_200|>": 151846, "<|extra_201|>": 151847, "<|extra_203|>": 151849},
+    **{"<|extra_204|>": 151850, "<|image token|>": 151851, "<|image start|>": 151852, "<|image end|>": 151853},
+}
+_VISUAL_TOKENS = 32768
 _T5 = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 
 
@@ -41,9 +47,25 @@ def stand_in(cls: Any, folder: Path) -> PreTrainedTokenizerBase:
     raise ValueError(f"{folder}: a rehearsal has no tokenizer in place of {kind}; download the model's tokenizer files")
 
 
-def _made(special: dict[str, int], *, size: int, pad: str, end: str | None, start: str | None = None, most: int = 131072) -> Any:
+def write_emu3(folder: Path) -> Path:
+    """A folder with a tokenizer in place of Emu3's."""
+    visual = {f"<|visual token {code:06d}|>": 151854 + code for code in range(_VISUAL_TOKENS)}
+    _made(EMU3, size=151643, pad="<|endoftext|>", end=None, more=visual).save_pretrained(folder)
+    return folder
+
+
+def _made(
+    special: dict[str, int],
+    *,
+    size: int,
+    pad: str,
+    end: str | None,
+    start: str | None = None,
+    most: int = 131072,
+    more: Mapping[str, int] | None = None,
+) -> Any:
     words = {f"{number}": number for number in range(size) if number not in special.values()}
-    made = Tokenizer(models.WordLevel({**words, **special}, unk_token=next(iter(words))))
+    made = Tokenizer(models.WordLevel({**words, **(more or {}), **special}, unk_token=next(iter(words))))
     made.pre_tokenizer = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     made.add_special_tokens(list(special))
     if end is not None:

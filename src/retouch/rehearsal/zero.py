@@ -1,11 +1,12 @@
 """DeepSpeed's ZeRO-2 as far as memory and communication go, in place of the library, which knows no fake accelerator.
 
-Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054) as DeepSpeed allocates it: a bucket for all gradients during a
-backward pass, and this rank's share of the gradients, of fp32 weights and of the moments.
+Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054) as DeepSpeed allocates it: during a backward pass, a bucket for all
+gradients, into which each moves when it exists; and this rank's share of the gradients, of fp32 weights and of the moments.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retouch.distributed import zero
+from retouch.rehearsal.meter import Meter
 
 
 @contextmanager
-def fake_deepspeed() -> Iterator[None]:
+def fake_deepspeed(meter: Meter) -> Iterator[None]:
     """Inside it, ``ZeroStepper`` runs on ``_Engine``."""
-    library = SimpleNamespace(initialize=lambda **options: (_Engine(options["optimizer"]),))
+    library = SimpleNamespace(initialize=lambda **options: (_Engine(options["optimizer"], meter),))
     with patch.object(zero, "_deepspeed", lambda device: library), patch.object(zero, "require_deepspeed", lambda: None):
         yield
 
@@ -27,7 +29,8 @@ def fake_deepspeed() -> Iterator[None]:
 class _Engine:
     """The engine; its ``optimizer`` is the sharded one, whose own ``optimizer`` is the one that was given."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, meter: Meter) -> None:
+        self._meter = meter
         (group,) = optimizer.param_groups
         self._weights: list[Tensor] = list(group["params"])
         first, world = self._weights[0], dist.get_world_size()
@@ -42,25 +45,35 @@ class _Engine:
             refresh_fp32_params=lambda: None,
         )
         self._gradient: Tensor | None = None
+        self._bucket: Tensor | None = None
+        start = 0
+        for weight in self._weights:
+            weight.register_post_accumulate_grad_hook(partial(self._into_bucket, start=start))
+            start += weight.numel()
 
     def __call__(self, loss: Tensor) -> Tensor:
         return loss * 1.0
 
     def backward(self, loss: Tensor) -> None:
         first = self._weights[0]
-        bucket = torch.empty(self._size, dtype=first.dtype, device=first.device)
+        self._bucket = bucket = torch.empty(self._size, dtype=first.dtype, device=first.device)
+        self._meter.relabel([bucket], "gradients")
         loss.backward()  # type: ignore[no-untyped-call]
-        start = 0
         for weight in self._weights:
-            if weight.grad is not None:
-                bucket[start : start + weight.numel()].copy_(weight.grad.flatten())
-                weight.grad = None
-            start += weight.numel()
+            weight.grad = None
         dist.all_reduce(bucket)
         if self._gradient is None:
             self._gradient = torch.zeros(self._share.shape, dtype=first.dtype, device=first.device)
         own = bucket[: self._share.numel()]
         self._gradient[: own.numel()].add_(own)
+        self._bucket = None
+
+    def _into_bucket(self, weight: Tensor, start: int) -> None:
+        """A gradient moves into the bucket as soon as it exists."""
+        if self._bucket is not None and weight.grad is not None:
+            place = self._bucket[start : start + weight.numel()].view_as(weight)
+            place.copy_(weight.grad)
+            weight.grad = place
 
     def step(self) -> None:
         assert self._gradient is not None

@@ -67,9 +67,15 @@ class Emu3Family(PretrainedLanguageModel):
         return parts_of_emu3(folder, autoencoder=autoencoder)
 
     def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
+        return self._image_tokens(described) + INSTRUCTION_TOKENS
+
+    def longest_completion(self, described: Described) -> int | None:
+        return self._image_tokens(described) if self.grammar and not self.think else None
+
+    def _image_tokens(self, described: Described) -> int:
         side = 2 ** (len(described["autoencoder"]["config"]["channel_multiplier"]) - 1)
         height, width = self.planned_size[0] // side, self.planned_size[1] // side
-        return height * (width + 1) + _FORM_TOKENS + INSTRUCTION_TOKENS
+        return height * (width + 1) + _FORM_TOKENS
 
     @property
     def vocabularies(self) -> int:

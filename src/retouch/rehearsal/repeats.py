@@ -1,0 +1,219 @@
+"""Work that repeats earlier work is counted without being run again: denoising steps, chunks, microbatches, tokens."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from retouch.models.common.preallocated_cache import PreallocatedCacheLayer
+from retouch.policies.autoregressive.decoding import CHECK_EVERY, CachedDecoding
+from retouch.policies.autoregressive.demonstrations import TokenizesTargets, TokenizesText
+from retouch.policies.engines.base import Generation, TokenSampling
+from retouch.protocols import AutoregressiveModel
+from retouch.rehearsal.meter import Meter, Rise, Work
+from retouch.rehearsal.tensors import FakeTensor
+from retouch.types import Batch, Codes, Conditioning, Prompts, Task
+
+PARTS = 2
+"""Microbatches that really run: the second one with the gradients of the first."""
+
+
+@dataclass
+class Repeats:
+    """Counts calls that repeat earlier ones without running them."""
+
+    meter: Meter
+    met: set[str] = field(default_factory=set)
+
+    def calls(
+        self,
+        call: Callable[..., Any],
+        key: Callable[..., Any],
+        again: Callable[[Any], Any] = lambda made: made,
+        *,
+        in_all_stages: bool = False,
+    ) -> Callable[..., Any]:
+        """``call``, run once in each stage for each ``key`` of its arguments, then answered by ``again(result)``.
+
+        ``in_all_stages``: run it once in all.
+        """
+        seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            place = None if in_all_stages else self.meter.stage_name, key(*args, **kwargs)
+            if place in seen:
+                work, rise, result = seen[place]
+                self.meter.repeat(work, rise)
+                with self.meter.paused():
+                    return again(result())
+            before = self.meter.work.copy()
+            with self.meter.rise() as rise:
+                made = call(*args, **kwargs)
+            seen[place] = self.meter.work.since(before), rise, _remembered(made)
+            return made
+
+        return once
+
+    def layers(self, module: nn.Module) -> None:
+        """Of equal layers of a frozen module, run those whose inputs have new shapes."""
+        for stack in module.modules():
+            if isinstance(stack, nn.ModuleList) and len({type(each) for each in stack}) == 1:
+                run = self.calls(lambda forward, *args, **kwargs: forward(*args, **kwargs), _shapes, in_all_stages=True)
+                for layer in stack:
+                    layer.forward = partial(run, layer.forward)
+
+    def parts(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """The first ``PARTS`` parts that ``call`` yields; the work between two of them counts for each that is left out."""
+
+        def few(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            every = list(call(*args, **kwargs))
+            count = PARTS if self.meter.stage_name not in self.met else 1
+            self.met.add(self.meter.stage_name)
+            for part in islice(every, count):
+                before = self.meter.work.copy()
+                yield part
+                last = self.meter.work.since(before)
+            if len(every) > count:
+                self.meter.work.add(last, len(every) - count)
+
+        return few
+
+
+def _shapes(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """What the work of a layer depends on."""
+    return _shape(args), _shape(kwargs), torch.is_grad_enabled()
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_shape(each) for each in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _shape(each)) for name, each in value.items())
+    return value if isinstance(value, int | float | str | None) else type(value)
+
+
+def _remembered(made: Any) -> Callable[[], Any]:
+    """Makes the result again. Of its tensors, shapes and known values are remembered, so that this takes no memory."""
+    if isinstance(made, Tensor):
+        shape, dtype, device = made.shape, made.dtype, made.device
+        values = made.values if isinstance(made, FakeTensor) else made
+        return lambda: torch.empty(shape, dtype=dtype, device=device) if values is None else values.to(device, copy=True)
+    if isinstance(made, Conditioning | Prompts):
+        parts = {each.name: _remembered(getattr(made, each.name)) for each in fields(made)}
+        return lambda: type(made)(**{name: part() for name, part in parts.items()})
+    if isinstance(made, Mapping):
+        entries = {name: _remembered(value) for name, value in made.items()}
+        return lambda: {name: value() for name, value in entries.items()}
+    if isinstance(made, tuple):
+        members = [_remembered(each) for each in made]
+        return lambda: tuple(each() for each in members)
+    return lambda: made
+
+
+class Pace:
+    """The work between two calls of a model: of one denoising step, or one token. ``last``: that of the last one."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.last: Work | None = None
+        self._before: Work | None = None
+
+    def tick(self) -> None:
+        """The model is called."""
+        now = self.meter.work.copy()
+        if self._before is not None:
+            self.last = now.since(self._before)
+        self._before = now
+
+    def stop(self) -> None:
+        """No further call follows the last one."""
+        self._before = None
+
+
+class FewTokens:
+    """Decoding of which few tokens run (implements ``Engine``): the first ones, and the last ones with a full cache.
+
+    The tokens between them count like the mean of both. Every completion is as long as it may be, and ends.
+    """
+
+    def __init__(self, decoder: CachedDecoding, meter: Meter) -> None:
+        self.decoder = decoder
+        self.meter = meter
+        self.token: Work | None = None
+        """The work of a token in the middle of a completion."""
+
+    @property
+    def exact(self) -> bool:
+        return self.decoder.exact
+
+    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:
+        model, longest, device = self.decoder.model, sampling.max_new_tokens, prompts.ids.device
+        completion = longest_completion(model, longest)
+        count, run = len(completion), min(len(completion), 2 * CHECK_EVERY)
+        marks: list[tuple[int, Work]] = []
+        own, start, more = model.extend, prompts.mask.shape[1], 0
+
+        def extend(module: Any, ids: Tensor, *, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+            nonlocal more
+            place = mask.shape[1] - start
+            if not marks or (len(marks) == 1 and place > run // 2):
+                marks.append((place, self.meter.work.copy()))
+                if len(marks) == 2:
+                    more = count - run
+                    with self.meter.paused():
+                        _lengthen(cache, more)
+            whole = torch.cat([mask.new_ones(len(mask), more), mask], dim=1) if more else mask
+            return own(module, ids, mask=whole, positions=positions, cache=cache)
+
+        with patch.object(model, "extend", extend):
+            short = sampling.model_copy(update={"max_new_tokens": run})
+            generation = self.decoder(batch, prompts, short, greedy=greedy)
+        if len(marks) == 2:
+            (first, begin), (second, middle) = marks
+            self.token = Work()
+            self.token.add(middle.since(begin), 0.5 / (second - first))
+            self.token.add(self.meter.work.since(middle), 0.5 / max(run - second, 1))
+            self.meter.work.add(self.token, count - run)
+        with self.meter.paused():
+            ids = torch.full((len(batch), longest), model.pad)
+            ids[:, :count] = torch.tensor(completion)
+            lengths = torch.full((len(batch),), count)
+            kept = generation.support
+            return Generation(
+                ids=ids.to(device),
+                lengths=lengths.to(device),
+                log_probs=torch.zeros(ids.shape, device=device),
+                support=None if kept is None else kept[:, :1].expand(-1, longest, -1).contiguous(),
+            )
+
+
+def _lengthen(cache: Any, more: int) -> None:
+    """Give the cache so many tokens more, without computing them."""
+    for layer in cache.layers:
+        if isinstance(layer, PreallocatedCacheLayer):
+            layer._buffers = None
+            layer.keys, layer.values = (
+                each.new_empty(*each.shape[:-2], each.shape[-2] + more, each.shape[-1]) for each in (layer.keys, layer.values)
+            )
+
+
+def longest_completion(model: AutoregressiveModel, longest: int) -> list[int]:
+    """The ids of a made-up completion of at most ``longest`` tokens, with the one that ends it."""
+    if not isinstance(model, TokenizesTargets):
+        word = model.text_ids("word")[0] if isinstance(model, TokenizesText) else 1
+        return [word] * (longest - 1) + [model.stop[0]]
+    height, width = model.grid  # type: ignore[attr-defined]
+    words = getattr(model, "words", None)
+    if words is None:  # codes have ids of their own
+        return [0] * (height * width) + [model.stop[0]]
+    task = Task("rehearsal", "", meta={Codes.TARGET: [[0] * width] * height, Codes.THOUGHT: ""})
+    image = [*model.target_ids([task])[0], model.stop[0]]
+    thought = words.text_ids(" word" * (longest - len(image))) if getattr(model, "thinks", False) else []
+    return [*thought[: longest - len(image)], *image]

@@ -1,0 +1,84 @@
+"""Rehearsals of models with the classes of published ones and fewer layers, at full depth and from two depths.
+
+    python rehearsed_depths.py FOLDER NAME
+
+Prints a JSON line: the figures of a recipe by stage, from both.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from retouch.models.base import DiffusersModel
+from retouch.recipe.recipe import load
+from retouch.rehearsal.loading import write_folder, write_single
+from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.step import Rehearsed, rehearse
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")
+SHALLOW: dict[str, dict[str, Any]] = {  # by part
+    "transformer": {"num_layers": 12},
+    "text_encoder": {"num_hidden_layers": 2, "num_layers": 2},
+    "text_encoder_2": {"num_hidden_layers": 2, "num_layers": 2},
+    "text_encoder_3": {"num_layers": 2},
+    "writer": {"num_hidden_layers": 12},
+}
+STACKS: dict[str, dict[str, Any]] = {  # by recipe
+    "sd3/ocr-grpo": {"num_layers": 10, "dual_attention_layers": [0, 1, 2, 3, 4]},
+    "flux-fill/ip-adapter-grpo": {"num_layers": 6, "num_single_layers": 12},
+}
+
+
+def shallow(config: dict[str, Any], layers: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with fewer layers."""
+    changed = {**config, **{key: value for key, value in layers.items() if key in config}}
+    for part in ("text_config", "vision_config"):
+        if part in config:
+            fewer = {"depth": 2, "fullatt_block_indexes": [1]} if part == "vision_config" else layers
+            changed[part] = shallow(config[part], fewer)
+    return changed
+
+
+def figures(found: Rehearsed) -> dict[str, dict[str, float]]:
+    """What two rehearsals are compared by, for each stage."""
+    return {
+        "peaks": {name: stage.peak for name, stage in found.stages.items()},
+        "flops": {name: sum(stage.work.flops.values()) for name, stage in found.stages.items()},
+        "kernels": {name: stage.work.kernels for name, stage in found.stages.items()},
+        "waits": {name: sum(stage.work.waits.values()) for name, stage in found.stages.items()},
+        "seconds": {name: stage.work.device_seconds for name, stage in found.stages.items()},
+        "whole": {"checkpoint": found.checkpoint, **{name: work.kernels for name, work in found.units.items()}},
+    }
+
+
+def main(folder: Path, name: str) -> None:
+    os.environ.update(dict.fromkeys(VARIABLES, "http://localhost"))
+    recipe = load(ROOT / "recipes" / f"{name}.jsonnet", ["ranks=2"])
+    key, model = "policy.model", recipe.policy.model
+    if isinstance(model, DiffusersModel):
+        described = {part: dict(each) for part, each in (model.published() or {}).items()}
+        for part, each in described.items():
+            layers = {**SHALLOW.get(part, {}), **(STACKS.get(name, {}) if part == "transformer" else {})}
+            each["config"] = shallow(each["config"], layers)
+        write_folder(folder, described)
+    else:
+        (writer,) = [each for part, each in (model.describe(None) or {}).items() if part == "writer"]
+        write_single(folder, {**writer, "config": shallow(writer["config"], SHALLOW["writer"])})
+    changed = load(ROOT / "recipes" / f"{name}.jsonnet", ["ranks=2", f"{key}.path={folder}"])
+    machine = MACHINES["h100"]
+    line = {
+        "two": figures(rehearse(changed, machine)),
+        "full": figures(rehearse(changed, machine, full_depth=True)),
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    main(Path(sys.argv[1]), sys.argv[2])
