@@ -1,0 +1,47 @@
+"""Ten photographs with instructions, from the packages scikit-image and scikit-learn, for recipes/photos.jsonnet.
+
+pip install scikit-image scikit-learn
+python benchmarks/playground/photographs.py ten
+"""
+
+import argparse
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+PHOTOGRAPHS = (
+    *(("skimage", f"data/{name}") for name in ("astronaut.png", "chelsea.png", "coffee.png", "hubble_deep_field.jpg", "ihc.png")),
+    *(("skimage", f"data/{name}") for name in ("motorcycle_left.png", "retina.jpg", "rocket.jpg")),
+    *(("sklearn", f"datasets/images/{name}") for name in ("china.jpg", "flower.jpg")),
+)
+INSTRUCTIONS = (
+    "make it look like sunset",
+    "make the picture warmer",
+    "give it the light of the evening",
+    "make it glow like a fire",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write the photographs and their metadata.jsonl")
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True)
+    for package, name in PHOTOGRAPHS:
+        shutil.copy(package_folder(package) / name, folder)
+    files = sorted(file.name for file in folder.iterdir())
+    rows = [{"file_name": name, "instruction": instruction} for name in files for instruction in INSTRUCTIONS]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def package_folder(package: str) -> Path:
+    """The folder of an installed package, which is not imported."""
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise SystemExit(f"{package} is not installed: pip install scikit-image scikit-learn")
+    return Path(found.origin).parent
+
+
+if __name__ == "__main__":
+    main()
