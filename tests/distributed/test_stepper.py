@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, adamw
 
 
 def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:
@@ -119,3 +119,59 @@ def test_master_weights_are_restored_to_the_bit() -> None:
         step(made)
     assert torch.equal(one.module.weight, other.module.weight)
     assert torch.equal(one.weights["weight"], other.weights["weight"])
+
+
+def learner(fused: bool | None, dtype: torch.dtype = torch.float32) -> ReplicatedStepper:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"first": nn.Linear(16, 8), "second": nn.Linear(8, 1)}).to(dtype)
+    return ReplicatedStepper(module, Ranks(), weight_decay=0.1, fused=fused)
+
+
+def learn(made: ReplicatedStepper, steps: int) -> None:
+    for number in range(steps):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).to(next(made.module.parameters()).dtype)
+        made.backward(made.module["second"](made.module["first"](x).relu()).square().mean())
+        made.step(1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_step_is_the_other_to_rounding(dtype: torch.dtype) -> None:
+    plain, fused = learner(None, dtype), learner(True, dtype)
+    before = weights(plain)
+    for made in (plain, fused):
+        learn(made, 5)
+    for name, weight in weights(plain).items():
+        assert not torch.equal(weight, before[name])
+        torch.testing.assert_close(weight, weights(fused)[name], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    assert [made.optimizer.param_groups[0]["fused"] for made in (plain, fused)] == [None, True]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(True, True), (None, True), (True, None)])
+def test_a_fused_optimizer_resumes_and_changes_hands(saved: bool | None, resumed: bool | None) -> None:
+    one, other = learner(saved), learner(resumed)
+    learn(one, 3)
+    other.module.load_state_dict(one.module.state_dict())
+    other.load({name: tensor.clone() for name, tensor in one.state().items()})
+    assert other.state()["first.weight/step"] == 3
+    undo, kept = other.snapshot(), weights(other)
+    for made in (one, other):
+        learn(made, 2)
+    for name, weight in weights(one).items():
+        if saved == resumed:
+            assert torch.equal(weight, weights(other)[name])
+        else:
+            torch.testing.assert_close(weight, weights(other)[name], rtol=1e-5, atol=1e-7)
+    undo()
+    assert other.state()["first.weight/step"] == 3
+    other.module.load_state_dict(kept)
+
+
+def test_only_an_accelerator_is_fused_by_default() -> None:
+    """The meta device stands for one: no kernel runs."""
+
+    def chosen(device: str, fused: bool | None) -> bool:
+        weight = nn.Parameter(torch.empty(2, device=device))
+        optimizer = adamw([weight], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=fused)
+        return bool(optimizer.param_groups[0]["fused"])
+
+    assert [chosen("cpu", None), chosen("cpu", True), chosen("meta", None), chosen("meta", False)] == [False, True, True, False]

@@ -1,7 +1,8 @@
 """Steppers: they own the backward pass, gradient clipping and the optimizer step, for any kind of sharding."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -64,6 +65,28 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local
 
 
+def adamw(
+    weights: Collection[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool | None
+) -> torch.optim.AdamW:
+    """AdamW over ``weights``, whose learning rate is set before each step.
+
+    ``fused``: one kernel for all weights; None means yes on an accelerator and no on the CPU. Without it torch runs one kernel for
+    each operation over all weights, or on the CPU a loop over the weights.
+    """
+    if fused is None:
+        fused = any(weight.device.type != "cpu" for weight in weights)
+    # A fused kernel takes no mixture of sharded and replicated weights.
+    groups = [[weight for weight in weights if hasattr(weight, "to_local") == sharded] for sharded in (True, False)]
+    parts = [{"params": group} for group in groups if group]
+    # None instead of False: False would also turn off the kernels over all weights.
+    return torch.optim.AdamW(parts, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
+
+
+def step_count(count: Tensor, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
+    """A copy of a stored number of steps, where the optimizer keeps it: a fused one beside the weight, others on the CPU."""
+    return count.to(weight.device if optimizer.param_groups[0].get("fused") else "cpu", copy=True)
+
+
 class ReplicatedStepper:
     """AdamW over weights that are replicated on every rank.
 
@@ -88,6 +111,7 @@ class ReplicatedStepper:
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
         eight_bit: bool = False,
+        fused: bool | None = None,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -99,12 +123,13 @@ class ReplicatedStepper:
         }
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
-        kind: type[torch.optim.Optimizer] = torch.optim.AdamW
         if eight_bit:
             from retouch.distributed.eight_bit import AdamW8bit
 
-            kind = AdamW8bit
-        self.optimizer = kind(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)  # type: ignore[call-arg]
+            kind: Callable[..., torch.optim.Optimizer] = partial(AdamW8bit, lr=0.0)
+        else:
+            kind = partial(adamw, fused=fused)
+        self.optimizer = kind(self.weights.values(), betas=betas, eps=eps, weight_decay=weight_decay)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
@@ -192,8 +217,8 @@ class ReplicatedStepper:
             if key == MASTER:
                 if weight is not self.parameters[parameter_name]:
                     self._fill(weight, tensor)
-            elif key == "step":  # AdamW counts its steps on the CPU
-                self.optimizer.state[weight][key] = tensor.clone()
+            elif key == "step":
+                self.optimizer.state[weight][key] = step_count(tensor, self.optimizer, weight)
             elif key.endswith(("_codes", "_scales")):  # of moments in 8 bits
                 self.optimizer.state[weight][key] = tensor.to(weight.device, copy=True)
             else:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retouch.distributed.gathering import GatheredTensors, Part
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import MASTER, NonFiniteGradient
+from retouch.distributed.stepper import MASTER, NonFiniteGradient, adamw, step_count
 
 _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
@@ -54,6 +54,7 @@ class ZeroStepper:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
+        fused: bool | None = None,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -67,7 +68,7 @@ class ZeroStepper:
         if (earlier := _engines.pop(module, None)) is not None:
             earlier.destroy()
         weights = list(self.parameters.values())
-        optimizer = torch.optim.AdamW(weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+        optimizer = adamw(weights, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
         config = {
             # DeepSpeed requires batch sizes, although it never sees a batch.
             "train_micro_batch_size_per_gpu": 1,
@@ -136,7 +137,9 @@ class ZeroStepper:
             if key == MASTER:
                 self._flat.data.copy_(self._shard(tensors))
             else:
-                self._zero.optimizer.state[self._flat][key] = first.clone() if first.dim() == 0 else self._shard(tensors)
+                optimizer = self._zero.optimizer
+                count = step_count(first, optimizer, self._flat) if first.dim() == 0 else None
+                optimizer.state[self._flat][key] = self._shard(tensors) if count is None else count
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:

@@ -27,6 +27,9 @@ class Optimizer(Section):
     moments: Literal["8bit"] | None = Field(default=None, exclude_if=operator.not_)
     """How AdamW's two moments are stored: null is fp32, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv 2110.02861) and is for
     runs without ``sharding``. The memory plan of `retouch doctor` counts fp32."""
+    fused: Literal["always", "never"] | None = Field(default=None, exclude_if=operator.not_)
+    """Whether one kernel updates all weights, which gives the same weights to rounding: fewer kernels, and no temporary copies of
+    weights. Null does so on accelerators, and not on the CPU. Moments in 8 bits are never fused."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
     final_share: Share = Field(default=0.0, exclude_if=operator.not_)
@@ -38,6 +41,8 @@ class Optimizer(Section):
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a stepper."""
         found = self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        if self.fused:
+            found["fused"] = self.fused == "always"
         return {**found, "eight_bit": True} if self.moments else found
 
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
