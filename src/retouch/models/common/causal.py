@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from retouch.models.common.preallocated_cache import with_preallocated_layers
 
@@ -60,6 +60,19 @@ def select(cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
     """Reduce the cache to these rows, in place. Keys and values with a gradient keep it."""
     cache.batch_select_indices(rows)
     return cache
+
+
+def static_cache(decoder: nn.Module, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
+    """A cache of these rows in tensors that have room for ``room`` more tokens from the start, so that no shape changes.
+
+    Raises ValueError for a decoder with a sliding window.
+    """
+    if any(cache.is_sliding):
+        raise ValueError("rollout.engine.static: the model attends to a sliding window, so its cache cannot be static; remove it")
+    made = StaticCache(config=decoder.config, max_cache_len=cache.get_seq_length() + room)
+    for index, layer in enumerate(cache.layers):
+        made.update(layer.keys[rows], layer.values[rows], index)
+    return made
 
 
 def padded_left(rows: list[Tensor]) -> tuple[Tensor, Bool[Tensor, "p l"]]:

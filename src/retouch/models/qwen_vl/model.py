@@ -121,6 +121,10 @@ class QwenWriter:
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
         return causal.select(cache, rows)
 
+    def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
+        """As ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
+        return causal.static_cache(_decoder(self.module), cache, rows, room=room)
+
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
     ) -> Float[Tensor, "r k d"]:

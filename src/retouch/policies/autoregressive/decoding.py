@@ -6,10 +6,11 @@ and the token's place. So a completion does not depend on the other rows of its 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.core.tokens import log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
@@ -22,12 +23,22 @@ CHECK_EVERY = 16
 """Tokens between two questions of the host to a device whether rows have ended."""
 
 
+@runtime_checkable
+class HasStaticCache(Protocol):
+    """A language model whose cache can have all its room from the start."""
+
+    def static_cache(self, cache: object, rows: Int[Tensor, " r"], *, room: int) -> object:
+        """The cache of these rows in tensors that have room for ``room`` more tokens and keep their shapes."""
+        ...
+
+
 @dataclass(eq=False)
 class _Rows:
     """The rows in the cache. ``numbers``: their places in the batch. ``starts``: the position of each row's first token.
 
     ``active``: rows that have not ended. ``mask``: real tokens of prompts and completions. ``states``: before the next token, once
-    the last ``unread`` tokens have gone through the model. ``supports``: (rows, place, ids that top-k and top-p kept).
+    the last ``unread`` tokens have gone through the model. ``supports``: (rows, place, ids that top-k and top-p kept). ``kept``:
+    the same as masks over the vocabulary, until the host asks the device.
     """
 
     numbers: Tensor
@@ -39,18 +50,32 @@ class _Rows:
     cache: object
     unread: int = 0
     supports: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    kept: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+
+    def list_kept(self) -> None:
+        """Turn the masks in ``kept`` into ids. The host waits for the device to know how many they are."""
+        if self.kept:
+            ids = mask_to_ids(torch.cat([mask for _, _, mask in self.kept]))
+            parts = ids.split([len(mask) for _, _, mask in self.kept])
+            self.supports += [(numbers, place, part) for (numbers, place, _), part in zip(self.kept, parts, strict=True)]
+            self.kept.clear()
 
 
 class CachedDecoding:
     """Samples token by token with the model's own cache (implements ``Engine``). Each prompt is read once for all its rows.
 
     Rows that have ended leave the cache when they are half of it. Tokens that the grammar forces on all rows go through the model
-    together with the next token that is sampled. ``exact``: None means yes for weights in fp32 and no in 16 bits, where a forward
-    over the whole row and one token by token differ by far more than a ratio may; pass False if they differ in fp32 too (a deep
-    model). ``check_every``: tokens after which the host asks the device whether rows have ended, because each question stops the
-    queue of kernels; rows that ended in between get padding. None is 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``any_rank``:
-    whether a flag is true on one of the ranks that must call the model equally often; all of them decode until the last one is
-    done.
+    together with the next token that is sampled, if the host asks after every token.
+
+    ``exact``: None means yes for weights in fp32 and no in 16 bits, where a forward over the whole row and one token by token
+    differ by far more than a ratio may; pass False if they differ in fp32 too (a deep model). ``check_every``: tokens after which
+    the host asks the device whether rows have ended, because each question stops the queue of kernels; rows that ended in between
+    get padding. None is 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``static``: the cache has room for the longest completion from
+    the start, all rows stay in it and each forward reads one token of each, so that every forward after the prompt's has the same
+    shapes, as a CUDA graph needs, and asks nothing. ``any_rank``: whether a flag is true on one of the ranks that must call the
+    model equally often; all of them decode until the last one is done.
+
+    Raises ValueError for a model without a static cache.
     """
 
     def __init__(
@@ -59,10 +84,14 @@ class CachedDecoding:
         *,
         exact: bool | None = None,
         check_every: int | None = None,
+        static: bool = False,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
+        if static and not isinstance(model, HasStaticCache):
+            raise ValueError(f"rollout.engine.static: {type(model).__name__} has no method static_cache; remove the key")
         self.model = model
         self.check_every = check_every
+        self.static = static
         self.any_rank = any_rank
         self._exact = exact
 
@@ -77,40 +106,51 @@ class CachedDecoding:
         uniform = None if greedy else uniforms(batch, longest)
         if uniform is not None and device.type != "mps":  # which has no fp64
             uniform = uniform.to(device)
-        every = self.check_every or (1 if device.type == "cpu" else CHECK_EVERY)
+        every = self.check_every or (1 if device.type == "cpu" and not self.static else CHECK_EVERY)
         ids = torch.full((len(batch), longest), self.model.pad, device=device)
         lengths = torch.zeros(len(batch), dtype=torch.long, device=device)
         log_probs = torch.zeros(ids.shape, device=device)
-        rows, stop = self._prefill(batch, prompts), torch.tensor(self.model.stop, device=device)
+        rows, stop = self._prefill(batch, prompts, room=longest), torch.tensor(self.model.stop, device=device)
         for place in range(longest):
             numbers = rows.numbers
-            chosen, chosen_log_probs = self._choose(rows, ids[numbers, :place], uniform, sampling)
+            chosen, chosen_log_probs = self._choose(rows, ids[numbers, :place], uniform, sampling, asks=every == 1)
             ids[numbers, place] = torch.where(rows.active, chosen, self.model.pad)
             log_probs[numbers, place] = torch.where(rows.active, chosen_log_probs, 0.0)
             lengths[numbers] += rows.active
-            rows.mask = torch.cat([rows.mask, rows.active[:, None]], dim=1)
+            if self.static:
+                rows.mask[:, place - longest] = rows.active
+            else:
+                rows.mask = torch.cat([rows.mask, rows.active[:, None]], dim=1)
             rows.unread += 1
             rows.active = rows.active & ~torch.isin(chosen, stop)
             if (place + 1) % every:
                 continue
             left = int(rows.active.sum())
+            rows.list_kept()
             if not self.any_rank(left > 0):
                 break
-            if 0 < 2 * left <= len(numbers):
+            if 0 < 2 * left <= len(numbers) and not self.static:
                 self._drop_ended(rows)
+        rows.list_kept()
         return Generation(ids=ids, lengths=lengths, log_probs=log_probs, support=_join(rows.supports, lengths, longest))
 
-    def _prefill(self, batch: Batch, prompts: Prompts) -> _Rows:
+    def _prefill(self, batch: Batch, prompts: Prompts, *, room: int) -> _Rows:
         group = torch.tensor(batch.group, device=prompts.ids.device)
         states, cache = self.model.prefill(self.model.module, prompts)
+        mask = prompts.mask[group]
+        if self.static:
+            assert isinstance(self.model, HasStaticCache)
+            cache, mask = self.model.static_cache(cache, group, room=room), nn.functional.pad(mask, (0, room))
+        else:
+            cache = self.model.select(cache, group)
         return _Rows(
             numbers=torch.arange(len(group), device=group.device),
             prompts=prompts.take(group),
             starts=prompts.next_positions()[group],
-            mask=prompts.mask[group],
+            mask=mask,
             active=torch.ones_like(group, dtype=torch.bool),
             states=states[group],
-            cache=self.model.select(cache, group),
+            cache=cache,
         )
 
     def _drop_ended(self, rows: _Rows) -> None:
@@ -119,11 +159,16 @@ class CachedDecoding:
         rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]
         rows.starts, rows.active = rows.starts[stay], rows.active[stay]
 
-    def _choose(self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenSampling) -> tuple[Tensor, Tensor]:
-        """The next id of each row, and its log-probability: 0 where the grammar forces it, NaN if ``uniform`` is None (greedy)."""
+    def _choose(
+        self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenSampling, *, asks: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The next id of each row, and its log-probability: 0 where the grammar forces it, NaN if ``uniform`` is None (greedy).
+
+        ``asks``: whether the host may wait for the device.
+        """
         grammar, place = self.model.grammar, ids.shape[1]
         vocabulary, forced = (column[:, -1] for column in grammar.parse(rows.prompts, ids))
-        if getattr(grammar, "forces", True) and bool((forced >= 0).all()):
+        if asks and not self.static and getattr(grammar, "forces", True) and bool((forced >= 0).all()):
             return forced, torch.zeros(forced.shape, device=forced.device)
         self._extend(rows, ids)
         temperature = 1.0 if uniform is None else sampling.temperature
@@ -134,8 +179,10 @@ class CachedDecoding:
         support = None
         if sampling.truncates:
             kept = top_k_top_p_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p)
-            support = mask_to_ids(kept)
-            rows.supports.append((rows.numbers, place, support))
+            rows.kept.append((rows.numbers, place, kept))
+            if asks:
+                rows.list_kept()
+                support = rows.supports[-1][2]
             logits = logits.masked_fill(~kept, -torch.inf)
         sampled = sample_tokens(logits, uniform[rows.numbers.to(uniform.device), place])
         log_probs = log_prob(logits, sampled, support=support)

@@ -28,11 +28,18 @@ class CachedEngine(EngineSection):
     """The policy's own model generates, token by token with a key-value cache. In float32 its log-probabilities are exact."""
 
     kind: Literal["cached"] = "cached"
+    check_every: Count | None = Field(default=None, exclude_if=lambda every: every is None)
+    """Tokens between two questions of the host to the device whether completions have ended; each waits for all kernels. Null is 1
+    on the CPU and 16 elsewhere."""
+    static: bool = Field(default=False, exclude_if=lambda static: not static)
+    """Give the cache room for ``max_new_tokens`` from the start, so that every forward pass of generation has the same shapes and
+    asks the device nothing. Takes the memory of the longest completion for all rows; meant for accelerators."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
         from retouch.policies.autoregressive.decoding import CachedDecoding
 
-        return CachedDecoding(model, any_rank=context.any_rank if context.in_step else bool)
+        any_rank = context.any_rank if context.in_step else bool
+        return CachedDecoding(model, check_every=self.check_every, static=self.static, any_rank=any_rank)
 
 
 class TokenRollout(TokenSampling):

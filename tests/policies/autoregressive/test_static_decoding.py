@@ -1,0 +1,140 @@
+"""Decoding with fixed shapes and few questions of the host: the same tokens and log-probabilities."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiny_emu3
+import tiny_janus
+import tiny_models
+import tiny_writers
+import tiny_writing
+from retouch.models.emu3.model import DRAW, THINK
+from retouch.models.qwen_vl.model import QwenWriter
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
+from retouch.policies.engines.base import EngineContext
+from retouch.types import Task
+
+READS = ("aten::_local_scalar_dense", "aten::nonzero")
+"""What makes a host wait for a GPU: it reads a value, or a number of elements."""
+
+GROUP = 4
+
+
+class Calls(TorchDispatchMode):
+    """Counts what the host reads, and collects the shapes of the queries, keys and values of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.shapes = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._overloadpacket._qualified_op_name
+        self.reads += name in READS
+        if "scaled_dot_product" in name:
+            self.shapes.append(tuple(tuple(each.shape) for each in args[:3]))
+        return func(*args, **(kwargs or {}))
+
+
+def qwen():
+    return tiny_writers.writer("qwen2.5-vl", stop=tiny_writing.STOPS), tiny_writers.tasks(), 20
+
+
+def emu3(prefill):
+    model = tiny_emu3.editor(prefill=prefill)
+    names = ("one", "make it red"), ("two", "no"), ("three", "add a blue circle")
+    tasks = tuple(tiny_models.task(name, text, tiny_models.picture(k, 16, 24)) for k, (name, text) in enumerate(names))
+    return model, tasks, len(model.grammar.form) + (0 if prefill == DRAW else 12)
+
+
+def janus():
+    model = tiny_janus.image_model()
+    texts = ("a red circle", "no", "two blue cats")
+    return model, tuple(Task(id=text, instruction=text) for text in texts), tiny_janus.SIDE**2 + 1
+
+
+MODELS = {"qwen2.5-vl": qwen, "emu3": lambda: emu3(DRAW), "emu3-thinking": lambda: emu3(THINK), "janus": janus}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def made(request):
+    return MODELS[request.param]()
+
+
+def decode(made, *, length=None, greedy=False, sampling=None, **options):
+    model, tasks, longest = made
+    batch, prompts = tiny_writing.batch(tasks, GROUP), model.encode(tasks)
+    how = TokenRollout(**{"max_new_tokens": length or longest, **(sampling or {})})
+    with Calls() as calls:
+        return CachedDecoding(model, **options)(batch, prompts, how, greedy=greedy), calls
+
+
+def same(one, other):
+    assert torch.equal(one.ids, other.ids)
+    assert torch.equal(one.lengths, other.lengths)
+    torch.testing.assert_close(one.log_probs, other.log_probs, rtol=0, atol=1e-4)
+    assert (one.support is None) == (other.support is None)
+    if one.support is not None:
+        sampled = one.log_probs != 0
+        assert sampled.any()
+        for mine, theirs in zip(one.support[sampled].tolist(), other.support[sampled].tolist(), strict=True):
+            assert [each for each in mine if each >= 0] == [each for each in theirs if each >= 0]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"])
+def test_fixed_shapes_write_what_growing_ones_write(made, sampling):
+    same(decode(made, sampling=sampling)[0], decode(made, sampling=sampling, static=True, check_every=4)[0])
+
+
+def test_greedy_completions_too(made):
+    assert torch.equal(decode(made, greedy=True)[0].ids, decode(made, greedy=True, static=True)[0].ids)
+
+
+def test_asking_rarely_writes_the_same(made):
+    same(decode(made, sampling={"top_k": 5})[0], decode(made, sampling={"top_k": 5}, check_every=5)[0])
+
+
+def test_every_forward_has_the_shapes_of_the_first(made):
+    fixed, growing = (decode(made, static=static)[1].shapes for static in (True, False))
+    assert len(fixed) > 16
+    assert len(set(fixed)) == 2  # the prompts', and all others
+    assert len(set(growing)) > 6
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}], ids=["all", "top-k"])
+def test_the_host_asks_at_most_once_in_k_tokens(made, sampling):
+    model, longest = made[0], made[2]
+    stop, model.stop = model.stop, ()  # no row ends early
+    try:
+        reads = {}
+        for name, options in {"one": {}, "static": {"static": True, "check_every": 4}}.items():
+            counts = [decode(made, length=length, sampling=sampling, **options)[1].reads for length in (1, longest)]
+            reads[name] = (counts[1] - counts[0]) / (longest - 1)
+    finally:
+        model.stop = stop
+    # Every fourth token: whether rows have ended, and with top-k how many ids were kept, and which.
+    assert reads["static"] <= (3 if sampling else 1) / 4 + 1 / longest
+    assert reads["one"] >= (3 if sampling else 1)
+
+
+def test_a_recipe_chooses_it(tmp_path):
+    model = qwen()[0]
+    context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path)
+    engine = CachedEngine(static=True, check_every=3).build(model, context)
+    assert (engine.static, engine.check_every) == (True, 3)
+    assert not {"static", "check_every"} & CachedEngine().model_dump().keys()
+
+
+class WithoutStaticCache(QwenWriter):
+    static_cache = None
+
+
+def test_models_that_cannot_are_refused():
+    text = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    windowed = tiny_writers.writer("qwen2.5-vl", text=text), tiny_writers.tasks(), 7
+    with pytest.raises(ValueError, match=r"rollout\.engine\.static: the model attends to a sliding window"):
+        decode(windowed, static=True)
+    windowed[0].__class__ = WithoutStaticCache
+    with pytest.raises(ValueError, match=r"rollout\.engine\.static: WithoutStaticCache has no method static_cache"):
+        CachedDecoding(windowed[0], static=True)
