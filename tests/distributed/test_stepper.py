@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, adamw
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 
 
 def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:
@@ -170,8 +170,7 @@ def test_only_an_accelerator_is_fused_by_default() -> None:
     """The meta device stands for one: no kernel runs."""
 
     def chosen(device: str, fused: bool | None) -> bool:
-        weight = nn.Parameter(torch.empty(2, device=device))
-        optimizer = adamw([weight], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, fused=fused)
-        return bool(optimizer.param_groups[0]["fused"])
+        made = ReplicatedStepper(nn.Linear(2, 2, device=device), Ranks(device=torch.device(device)), fused=fused)
+        return bool(made.optimizer.param_groups[0]["fused"])
 
     assert [chosen("cpu", None), chosen("cpu", True), chosen("meta", None), chosen("meta", False)] == [False, True, True, False]

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
-from retouch.training.clock import Clock, clock_of
+from retouch.training.clock import Clock
 
 
 @dataclass
@@ -76,8 +75,3 @@ def test_a_stage_that_fails_is_named_and_counted() -> None:
         raise ValueError("x")
     assert clock.stage == "update"
     assert clock.take() == {"time/update": 0.0}
-
-
-def test_only_a_gpu_has_events() -> None:
-    assert clock_of(torch.device("cpu")).event is None
-    assert clock_of(torch.device("cuda", 0)).event is not None

@@ -264,6 +264,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
     """
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
+    recipe.policy.require_kernels(placement.policy)
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
@@ -295,7 +296,8 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
 
         first = examples(sets[0].train) or sets[0].heldout
         head = build_head(recipe.advantage.value_head, acting.model, tasks=first, seed=recipe.seed)
-    return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan)
+    clock = Clock(partial(torch.cuda.Event, enable_timing=True) if placement.policy.type == "cuda" else None)
+    return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan, clock=clock)
 
 
 def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:

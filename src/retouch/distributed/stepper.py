@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -65,21 +64,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local
 
 
-def adamw(
-    weights: Collection[Tensor], *, betas: tuple[float, float], eps: float, weight_decay: float, fused: bool | None
-) -> torch.optim.AdamW:
-    """AdamW over ``weights``, whose learning rate is set before each step.
-
-    ``fused``: one kernel for all weights; None means yes on an accelerator and no on the CPU. Without it torch runs one kernel for
-    each operation over all weights, or on the CPU a loop over the weights.
-    """
-    if fused is None:
-        fused = any(weight.device.type != "cpu" for weight in weights)
-    # A fused kernel takes no mixture of sharded and replicated weights.
+def fused_adamw(weights: Collection[Tensor], **options: Any) -> torch.optim.AdamW:
+    """AdamW over ``weights`` in one kernel. torch's default has one for each operation, and on the CPU a loop over weights."""
+    # The kernel takes no mixture of sharded and replicated weights.
     groups = [[weight for weight in weights if hasattr(weight, "to_local") == sharded] for sharded in (True, False)]
-    parts = [{"params": group} for group in groups if group]
-    # None instead of False: False would also turn off the kernels over all weights.
-    return torch.optim.AdamW(parts, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
+    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True, **options)
 
 
 def step_count(count: Tensor, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
@@ -123,13 +112,15 @@ class ReplicatedStepper:
         }
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
+        accelerated = ranks.device.type != "cpu"
+        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         if eight_bit:
             from retouch.distributed.eight_bit import AdamW8bit
 
-            kind: Callable[..., torch.optim.Optimizer] = partial(AdamW8bit, lr=0.0)
-        else:
-            kind = partial(adamw, fused=fused)
-        self.optimizer = kind(self.weights.values(), betas=betas, eps=eps, weight_decay=weight_decay)
+            kind = AdamW8bit
+        elif accelerated if fused is None else fused:
+            kind = fused_adamw
+        self.optimizer = kind(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""

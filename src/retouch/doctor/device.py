@@ -2,12 +2,14 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from retouch.distributed.ranks import init_distributed
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
+from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.machines import find_machine
 
 _GIB = 2**30
@@ -76,6 +78,26 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
             return None, failed("device", str(error), fix="--device auto")
     target = local_device(device)
     return target, ok("device", f"{target.name}, {gigabytes(target.bytes)} of memory{_used(device)}")
+
+
+def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Finding]:
+    """Whether the attention backend that the recipe names can train on the device, and whether its blocks can be compiled there."""
+    policy = recipe.policy
+    chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.writes_tokens else {}
+    chosen |= {f"policy.{key}": getattr(policy, key, None) for key in ("attention", "compile")}
+    named = ", ".join(f"{key} {value}" for key, value in chosen.items() if value not in (None, "sdpa"))
+    if not named or target is None:
+        return
+    if target.device is None:
+        yield note("kernels", f"{named}: not tried, because {target.name} is another machine's")
+        return
+    try:
+        policy.require_kernels(target.device)
+    except ValueError as error:
+        key = str(error).partition(":")[0]
+        yield failed("kernels", str(error), fix=f"--set {key}={'sdpa' if 'model' in key else 'null'}")
+    else:
+        yield ok("kernels", f"{named}: tried on {target.device}")
 
 
 def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice:

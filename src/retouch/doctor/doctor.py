@@ -27,7 +27,16 @@ from retouch.doctor.checks import (
     check_sharding_settings,
     check_trackers,
 )
-from retouch.doctor.device import DEFAULT_GPU, GPUS, PROFILE, PlannedDevice, check_device, local_name, require_known
+from retouch.doctor.device import (
+    DEFAULT_GPU,
+    GPUS,
+    PROFILE,
+    PlannedDevice,
+    check_device,
+    check_kernels,
+    local_name,
+    require_known,
+)
 from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.doctor.fitting import smallest_fit
@@ -207,6 +216,7 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     joined = None if report.world is None else group.ranks.device
     target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
     report.add([finding])
+    report.add(check_kernels(recipe, target))
     findings, checkpoint = _memory(planned, folder, target)
     report.add(findings)
     if checkpoint is not None:

@@ -73,6 +73,7 @@ def _step_bytes(model: DiffusersModel, described: Described, batch: ImageBatch) 
 def _decoding_bytes(model: DiffusersModel, vae: Part, batch: ImageBatch) -> int:
     module: Any = cast_parameters(copy.deepcopy(build_meta(vae)), batch.dtype)
     model.prepare_vae(module)
+    model.limit_vae(module)
     latents = model.latents(vae, batch)
     with torch.no_grad():
         return peak_bytes(lambda: module.decode(latents), existing=[latents, *module.parameters(), *module.buffers()])

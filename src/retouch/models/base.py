@@ -8,6 +8,7 @@ configuration says, so that its memory can be planned before any weight is loade
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -212,6 +213,10 @@ class DiffusersModel(ImageModel):
     """Height and width of the images it makes, in pixels; an editor with null takes its source's."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+    vae_slicing: bool = Field(default=False, exclude_if=operator.not_)
+    """Encode and decode one image at a time: less memory, the same images to rounding."""
+    vae_tiling: bool = Field(default=False, exclude_if=operator.not_)
+    """Encode and decode large images in overlapping tiles that are blended: less memory, and slightly different images."""
 
     takes: ClassVar[Takes] = Takes(images=(0, 0))
     uses_image_tokens = False
@@ -239,7 +244,16 @@ class DiffusersModel(ImageModel):
 
         options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(source)}
         made: DenoisingModel = self.adapter_class().from_pretrained(source, **options)
+        if self.vae_slicing or self.vae_tiling:
+            self.limit_vae(made.latents.vae)  # type: ignore[attr-defined]
         return made
+
+    def limit_vae(self, vae: Any) -> None:
+        """Let the autoencoder compute in slices and tiles, as ``vae_slicing`` and ``vae_tiling`` say."""
+        if self.vae_slicing:
+            vae.enable_slicing()
+        if self.vae_tiling:
+            vae.enable_tiling()
 
     def options(self, source: Any) -> dict[str, Any]:
         """What ``from_pretrained`` is given besides ``source`` (a folder or a loaded pipeline), dtype, device and size."""

@@ -7,6 +7,7 @@ loaded; ``writer`` is the language model.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from importlib.resources import files
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
     from retouch.models.common.loaded import LoadedLanguageModel
 
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3", "eager"]
+_PACKAGES = {"flash_attention_2": ("flash_attn", "flash-attn"), "flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
+"""The module and the package of each implementation of attention that torch does not contain."""
 TokenKind: TypeAlias = Literal["text", "vision"]
 TEMPLATE_TOKENS = 128
 """Tokens that a chat template is planned with."""
@@ -83,6 +86,9 @@ class LanguageModel(Section):
         """Why it cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
         yield from ()
 
+    def require_attention(self, device: torch.device) -> None:
+        """Raise ValueError if its attention cannot be computed on the device."""
+
     def find_weights(self) -> tuple[Path | None, bool]:
         """The folder of its weights, if it has one here, and whether all of them are on this machine. Does not use the network.
 
@@ -135,7 +141,8 @@ class PretrainedLanguageModel(LanguageModel):
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     attention: Attention = "sdpa"
-    """How attention is computed; ``flash_attention_2`` needs the flash-attn package and a GPU."""
+    """How attention is computed (transformers' ``attn_implementation``); ``flash_attention_2`` needs the package flash-attn,
+    ``flash_attention_3`` FlashAttention 3 on a Hopper GPU."""
 
     # Of the language model alone: vision towers name theirs otherwise.
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -159,6 +166,10 @@ class PretrainedLanguageModel(LanguageModel):
             return None, True
         folder = find_writer(self.path)
         return folder, folder is not None
+
+    def require_attention(self, device: torch.device) -> None:
+        if not self.path.startswith(LIVE):  # a loaded model keeps its own
+            require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Path | LoadedLanguageModel:
         """The folder of its weights, downloaded if necessary, or the loaded model. Raises ValueError if there is none."""
@@ -199,6 +210,22 @@ class PretrainedLanguageModel(LanguageModel):
     def planned_size(self) -> Size:
         """(height, width) in px of the images that a model of image tokens reads and generates."""
         raise NotImplementedError(f"{type(self).__name__} generates no image tokens")
+
+
+def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError if FlashAttention is requested and not available here."""
+    if attention not in _PACKAGES:
+        return
+    module, package = _PACKAGES[attention]
+    reason = None
+    if importlib.util.find_spec(module) is None:
+        reason = f"the package {package} is not installed"
+    elif device.type != "cuda":
+        reason = f"it needs a CUDA device, not {device}"
+    elif dtype.itemsize > 2:
+        reason = f"it needs a 16-bit dtype, not {str(dtype).removeprefix('torch.')}"
+    if reason is not None:
+        raise ValueError(f"policy.model.attention: {attention}: {reason}; use sdpa, which has similar kernels, or eager")
 
 
 def published_language_model(name: str) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from retouch.recipe.policy_checks import (
     engine_problems,
     image_model_problems,
     ip_adapter_problems,
+    kernel_problems,
     parts_problems,
     picture_problems,
     renderer_problems,
@@ -36,6 +37,8 @@ def problems(recipe: "RecipeKeys") -> list[str]:
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *image_model_problems(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
+    if recipe.policy.compile is not None or getattr(recipe.policy, "attention", None) is not None:
+        found += kernel_problems(recipe)
     found += [*ip_adapter_problems(recipe), *_phases(recipe), *_batch(recipe)]
     return list(dict.fromkeys(found))
 

@@ -9,7 +9,7 @@ from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding"
-    r"|deterministic|ranks|out|policy\.prompt_embeddings"
+    r"|deterministic|ranks|out|policy\.(prompt_embeddings|attention|compile)|optimizer\.fused|(policy|renderer)\.model\.vae_slicing"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     # What a stream reads in advance.

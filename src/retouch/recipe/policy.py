@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -46,9 +48,17 @@ class DenoisingPolicyKeys(Section):
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    prompt_embeddings: Literal["live", "cached"] = Field(default="live", exclude_if=lambda chosen: chosen == "live")
+    prompt_embeddings: Literal["live", "cached"] = Field(default="live", exclude_if=partial(operator.eq, "live"))
     """``live`` encodes the prompts of every rollout, with the text encoders on the policy's device; ``cached`` encodes each prompt
     once, alone, and keeps the result on disk, with the text encoders in CPU memory. The two differ by rounding."""
+    attention: str | None = Field(default=None, exclude_if=operator.not_)
+    """Attention backend of diffusers in the transformer, such as ``flash`` or ``_flash_3``. It is tried before anything is loaded,
+    and `retouch doctor` names those that can train here. Null takes torch's own, which chooses among its kernels. Backends of
+    FlashAttention take no mask, which batches of prompts of unequal length need in Qwen-Image. Ignored where a trained policy is
+    used."""
+    compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
+    """``regional`` compiles the transformer's blocks with torch.compile, all alike blocks once: some minutes at the start of a run,
+    then fewer and larger kernels. Weights, checkpoints and exports stay the same. Ignored where a trained policy is used."""
 
     writes_tokens: ClassVar[bool] = False
     """Whether its actions are tokens."""
@@ -87,6 +97,29 @@ class DenoisingPolicyKeys(Section):
         if self.gradient_checkpointing:
             # A module without it raises its own clear error.
             module.enable_gradient_checkpointing()  # type: ignore[operator]
+        if self.attention is not None:
+            from retouch.models.common.kernels import set_attention
+
+            set_attention(module, self.attention)
+        if self.compile is not None:
+            from retouch.models.common.kernels import compile_blocks
+
+            compile_blocks(module)
+
+    def require_kernels(self, device: torch.device) -> None:
+        """Raise ValueError if the attention backend cannot train on the device, or nothing can be compiled for it."""
+        if self.attention is not None:
+            from retouch.models.common.kernels import require_backend
+
+            require_backend(self.attention, device=device, dtype=getattr(self.model, "dtype", "float32"))
+        if self.compile is not None:
+            from retouch.models.common.kernels import require_compiler
+
+            require_compiler(device)
+
+    def for_use(self) -> DenoisingPolicyKeys:
+        """The policy with torch's own kernels, which any machine has."""
+        return self.model_copy(update={"attention": None, "compile": None})
 
     def build(
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
@@ -135,6 +168,9 @@ class AutoregressivePolicyKeys(Section):
     """Recompute activations in the backward pass: less memory, more time. Each row then computes its prompt separately."""
     mask_truncated: bool = False
     """Leave completions that were truncated at ``rollout.max_new_tokens`` out of the loss."""
+    compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
+    """``regional`` compiles the decoder layers with torch.compile, all alike layers once, for calls without a cache: the update
+    with ``gradient_checkpointing``, which it needs. Generation is not compiled."""
     logits_at_once: Count = 256
     """Tokens whose logits exist at once in an update; changes memory and time only."""
     entropy: bool = False
@@ -154,6 +190,22 @@ class AutoregressivePolicyKeys(Section):
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
         """Let train what the recipe says, and freeze the rest of the module."""
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
+        if self.compile is not None:
+            from retouch.models.common.kernels import compile_blocks
+
+            compile_blocks(module)
+
+    def require_kernels(self, device: torch.device) -> None:
+        """Raise ValueError if the model's attention cannot be computed on the device, or nothing can be compiled for it."""
+        self.model.require_attention(device)
+        if self.compile is not None:
+            from retouch.models.common.kernels import require_compiler
+
+            require_compiler(device)
+
+    def for_use(self) -> AutoregressivePolicyKeys:
+        """The policy without compiled layers."""
+        return self.model_copy(update={"compile": None})
 
     def build(
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext

@@ -89,6 +89,16 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
         yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; use prompts, or folder or hub data"
 
 
+def kernel_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Whether the policy's kernels can do what the recipe needs."""
+    policy = recipe.policy
+    if isinstance(policy, DenoisingPolicyKeys):
+        if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):
+            yield f"policy.attention: whether {policy.attention} is deterministic is not known; use null, or native kernels"
+    elif policy.compile is not None and not policy.gradient_checkpointing:
+        yield "policy.compile: only layers that are recomputed in the update are compiled; set gradient_checkpointing, or use null"
+
+
 def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the model supports an IP-Adapter, and whether the tasks have reference images."""
     train, model = recipe.policy.train, recipe.policy.model

@@ -147,7 +147,8 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
     elif hasattr(train, "init_from"):
         train = train.model_copy(update={"init_from": None})
     model = _described(recipe.policy.model, folder, "policy.model")
-    changed: dict[str, Any] = {"policy": recipe.policy.model_copy(update={"model": model, "train": train})}
+    # The fake accelerator has attention of its own and nothing to compile for.
+    changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
     if recipe.renderer is not None and recipe.renderer.image_model is not None:
         behind = _described(recipe.renderer.image_model, folder, "renderer.model")
         changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})

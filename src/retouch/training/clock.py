@@ -4,11 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, Protocol
 
 
 class Event(Protocol):
@@ -76,12 +72,3 @@ class Clock:
             self._add(stage, start.elapsed_time(end) / 1000)
         spent, self._spent = self._spent, {}
         return {f"time/{stage}": seconds for stage, seconds in spent.items()}
-
-
-def clock_of(device: "torch.device") -> Clock:
-    """The clock of a policy that computes on ``device``."""
-    if device.type != "cuda":
-        return Clock()
-    import torch
-
-    return Clock(event=partial(torch.cuda.Event, enable_timing=True))

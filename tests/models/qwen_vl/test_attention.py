@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import tiny_writers
-from retouch.models.qwen_vl.load import load_writer, require_attention
+from retouch.models.language import require_attention
+from retouch.models.qwen_vl.load import load_writer
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -9,7 +9,7 @@ load, uses diffusers' own class.
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from jaxtyping import Float
@@ -42,13 +42,23 @@ class ReferenceAttention(nn.Module):
         self.heads = (heads, head_width)
         self.to_k_ip = Float32Linear(width, heads * head_width, bias=False, output_dtype=output_dtype)
         self.to_v_ip = Float32Linear(width, heads * head_width, bias=False, output_dtype=output_dtype)
+        self.backend: AttentionBackendName | None = None
+
+    @property
+    def _attention_backend(self) -> AttentionBackendName | None:
+        """What diffusers' ``set_attention_backend`` sets of a processor."""
+        return self.backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, backend: AttentionBackendName | None) -> None:
+        self.backend = self.base._attention_backend = backend
 
     def attend(self, query: Float[Tensor, "r s h d"], reference: Float[Tensor, "r 1 n w"]) -> Float[Tensor, "r s hd"]:
         """The scaled attention output for the reference tokens; queries are normed and not rotated."""
         tokens = reference.flatten(1, 2)
         key = rms_norm(self.to_k_ip(tokens).unflatten(-1, self.heads).float(), self.heads[1:], eps=1e-5).to(query.dtype)
         value = self.to_v_ip(tokens).unflatten(-1, self.heads)
-        found: Tensor = dispatch_attention_fn(query, key, value)
+        found: Tensor = dispatch_attention_fn(query, key, value, backend=self.backend)
         return self.scale * found.flatten(2).to(query.dtype)
 
 
@@ -77,7 +87,7 @@ class FluxReferenceAttention(ReferenceAttention):
             value = torch.cat([attn.add_v_proj(encoder_hidden_states).unflatten(-1, self.heads), value], dim=1)
         if image_rotary_emb is not None:
             query, key = (apply_rotary_emb(each, image_rotary_emb, sequence_dim=1) for each in (query, key))
-        output = dispatch_attention_fn(query, key, value, attn_mask=attention_mask).flatten(2).to(query.dtype)
+        output = dispatch_attention_fn(query, key, value, attn_mask=attention_mask, backend=self.backend).flatten(2).to(query.dtype)
         if encoder_hidden_states is None:
             return output + found
         text_output, image = output.tensor_split([encoder_hidden_states.shape[1]], dim=1)
@@ -116,6 +126,8 @@ class QwenReferenceAttention(ReferenceAttention):
             image_mask = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             mask = torch.cat([encoder_hidden_states_mask.bool(), image_mask], dim=1)[:, None, None]
         value = torch.cat(values, dim=1).unflatten(-1, self.heads)
-        output = dispatch_attention_fn(torch.cat(queries, dim=1), torch.cat(keys, dim=1), value, attn_mask=mask)
+        output = dispatch_attention_fn(
+            torch.cat(queries, dim=1), torch.cat(keys, dim=1), value, attn_mask=mask, backend=self.backend
+        )
         text, image = output.flatten(2).to(values[0].dtype).tensor_split([encoder_hidden_states.shape[1]], dim=1)
         return attn.to_out[1](attn.to_out[0](image + found)), attn.to_add_out(text.contiguous())

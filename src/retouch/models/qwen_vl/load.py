@@ -1,7 +1,6 @@
 """Loads a Qwen instruct model from a local transformers folder (safetensors only, known classes only, no code from the folder), or
 takes one that a script has loaded."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from retouch.models.common.chat_template import VISION
 from retouch.models.common.latents import Area
 from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL
-from retouch.models.language import Attention
+from retouch.models.language import Attention, require_attention
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 
 CLASSES: dict[str, Any] = {
@@ -82,18 +81,3 @@ def _class_in(path: Path) -> Any:
         found = "no config.json" if kind is None else f"a model of type {kind!r}"
         raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")
     return CLASSES[kind]
-
-
-def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ValueError if flash attention is requested and not available here."""
-    if attention != "flash_attention_2":
-        return
-    reason = None
-    if importlib.util.find_spec("flash_attn") is None:
-        reason = "the package flash-attn is not installed"
-    elif device.type != "cuda":
-        reason = f"it needs a CUDA device, not {device}"
-    elif dtype == torch.float32:
-        reason = "it needs a 16-bit dtype, not float32"
-    if reason is not None:
-        raise ValueError(f"policy.model.attention: flash_attention_2: {reason}; use sdpa, which has similar kernels")

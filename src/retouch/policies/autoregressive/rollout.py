@@ -5,6 +5,7 @@ Recipes import this file, so it imports no torch.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
@@ -28,10 +29,10 @@ class CachedEngine(EngineSection):
     """The policy's own model generates, token by token with a key-value cache. In float32 its log-probabilities are exact."""
 
     kind: Literal["cached"] = "cached"
-    check_every: Count | None = Field(default=None, exclude_if=lambda every: every is None)
+    check_every: Count | None = Field(default=None, exclude_if=operator.not_)
     """Tokens between two questions of the host to the device whether completions have ended; each waits for all kernels. Null is 1
     on the CPU and 16 elsewhere."""
-    static: bool = Field(default=False, exclude_if=lambda static: not static)
+    static: bool = Field(default=False, exclude_if=operator.not_)
     """Give the cache room for ``max_new_tokens`` from the start, so that every forward pass of generation has the same shapes and
     asks the device nothing. Takes the memory of the longest completion for all rows; meant for accelerators."""
 

@@ -1,0 +1,130 @@
+"""How a model computes: the attention kernels of diffusers, and compiled blocks."""
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+KEY = "policy.attention"
+_TOKENS, _HEADS, _WIDTH = 64, 2, 64
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_GRAPHS = 64
+
+
+def trains_with(name: str, *, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a model in ``dtype`` on ``device`` cannot train with an attention backend of diffusers; None if it can.
+
+    Attention to a few random tokens is computed with it: output and gradients must be those of torch's own attention to the
+    rounding of ``dtype``. So a backend for inference, without gradients or in 8 bits, is found out. Kernels that come from the
+    Hugging Face Hub are downloaded.
+    """
+    if name not in {each.value for each in AttentionBackendName}:
+        return "diffusers has no such backend"
+    try:
+        made = _attend(AttentionBackendName(name), device=device, dtype=dtype)
+    # What a missing package, a wrong device and a wrong dtype raise is up to each backend.
+    except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, OSError) as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    expected = _attend(AttentionBackendName.NATIVE, device=device, dtype=dtype)
+    for what, one, other in zip(("output", "gradient", "gradient", "gradient"), made, expected, strict=True):
+        if one is None or other is None:
+            return "it has no gradient"
+        apart = float((one - other).abs().max() / other.abs().max())
+        if not apart < _TOLERANCE[dtype]:
+            return f"its {what} differs from that of torch by {apart:.0%}"
+    return None
+
+
+def _attend(backend: AttentionBackendName, *, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
+    """The output of attention to a few tokens, and its gradients to queries, keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    draws = [torch.randn(1, _TOKENS, _HEADS, _WIDTH, generator=generator) for _ in range(4)]
+    inputs = [draw.to(device, dtype).requires_grad_() for draw in draws[:3]]
+    with attention_backend(backend):
+        output = dispatch_attention_fn(*inputs)
+    if not output.requires_grad:
+        return [output, None, None, None]
+    gradients = torch.autograd.grad(output, inputs, draws[3].to(device, dtype), allow_unused=True)
+    return [None if each is None else each.detach().float() for each in (output, *gradients)]
+
+
+def require_backend(name: str, *, device: torch.device, dtype: str) -> None:
+    """Raise ValueError, with the names of those that can, if a model cannot train with an attention backend of diffusers here."""
+    check = partial(trains_with, device=device, dtype=getattr(torch, dtype))
+    if (reason := check(name)) is None:
+        return
+    others = [each.value for each in AttentionBackendName if not each.value.endswith("_hub")]  # those would be downloaded
+    usable = ", ".join(each for each in others if check(each) is None)
+    raise ValueError(f"{KEY}: {name} cannot train a model in {dtype} on {device}: {reason}. Use one of {usable}, or null")
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raise ValueError if torch.compile does not work on the device: it needs a C++ compiler, and on a GPU Triton."""
+    x = torch.ones(8, device=device, requires_grad=True)
+    try:
+        torch.compile(lambda x: (2 * x).sin(), dynamic=True)(x).sum().backward()
+    except (RuntimeError, OSError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"policy.compile: torch.compile does not work on {device}: {lines[0]}. Install a C++ compiler (and Triton for a GPU), "
+            "or use null"
+        ) from error
+
+
+def set_attention(module: nn.Module, name: str) -> None:
+    """Compute all attention of a diffusers transformer with this backend. Other models in this process keep theirs.
+
+    Raises ValueError if the model's attention has no choice of backend.
+    """
+    processors = [each.processor for each in module.modules() if hasattr(each, "processor")]
+    if not isinstance(module, ModelMixin) or not any(hasattr(each, "_attention_backend") for each in processors):
+        raise ValueError(
+            f"{KEY}: {type(module).__name__} has no choice of attention backend; use null: torch then takes its fastest kernel"
+        )
+    # set_attention_backend also changes the backend of models without a choice of their own; the context restores it.
+    with attention_backend(AttentionBackendName(name)):
+        module.set_attention_backend(name)
+
+
+def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Compile the repeated blocks of a transformer, or the decoder layers of a language model, one graph for all that are alike.
+
+    Only the forward of a block is compiled, so names of weights, checkpoints and exports stay as they are, and so do the hooks of
+    sharding and of gradient checkpointing around it. Sampling runs the same graph as the update, with gradient, and then drops
+    what was kept for the backward pass: a graph without gradient rounds otherwise, and the ratio would not be 1. For the same
+    reason sizes are symbolic: one graph serves all batches. Layers of a language model that are called with a cache, in decoding
+    and for shared prompts, are not compiled. Raises ValueError if the blocks are unknown.
+
+    Source: regional compilation, PyTorch's recipe and diffusers' ``compile_repeated_blocks``.
+    """
+    names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
+    root = module.get_decoder() if hasattr(module, "get_decoder") else module
+    blocks = [inner for inner in root.modules() if type(inner).__name__ in names]
+    if not blocks:
+        raise ValueError(f"policy.compile: the repeated blocks of {type(module).__name__} are unknown; use null")
+    # All blocks of a class share one list of graphs; blocks with other parts or other adapters have graphs of their own.
+    torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
+    compiled = {kind: _compiled(kind.forward, backend) for kind in {type(block) for block in blocks}}
+    for block in blocks:
+        block.forward = partial(compiled[type(block)], block)
+
+
+def _compiled(forward: Callable[..., Any], backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    graph: Callable[..., Any] = torch.compile(forward, backend=backend, dynamic=True)
+
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("past_key_values") is not None:
+            return forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            return graph(*args, **kwargs)
+        with torch.enable_grad():
+            made = graph(*args, **kwargs)
+        return tree_map(lambda value: value.detach() if isinstance(value, Tensor) else value, made)
+
+    return call
