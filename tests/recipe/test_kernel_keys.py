@@ -1,0 +1,60 @@
+"""The keys of kernels: attention backends, the fused optimizer, and an autoencoder that computes in slices."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from retouch.doctor.device import PlannedDevice, check_kernels
+from retouch.models.sd3.family import SD3Model
+from retouch.recipe.differences import differences
+from retouch.recipe.document import apply
+from retouch.recipe.recipe import Recipe, parse
+from tiny_recipes import SMALL
+
+HERE = PlannedDevice("cpu", 1, torch.device("cpu"))
+
+
+def recipe(*changes: str) -> Recipe:
+    return parse(apply(SMALL, changes))
+
+
+def test_kernels_may_change_when_a_run_resumes() -> None:
+    other = recipe("policy.attention=native", "policy.compile=regional", "optimizer.fused=always")
+    assert differences(recipe(), other) == []
+    assert (recipe().optimizer.options.get("fused"), other.optimizer.options["fused"]) == (None, True)
+    used = other.policy.for_use()
+    assert (getattr(used, "attention", "none"), used.compile) == (None, None)
+
+
+def test_a_deterministic_run_takes_only_kernels_that_are_known_to_be() -> None:
+    with pytest.raises(ValueError, match=r"policy\.attention: whether flash is deterministic is not known; use null"):
+        recipe("deterministic=true", "policy.attention=flash")
+    recipe("deterministic=true", "policy.attention=_native_flash")
+
+
+@pytest.mark.parametrize(("name", "status"), [("native", "ok"), ("sage", "FAILED")])
+def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
+    (finding,) = check_kernels(recipe(f"policy.attention={name}"), HERE)
+    assert (finding.subject, finding.status) == ("kernels", status)
+    assert f"policy.attention{' ' if status == 'ok' else ': '}{name}" in finding.text
+    if status == "FAILED":
+        assert "_native_math" in finding.text
+        assert finding.fix == "--set policy.attention=null"
+    (planned,) = check_kernels(recipe(f"policy.attention={name}"), PlannedDevice("h100", 1, None))
+    assert "not tried, because h100 is another machine's" in planned.text
+    assert list(check_kernels(recipe(), HERE)) == []
+
+
+@torch.no_grad()
+def test_slices_and_tiles_of_the_autoencoder() -> None:
+    options: dict[str, Any] = {"kind": "sd3", "path": "folder"}
+    whole, sliced = tiny_models.sd3_vae(), tiny_models.sd3_vae()
+    SD3Model(**options, vae_slicing=True).limit_vae(sliced)
+    assert (sliced.use_slicing, sliced.use_tiling) == (True, False)
+    latents = torch.randn(3, 16, 4, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sliced.decode(latents).sample, whole.decode(latents).sample, rtol=0, atol=1e-5)
+    SD3Model(**options, vae_tiling=True).limit_vae(whole)
+    assert (whole.use_slicing, whole.use_tiling) == (False, True)
+    assert not {"vae_slicing", "vae_tiling"} & SD3Model(**options).model_dump().keys()
