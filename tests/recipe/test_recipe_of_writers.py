@@ -121,7 +121,7 @@ def test_the_encoder_has_no_default() -> None:
         ({"data": PAINTED["data"], "reward": PAINTED["reward"]}, "data.kind"),
         ({**PAINTED, "reward": BASE["reward"]}, "reward.kind"),
         ({**PAINTED, "data": BASE["data"]}, "reward.kind"),
-        ({**PAINTED, "renderer__kind": "response", "renderer__encoder": "frozen"}, "renderer.model.kind"),
+        ({**PAINTED, "renderer__kind": "response", "renderer__encoder": "frozen"}, "policy.model.kind"),
         ({"policy__model": PAINTED["policy__model"]}, "policy.model.kind"),
         ({"group_size": 1}, "group_size"),
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
