@@ -1,12 +1,14 @@
-"""The table of docs/machines.md: every full-size recipe, rehearsed on the GPU that it names.
+"""The tables of docs/machines.md: every full-size recipe, rehearsed on the GPU that it names.
 
     python benchmarks/rehearsal/table.py [RECIPE ...]
 
-Rehearses the given recipes, or all, and writes the table. What it found is kept in rehearsed.json beside this file.
+Rehearses the given recipes, or all, and writes the tables. What it found is kept in rehearsed.json beside this file. Recipes that
+differ only in what costs no time on a GPU (data, rewards, advantages) are rehearsed once.
 """
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
@@ -17,37 +19,93 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("rehearsed.json")
 PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- rehearsed -->"
-MACHINE = "h100"
-RECIPES = ("sd3/ocr-grpo", "flux2/ocr-grpo", "flux-fill/ip-adapter-grpo", "qwen-image-edit/flow-grpo")
+FOLDERS = ("sd3", "flux2", "flux-fill", "qwen-image-edit", "qwen-image-2", "emu3")
+LEFT_OUT = ("-playground", "tiny", "-published")
+"""Small twins, and recipes with the sizes of a publication, which differ from another one in them."""
+MACHINES_OF = {"flux-fill/ip-adapter-nft": "h200", "qwen-image-edit/ip-adapter-grpo": "h200"}
+"""The GPU that a recipe names, if it is not an H100 with 80 GB."""
+VARIABLES = {
+    **{"APP__DATA_DIR": "data", "APP__BASE_EXP_DIR": "runs", "APP__RUN_NAME": "run"},
+    "APP__REWARD_FUNCTION_API_BASE": "http://localhost:1",
+}
+"""The environment variables that recipes read."""
+WITHOUT_WORK = ("name", "out", "data", "reward", "advantage", "samples", "checkpoints", "push", "steps", "passes", "seed")
+STAGES = ("preflight", "rollout", "render", "update", "evaluation", "checkpoint")
 HEADER = (
-    "| recipe | ranks | peak GB | in | preflight | rollout | render | update | evaluation | checkpoint | "
+    "| recipe | GPUs | peak GB | in | preflight | rollout | render | update | evaluation | checkpoint | "
     "TFLOP per image: rollout, update, render | s per image: modelled, ideal | hours |\n"
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
+UNITS = (
+    "| recipe | one | kernels | host waits | ms modelled | of the GPU | of the host |\n| --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def names() -> list[str]:
+    """The full-size recipes."""
+    files = sorted(file for folder in FOLDERS for file in (ROOT / "recipes" / folder).glob("*.jsonnet"))
+    found = [f"{file.parent.name}/{file.stem}" for file in files if not any(part in file.stem for part in LEFT_OUT)]
+    return sorted(found, key=lambda name: (FOLDERS.index(name.partition("/")[0]), name))
+
+
+def document(name: str) -> dict[str, Any]:
+    """The recipe, evaluated."""
+    from retouch.recipe.document import evaluate
+
+    os.environ.update(VARIABLES)
+    return dict(evaluate(ROOT / "recipes" / f"{name}.jsonnet"))
+
+
+def groups(chosen: list[str]) -> dict[str, list[str]]:
+    """The recipes with equal work, by the first of them."""
+    found: dict[str, list[str]] = {}
+    firsts: dict[str, str] = {}
+    for name in names():
+        read = document(name)
+        work = {key: value for key, value in read.items() if key not in WITHOUT_WORK}
+        work["phases"] = [{**phase, "data": None} for phase in read.get("phases") or ()]
+        work["policy"] = {**read["policy"], "model": {**read["policy"]["model"], "path": None}}
+        found.setdefault(firsts.setdefault(json.dumps(work, sort_keys=True), name), []).append(name)
+    return {first: members for first, members in found.items() if not chosen or set(chosen) & set(members)}
+
+
+def machine_of(name: str) -> str:
+    return MACHINES_OF.get(name, "h100")
 
 
 def rehearse_one(name: str) -> dict[str, Any]:
-    """The figures of a recipe: bytes, FLOPs and seconds by stage of its last phase."""
+    """The figures of a recipe: bytes, FLOPs and seconds by stage of its last phase, and those of one step or token."""
     from retouch.recipe.recipe import load
     from retouch.rehearsal import report
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
-    machine, started = MACHINES[MACHINE], time.process_time()
+    document(name)  # sets the variables
+    machine, started = MACHINES[machine_of(name)], time.process_time()
     found = rehearse(load(ROOT / "recipes" / f"{name}.jsonnet"), machine)
     stages, phase = found.stages, found.phases[-1]
-    top = max(stages, key=lambda each: max(stages[each].peaks.values(), default=0))
+    top = max(stages, key=lambda each: stages[each].peak)
     modelled = sum(report.seconds(stages[each].work, machine) for each in phase.stages)
     return {
         "ranks": found.world,
+        "machine": machine.name,
         "peak": report.peak(found),
         "in": top,
-        "held": dict(next(iter(stages[top].held.values())).most_common(6)),
-        "peaks": {_plain(each): max(stage.peaks.values(), default=0) for each, stage in stages.items()},
+        "held": dict(max(stages[top].held.values(), key=lambda held: held.total()).most_common(6)),
+        "peaks": {_plain(each): stage.peak for each, stage in stages.items()},
         "flops": {_plain(each): sum(stages[each].work.flops.values()) / phase.rows for each in phase.stages},
         "modelled": modelled / phase.rows,
         "ideal": report.ideal_seconds(report.step_work(found, len(found.phases) - 1), machine) / phase.rows,
         "hours": report.hours(found, machine),
+        "units": {
+            unit: {
+                "kernels": work.kernels,
+                "waits": sum(work.waits.values()),
+                "device": work.device_seconds,
+                "host": work.kernels * machine.launch,
+            }
+            for unit, work in found.units.items()
+        },
         "cpu_seconds": time.process_time() - started,
     }
 
@@ -57,33 +115,43 @@ def _plain(stage: str) -> str:
     return stage.rpartition(": ")[2]
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The table, one row for each recipe."""
-    return "\n".join([HEADER, *(_row(name, rows[name]) for name in RECIPES if name in rows)])
+def tables(rows: dict[str, dict[str, Any]]) -> str:
+    """Both tables, with a row for each group of recipes."""
+    units = [line for name, row in rows.items() for line in _units(name, row)]
+    return "\n".join([HEADER, *(_row(name, row) for name, row in rows.items()), "", UNITS, *units])
 
 
 def _row(name: str, row: dict[str, Any]) -> str:
-    peaks = [row["peaks"].get(stage, 0) / 1e9 for stage in ("preflight", "rollout", "render", "update", "evaluation", "checkpoint")]
+    peaks = [f"{row['peaks'][stage] / 1e9:.1f}" if stage in row["peaks"] else "" for stage in STAGES]
     flops = ", ".join(f"{row['flops'].get(stage, 0) / 1e12:.1f}" for stage in ("rollout", "update", "render"))
-    cells = [f"`{name}`", str(row["ranks"]), f"{row['peak'] / 1e9:.1f}", row["in"], *(f"{size:.1f}" for size in peaks), flops]
-    return f"| {' | '.join([*cells, _pair(row), format(row['hours'], '.0f')])} |"
+    gpus = f"{row['ranks']} {row['machine'].upper()}"
+    title = "<br>".join(f"`{each}`" for each in (name, *row["same"]))
+    cells = [title, gpus, f"{row['peak'] / 1e9:.1f}", row["in"], *peaks, flops, f"{row['modelled']:.2f}, {row['ideal']:.2f}"]
+    return f"| {' | '.join([*cells, format(row['hours'], '.0f')])} |"
 
 
-def _pair(row: dict[str, Any]) -> str:
-    return f"{row['modelled']:.2f}, {row['ideal']:.2f}"
+def _units(name: str, row: dict[str, Any]) -> list[str]:
+    lines = []
+    for unit, work in row["units"].items():
+        device, host = 1000 * work["device"], 1000 * work["host"]
+        cells = [f"`{name}`", unit, f"{work['kernels']:.0f}", f"{work['waits']:.2g}", f"{max(device, host):.1f}", f"{device:.1f}"]
+        lines.append(f"| {' | '.join([*cells, f'{host:.1f}'])} |")
+    return lines
 
 
-def main(names: list[str]) -> None:
+def main(chosen: list[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    for name in names or RECIPES:
-        found = rehearse_one(name)
-        rows = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
-        KEPT.write_text(json.dumps({**rows, name: found}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        print(_row(name, found))
+    for name, members in groups(chosen).items():
+        found = {**rehearse_one(name), "same": [each for each in members if each != name]}
+        rows = {**(json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}), name: found}
+        order = names()
+        rows = {each: rows[each] for each in sorted(rows, key=order.index)}
+        KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        print(_row(name, found), flush=True)
     text = PAGE.read_text(encoding="utf-8")
     before, _, after = text.split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{table(json.loads(KEPT.read_text()))}\n\n{MARK}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{MARK}\n\n{tables(json.loads(KEPT.read_text()))}\n\n{MARK}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 // System B at full size: an IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by GRPO: each
-// image is compared with the others of its task. 8 GPUs with 80 GB, which is barely enough (71 GB are planned; `retouch doctor`
-// shows for what); a supervised warm-up of 400 steps, then RL.
+// image is compared with the others of its task. 8 GPUs with 80 GB, with the text encoders in CPU memory (`retouch doctor
+// --rehearse` shows what a GPU holds); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-grpo.jsonnet --set data.path=DIR
 //
@@ -18,3 +18,4 @@ local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
 ip_adapter.grpo(worlds.flux_fill, worlds.flux_fill_sizes { name: 'flux-fill-ip-adapter-grpo' })
++ { policy+: { prompt_embeddings: 'cached' } }

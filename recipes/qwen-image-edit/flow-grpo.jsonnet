@@ -23,7 +23,7 @@ qwen.flow_grpo(
     ranks: 8,
     rank: 64,
     num_steps: 10,
-    chunk: 4,
+    chunk: 2,
     microbatch: 1,
     gradient_checkpointing: true,
     eval_every: 50,

@@ -111,7 +111,12 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         MemoryRow("AdamW's two moments", moments),
         MemoryRow("copies of the trained weights", setup.copies * trained_bytes),
     ]
-    if setup.trained_dtype.itemsize < 4 and setup.sharding != "zero2":
+    if setup.sharding == "zero2":
+        shares = _share(trained * (setup.trained_dtype.itemsize + 4), setup.ranks)
+        rows.append(MemoryRow("ZeRO's shares of gradients and weights", shares))
+        # The gradient of the largest layer exists beside DeepSpeed's bucket for all of them.
+        rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize))
+    elif setup.trained_dtype.itemsize < 4:
         rows.append(MemoryRow("fp32 master weights and gradients", _share(8 * (trained - whole), share) + 8 * whole))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))

@@ -86,7 +86,8 @@ def test_system_b() -> None:
 def test_what_sets_them_apart() -> None:
     assert different(GRPO, PPO) == {"name", "advantage.kind", "advantage.baseline", "advantage.scale"}
     apart = different(GRPO, NFT)
-    assert {path.partition(".")[0] for path in apart} == {"name", "objective", "rollout"}
+    assert {path.partition(".")[0] for path in apart - {"policy.prompt_embeddings"}} == {"name", "objective", "rollout"}
+    assert "policy.prompt_embeddings" in apart  # NFT has GPUs with more memory
     assert load(NFT).objective.kind == "nft"
     assert values(load(NFT).document())["objective.reference_weight"] > 0
     qwen = different(GRPO, QWEN)
