@@ -78,7 +78,10 @@ def test_recipes_without_a_writer_say_nothing_of_renderers(name: str) -> None:
         ({"rollout__num_steps": 3}, "rollout.num_steps: unknown key; there is renderer.num_steps or eval.num_steps"),
         ({"rollout__top_p": 1.5}, "rollout.top_p: should be less than or equal to 1, not 1.5"),
         ({"rollout__max_new_token": 3}, "rollout.max_new_token: unknown key; did you mean rollout.max_new_tokens?"),
-        ({"policy__model__attention": "flash"}, "policy.model.attention: 'flash' is not 'sdpa', 'flash_attention_2' or 'eager'"),
+        (
+            {"policy__model__attention": "flash"},
+            "policy.model.attention: 'flash' is not 'sdpa', 'flash_attention_2', 'flash_attention_3' or 'eager'",
+        ),
         (
             {"rollout": {**CHAIN, "temperature": 0.7}},
             "rollout.temperature: unknown key; only 'tokens' has it, and this has no kind",
