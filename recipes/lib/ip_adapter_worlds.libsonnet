@@ -57,7 +57,7 @@ local signs = {
   // The source image must not contain the words, because this model sees all of it: photographs with an instruction, a target, a
   // reference and the text.
   qwen: self.flux_fill {
-    model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [512, 512], dtype: 'bfloat16' },
+    model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [512, 512], dtype: 'bfloat16', vae_slicing: true },
     blocks: 'double',
     noise_level: 1.2,
     guidance_scale: 4,

@@ -10,7 +10,7 @@ local qwen = import 'lib/qwen_image_edit.libsonnet';
 
 qwen.flow_grpo(
   world={
-    model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [1024, 1024], dtype: 'bfloat16' },
+    model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [1024, 1024], dtype: 'bfloat16', vae_slicing: true },
     tasks: photos.tasks('photos'),
     judge: photos.preferred(device='cpu'),
   },
