@@ -102,8 +102,8 @@ BRIDGING = (
     Mutant(
         "a full device is named by the stage before",
         "training/clock.py",
-        "self.stage, started = stage, time.perf_counter()",
-        "started = time.perf_counter()",
+        "self.stage, ended = stage, self._begin(stage)",
+        "ended = self._begin(stage)",
         f"{MEMORY}::test_a_stage_that_ended_in_an_error_is_known",
     ),
     Mutant(

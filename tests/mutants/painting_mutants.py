@@ -24,8 +24,8 @@ PAINTING = (
     Mutant(
         "incomplete completions are drawn in the request's stead",
         "playground/world/paintings.py",
-        "text = request(scene.background, things, random)",
-        "text = request(scene.background, written, random)",
+        "else request(scene.background, things, random)",
+        "else request(scene.background, named, random)",
         f"{TASKS}::test_lazy_completions_stop_early_and_change_nothing_else",
     ),
     Mutant(

@@ -195,15 +195,13 @@ class TaskStream:
 def _end(held: weakref.ref[TaskStream], processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
     """At the interpreter's exit: end the thread, which must not outlive it, and the processes, which outlive one SIGTERM."""
     stream = held()
-    if stream is None:
-        return
-    if stream._coming is not None:
+    if stream is not None and stream._coming is not None:
         stream._coming.stop()
-    for process in [*processes, *processes]:
-        if process.is_alive():
-            process.terminate()
-            process.join(0.5)
-    stream.close()
+    for process in processes:  # also without the stream: its thread may still hold them
+        process.kill()
+        process.join()
+    if stream is not None:
+        stream.close()
 
 
 def _set_up_process(parent: int, worker: int) -> None:

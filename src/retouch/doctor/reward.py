@@ -17,6 +17,7 @@ from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward
 from retouch.rewards.judging import RewardScorer
+from retouch.rewards.vlm.endpoint_settings import without_waiting
 from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
 
@@ -76,7 +77,8 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
         return ok("reward", "none: the run learns from pairs of the data and is evaluated on held-out pairs")
     fix = "fix the recipe's reward section"
     try:
-        judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
+        with without_waiting():
+            judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
             text = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(examples(sets.train)):
@@ -98,7 +100,8 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
 def check_watch(watch: Watch, device: torch.device) -> Finding:
     """Whether the rewards of the watch can be built. They score no image."""
     try:
-        measures = build_measures(watch, device=device)
+        with without_waiting():
+            measures = build_measures(watch, device=device)
     except ValueError as error:
         return failed("watch", str(error), fix="fix the recipe's watch section")
     heldout = "no held-out reward" if measures.heldout is None else f"held-out reward: {measures.heldout.combination}"

@@ -168,7 +168,7 @@ class PretrainedLanguageModel(LanguageModel):
         return folder, folder is not None
 
     def require_attention(self, device: torch.device) -> None:
-        if not self.path.startswith(LIVE):  # a loaded model keeps its own
+        if not (self.path or "").startswith(LIVE):  # a loaded model keeps its own; the playground's path may be None
             require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Path | LoadedLanguageModel:

@@ -173,6 +173,7 @@ def small(stem: str, folder: Path, data: Path, out: Path, monkeypatch: pytest.Mo
     changes |= {"rollout.max_new_tokens": 120, "ranks": None, "sharding": None, "eval": {"tasks": 2}}
     changes |= {"samples": {"every": 1, "tasks": 1, "groups": 1}}
     changes |= {"reward": {"kind": "compressibility", "combine": {"compressibility": 1}}, "learning_rate": 1e-3}
+    changes["optimizer.warmup_steps"] = 0
     for key in ("steps", *(f"phases.{k}.steps" for k in range(len(document.get("phases", []))))):
         if key != "steps" or "steps" in document:
             changes[key] = 1

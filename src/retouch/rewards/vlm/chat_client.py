@@ -80,7 +80,7 @@ class ChatClient:
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
         self._warned_of_usage = False
         self._client, self._line, self._turns = event_loop.submit(self._open()).result()
-        if endpoint.wait > 0:
+        if endpoint.start_wait > 0:
             event_loop.submit(self._wait_until_up()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:

@@ -6,6 +6,8 @@ import operator
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -80,6 +82,19 @@ class Prices(Section):
         return (self.input * input_tokens + self.output * output_tokens) / _MILLION
 
 
+_WAITS = ContextVar("_WAITS", default=True)
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """Within it, a judge that is opened is not waited for, whatever its ``wait``: for checks, which report what is not there."""
+    before = _WAITS.set(False)
+    try:
+        yield
+    finally:
+        _WAITS.reset(before)
+
+
 class EndpointSettings(JudgeModel):
     """Which model to ask, and how; ``Endpoint`` asks it."""
 
@@ -129,6 +144,11 @@ class EndpointSettings(JudgeModel):
                 f"pause {self.pause:g} is above longest_pause {self.longest_pause:g}; give a longest pause that is longer"
             )
         return self
+
+    @property
+    def start_wait(self) -> float:
+        """Seconds to wait for the server now: ``wait``, or 0 within ``without_waiting``."""
+        return self.wait if _WAITS.get() else 0.0
 
     @property
     def description(self) -> str:
