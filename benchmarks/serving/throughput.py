@@ -30,8 +30,8 @@ from servers import ours, plain
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import pack
-from retouch.serving.decoding import decode
-from retouch.serving.limits import Limits
+from retouch.serving.requests.decoding import decode
+from retouch.serving.requests.limits import Limits
 from retouch.types import Sample, Task
 
 CLIENTS, BATCH, TURNS = 4, 8, 3

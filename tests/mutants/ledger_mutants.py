@@ -164,7 +164,7 @@ LEDGER = (
         "whatever picture lies there is judged again",
         "audit/images.py",
         "return None if path is None else read_image(path, sample.image)",
-        "return None if path is None else Image.open(path)",
+        'return None if path is None else Image.open(path).convert("RGB")',
         f"{_AUDIT}::test_a_picture_that_was_swapped_is_not_judged",
     ),
     Mutant(

@@ -22,10 +22,10 @@ from PIL import Image
 from live_server import LIMITS, Live, body_of, host, live, samples_of
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import RequestError
-from retouch.serving.connections import Connections
-from retouch.serving.limits import Limits
-from retouch.serving.log_rate import BoundedRate
-from retouch.serving.memory import MemoryBudget
+from retouch.serving.requests.connections import Connections
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.log_rate import BoundedRate
+from retouch.serving.requests.memory import MemoryBudget
 from served_rewards import Digest, Gated
 
 TIGHT = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
@@ -186,7 +186,7 @@ def test_headers_without_end_are_refused_early(tight: Live, name: str) -> None:
 
 
 def test_a_body_that_goes_on_after_the_reply_is_given_up(tight: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.serving.connections._LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("retouch.serving.requests.connections._LINGER_SECONDS", 0.5)
     with connect(tight) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
@@ -249,7 +249,7 @@ def test_a_server_with_few_file_descriptors_keeps_some() -> None:
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from retouch.serving.connections import _free_descriptors\n"
+        "from retouch.serving.requests.connections import _free_descriptors\n"
         "print(_free_descriptors())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})

@@ -22,8 +22,8 @@ from live_server import Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import ERRORS
-from retouch.serving.limits import Limits
-from retouch.serving.single_score import SingleScore
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.single_score import SingleScore
 from served_rewards import Digest
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"

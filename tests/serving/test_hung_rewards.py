@@ -18,7 +18,7 @@ from live_server import Live, body_of, host, live, remote, samples_of
 from retouch.rewards.client.overload import CircuitBreaker
 from retouch.rewards.client.pool import EndpointPool
 from retouch.rewards.client.transport import RequestFault, fault_of_status
-from retouch.serving.limits import Limits
+from retouch.serving.requests.limits import Limits
 from served_rewards import Digest, Sleeps, digest_score
 
 LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)

@@ -23,9 +23,9 @@ from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
 from retouch.serving.hosted_rewards import build, fingerprint, parse_specs
-from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
-from retouch.serving.single_score import SingleScore
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.single_score import SingleScore
 from retouch.types import Sample
 from served_rewards import Digest, FailsOnText, digest_score
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from live_server import host
 from retouch.rewards.wire.schema import ServerInfo
-from retouch.serving.decoding import decode
-from retouch.serving.limits import Limits
+from retouch.serving.requests.decoding import decode
+from retouch.serving.requests.limits import Limits
 from retouch.types import Sample
 from served_rewards import Digest, digest_score
 

@@ -18,12 +18,12 @@ from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import BodyForm, encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
-from retouch.serving.connections import bounded_config
 from retouch.serving.hosted_rewards import HostedReward, build, parse_specs
-from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
+from retouch.serving.requests.connections import bounded_config
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.single_score import SingleScore
 from retouch.serving.service import Service
-from retouch.serving.single_score import SingleScore
 from retouch.types import Sample, Task
 
 LIMITS = Limits(window=0.001)

@@ -4,8 +4,7 @@ From the inside out:
 
 - ``hosted_rewards`` builds the rewards, ``scoring`` calls one on a batch, ``batching`` collects the samples of all callers, and
   ``service`` admits requests.
-- ``app`` and ``middleware`` are the HTTP interface. ``connections``, ``request_body`` and ``decoding`` read a request, within
-  ``limits`` and a ``memory`` budget; ``single_score`` is the endpoint for one image; ``metrics`` and ``log_rate`` are what a server
+- ``app`` and ``middleware`` are the HTTP interface; ``requests`` reads a request within its limits; ``metrics`` is what a server
   reports.
 - ``replica`` is one process, ``supervisor`` or ``ray_engine`` keeps the replicas running, and ``command`` reads the arguments of
   ``retouch serve``. ``in_process`` is ``retouch.serve``, a server in a thread of the caller's process.

@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import BatchDocument, ServerInfo
 from retouch.serving.middleware import RequestMiddleware, error_response
-from retouch.serving.request_body import read_body, read_deadline
+from retouch.serving.requests.request_body import read_body, read_deadline
+from retouch.serving.requests.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
 from retouch.serving.service import Admission, Service
-from retouch.serving.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
 
 _LOG = logging.getLogger("retouch.serving")
 RETRY_SECONDS = 1

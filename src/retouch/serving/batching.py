@@ -14,8 +14,8 @@ from functools import partial
 from retouch.protocols import Reward
 from retouch.rewards.wire.errors import RequestError
 from retouch.serving.hosted_rewards import HostedReward
-from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
+from retouch.serving.requests.limits import Limits
 from retouch.serving.scoring import SampleResult, score_samples
 from retouch.types import Sample, Scores
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retouch.serving.hosted_rewards import HostedReward
-    from retouch.serving.limits import Limits
+    from retouch.serving.requests.limits import Limits
 
 
 def serve(
@@ -34,7 +34,7 @@ def serve(
 
     if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
         raise ValueError(f"serving needs {missing[0]}: pip install 'retouch[serve]'")
-    from retouch.serving.request_body import is_loopback
+    from retouch.serving.requests.request_body import is_loopback
 
     if not rewards:
         raise ValueError("give at least one reward")
@@ -69,10 +69,10 @@ class RewardServer:
         import uvicorn
 
         from retouch.serving.app import build_app
-        from retouch.serving.connections import bounded_config
-        from retouch.serving.limits import Limits
         from retouch.serving.metrics import Metrics
         from retouch.serving.replica import bind
+        from retouch.serving.requests.connections import bounded_config
+        from retouch.serving.requests.limits import Limits
         from retouch.serving.service import Service
         from retouch.serving.supervisor import require_free
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.serving.metrics import Metrics
-from retouch.serving.request_body import is_loopback, request_id
+from retouch.serving.requests.request_body import is_loopback, request_id
 
 _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")

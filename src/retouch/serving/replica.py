@@ -17,13 +17,13 @@ from pathlib import Path
 import uvicorn
 
 from retouch.serving.app import build_app
-from retouch.serving.connections import bounded_config
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
-from retouch.serving.limits import Limits
-from retouch.serving.log_rate import BoundedRate
 from retouch.serving.metrics import Metrics
+from retouch.serving.requests.connections import bounded_config
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.log_rate import BoundedRate
+from retouch.serving.requests.single_score import SingleScore
 from retouch.serving.service import Service
-from retouch.serving.single_score import SingleScore
 
 USER_ERROR = 2
 _POLL = 0.02

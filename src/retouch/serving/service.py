@@ -13,11 +13,11 @@ from typing import TypeVar
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import SERVICE, ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
-from retouch.serving.decoding import Decoded, decode
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, rebuild
-from retouch.serving.limits import Limits
-from retouch.serving.memory import MemoryBudget
 from retouch.serving.metrics import Metrics
+from retouch.serving.requests.decoding import Decoded, decode
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.memory import MemoryBudget
 from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.serving")

@@ -13,8 +13,8 @@ from live_server import body_of, picture
 from retouch.rewards.wire.bodies import BodyForm, decode_body, encode_body
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.packing import ImageEncoding, pack
-from retouch.serving.decoding import Decoded, decode
-from retouch.serving.limits import Limits
+from retouch.serving.requests.decoding import Decoded, decode
+from retouch.serving.requests.limits import Limits
 from retouch.types import Sample, Task
 
 FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]

@@ -14,9 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retouch.rewards.wire.bodies import decode_base64, parse_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
-from retouch.serving.decoding import decode_images
-from retouch.serving.limits import Limits
-from retouch.serving.memory import MemoryBudget
+from retouch.serving.requests.decoding import decode_images
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.memory import MemoryBudget
 from retouch.types import Sample, Task
 
 _FILE = PictureHead(form="encoded")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from retouch.rewards.wire.schema import LimitsInfo
-from retouch.serving.memory import BYTES_PER_PIXEL, DECODING_BYTES
+from retouch.serving.requests.memory import BYTES_PER_PIXEL, DECODING_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

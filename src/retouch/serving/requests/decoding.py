@@ -10,8 +10,8 @@ from retouch.data.images import EncodedImage, load_image, read_header
 from retouch.rewards.wire.bodies import Blob, decode_body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
-from retouch.serving.limits import Limits
-from retouch.serving.memory import BYTES_PER_PIXEL, DECODING_BYTES, MemoryBudget
+from retouch.serving.requests.limits import Limits
+from retouch.serving.requests.memory import BYTES_PER_PIXEL, DECODING_BYTES, MemoryBudget
 from retouch.types import Sample, Task
 
 _CHANNELS = {"RGB": 3, "L": 1}

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
-from retouch.serving.limits import Limits
+from retouch.serving.requests.limits import Limits
 
 BACKLOG = 128
 _RESERVE = 64 + 2 * BACKLOG  # file descriptors for logs, models and connections that are accepted but not counted yet
