@@ -1,0 +1,28 @@
+"""Published benchmarks: makes the images of a suite with any model, scores them, and reports means with 95 % intervals.
+
+``suite.py`` has the base class of all suites, ``kinds.py`` the table of their names, and ``suites`` one file for each of them. May
+import ``inference``, ``report`` and every package below; suites import no torch at module level, because a command that only lists
+them must start fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.benchmarks.suite import BrokenItem as BrokenItem
+    from retouch.benchmarks.suite import Suite as Suite
+    from retouch.benchmarks.suite import SuiteItem as SuiteItem
+
+_NAMES = {
+    "BrokenItem": "retouch.benchmarks.suite",
+    "Suite": "retouch.benchmarks.suite",
+    "SuiteItem": "retouch.benchmarks.suite",
+}
+
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    raise AttributeError(f"module 'retouch.benchmarks' has no attribute {name!r}")

@@ -1,0 +1,203 @@
+"""The base class of all suites. A suite is one class: its fields are options, and its class attributes say what was published.
+
+The rest of the package makes the images of a suite's items, scores them with the reward that the suite names, and aggregates the
+scores by the published formula. So a suite has no code for models, judges' clients, ledgers, ranks or intervals.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
+from retouch.config.section import Section
+from retouch.data.images import load_image, load_mask
+from retouch.rewards.base import RewardSection
+from retouch.rewards.vlm.base import JudgeModel
+from retouch.types import Column, Json, Task
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from numpy import ndarray
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteItem:
+    """One item of a suite: a prompt for an image, or an instruction for a source image.
+
+    ``id``: unique in the suite; also the name of its image files. ``later``: the instructions of later turns; each edits the image
+    of the turn before. ``category``: its row of the result table. ``source``, ``mask``, ``reference``, ``target``: image files.
+    ``text``: the text that the image should contain. ``cluster``: the id of the source image, for items that share it: they are
+    resampled together; empty for an item that shares nothing. ``fields``: other published columns, as JSON.
+    """
+
+    id: str
+    prompt: str
+    later: tuple[str, ...] = ()
+    category: str = ""
+    source: Path | None = None
+    mask: Path | None = None
+    reference: Path | None = None
+    target: Path | None = None
+    text: str | None = None
+    cluster: str = ""
+    fields: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def turns(self) -> int:
+        """The number of images that follow each other."""
+        return 1 + len(self.later)
+
+    def instruction(self, turn: int) -> str:
+        """The prompt of a turn, counted from 0."""
+        return self.prompt if turn == 0 else self.later[turn - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenItem:
+    """A row of a suite's data that cannot be used. ``id``: the item's id, or its file and line. ``reason``: what is wrong."""
+
+    id: str
+    reason: str
+
+
+Scored: TypeAlias = "Mapping[str, float] | str"
+"""The scores of an image by column (NaN: missing), or the reason why it has none."""
+
+
+class Suite(Section):
+    """A published benchmark. Derived classes set the class attributes and define ``items``, ``reward`` and ``columns``.
+
+    Example of a suite of one's own::
+
+        class TwoPrompts(Suite):
+            name = "two-prompts"
+            title = "Two prompts"
+            source, licence, size = "https://example.org", "MIT", 2
+            protocol = "One image of each prompt; the mean CLIP score."
+            task = "text-to-image"
+            columns = {"clip": Column(0.0, 1.0)}
+
+            def items(self, data):
+                return [SuiteItem(id=prompt, prompt=prompt) for prompt in ("a cat", "a dog")], []
+
+            def reward(self, judge):
+                return retouch.rewards.Clip(path="openai/clip-vit-large-patch14")
+    """
+
+    name: ClassVar[str]
+    """Its name on the command line."""
+    title: ClassVar[str]
+    """Its published name."""
+    source: ClassVar[str]
+    """URL of the paper or repository."""
+    licence: ClassVar[str]
+    """Licence of its data."""
+    size: ClassVar[int]
+    """Number of items as published."""
+    protocol: ClassVar[str]
+    """How images are made, judged and averaged, in a few sentences."""
+    deviations: ClassVar[tuple[str, ...]] = ()
+    """Where this implementation is known to differ from the published one, a sentence each."""
+    task: ClassVar[Literal["text-to-image", "editing"]]
+    """What a model must be able to do."""
+    turns: ClassVar[int] = 1
+    """Most turns of an item; above 1 the edited image is the source of the next turn."""
+    images_per_item: ClassVar[int] = 1
+    """Images of each item, from different noise."""
+    needs_data: ClassVar[bool] = True
+    """Whether its data must be given, because the package contains none."""
+    columns: ClassVar[Mapping[str, Column]]
+    """The scores of one image, with their ranges."""
+    headline_column: ClassVar[str]
+    """The column that is quoted: one of ``columns``, or a name that ``headline`` adds."""
+    average: ClassVar[Literal["items", "categories"]] = "items"
+    """``items``: a column's headline is its mean over items; ``categories``: the mean of the categories' means."""
+
+    @abstractmethod
+    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+        """The items in the published order, and the rows of the data that cannot be used.
+
+        ``data``: the folder (or file) of the published data; None where the user gave none. Raises ValueError if the data are not
+        there or have another layout; the message says where they are published and what to give.
+        """
+
+    @abstractmethod
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        """What scores an image. ``judge``: the vision-language model that the user named.
+
+        Raises ValueError if the suite asks a judge and there is none.
+        """
+
+    def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
+        """What the model and the reward are given. Images are loaded from the item's files.
+
+        ``previous``: the image of the turn before, which is the source of a later turn. Raises ValueError if a file cannot be read.
+        """
+        source = previous
+        if turn == 0:
+            source = None if item.source is None else load_image(item.source)
+        return Task(
+            id=item.id if turn == 0 else f"{item.id} turn {turn + 1}",
+            instruction=item.instruction(turn),
+            images=() if source is None else (source,),
+            mask=None if item.mask is None else load_mask(item.mask),
+            reference=None if item.reference is None else load_image(item.reference),
+            target=None if item.target is None else load_image(item.target),
+            text=item.text,
+            tags={"category": item.category} if item.category else {},
+            meta=item.fields,
+        )
+
+    def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
+        """The suite's columns of one image, from the columns that its reward returned; by default those of the same name.
+
+        A missing score is NaN and makes only what depends on it missing. Return a sentence instead if the image cannot have scores.
+        """
+        return {name: given[name] for name in self.columns}
+
+    def headline(
+        self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
+    ) -> dict[str, Float[ndarray, " b"]]:
+        """The published aggregate of every column, for each row of ``weights``; also used for the row of each category.
+
+        ``values``: each column's mean over the images of an item, NaN if it has none. ``weights``: how often each item is counted:
+        ones for the result, counts of a resample for its interval. NaN where nothing is counted. Override this for another formula;
+        it must be vectorised over rows.
+        """
+        return {name: self._aggregate(items, column, weights) for name, column in values.items()}
+
+    def _aggregate(
+        self, items: Sequence[SuiteItem], column: Float[ndarray, " n"], weights: Float[ndarray, "b n"]
+    ) -> Float[ndarray, " b"]:
+        if self.average == "items":
+            return weighted_mean(column, weights)
+        import numpy as np
+
+        categories = np.array([item.category for item in items])
+        means = np.stack([weighted_mean(column, weights * (categories == each)) for each in sorted(set(categories.tolist()))])
+        known = ~np.isnan(means)
+        return np.where(known.any(0), np.nansum(means, 0) / np.maximum(known.sum(0), 1), np.nan)
+
+
+def weighted_mean(values: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) -> Float[ndarray, " b"]:
+    """The mean of the values that are not NaN, for each row of weights; NaN where these weights are all 0."""
+    import numpy as np
+
+    known = ~np.isnan(values)
+    total = weights[:, known].sum(1)
+    mean: Float[ndarray, " b"] = np.where(total > 0, weights[:, known] @ values[known] / np.where(total > 0, total, 1), np.nan)
+    return mean
+
+
+def require_judge(suite: Suite, judge: JudgeModel | None) -> JudgeModel:
+    """The judge. Raises ValueError if the user named none."""
+    if judge is None:
+        raise ValueError(
+            f"{suite.name} is scored by a vision-language model: name one with --judge, for example "
+            '\'{"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1", "key": null}\''
+        )
+    return judge
