@@ -22,9 +22,13 @@ if [[ " $* " != *" --nproc "* ]]; then
   set -- --nproc "${SLURM_GPUS_ON_NODE:-1}" "$@"
 fi
 
+# A signal that comes before there is a process to pass it on to is kept until there is one.
+stopped=
+trap 'stopped=1' TERM
 retouch launch "$@" "$RECIPE" &
 run=$!
-trap 'kill -TERM "$run"' TERM
+trap 'kill -TERM "$run" || true' TERM
+if [[ -n "$stopped" ]]; then kill -TERM "$run" || true; fi
 # The first wait ends at the signal, the second when the run has saved its checkpoint.
 wait "$run" || true
 trap - TERM

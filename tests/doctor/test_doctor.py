@@ -28,7 +28,7 @@ from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.doctor.install import check_install, check_playground, check_versions
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
-from retouch.doctor.reward import check_scoring
+from retouch.doctor.reward import check_scoring, check_watch
 from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
@@ -38,6 +38,8 @@ from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import libraries
 from retouch.records.folder import RunFolder
+from retouch.rewards.base import close
+from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.session.session import run
 from retouch.training.preflight import preflight
 from retouch.types import Column
@@ -367,6 +369,28 @@ def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> No
     unsure = check_scoring(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
     assert unsure.status == "FAILED"
     assert "overall missing" in unsure.text
+
+
+def test_the_doctor_waits_for_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    async def wait(client: ChatClient) -> None:
+        waited.append(client.endpoint.model)
+
+    monkeypatch.setattr(ChatClient, "_wait_until_up", wait)
+
+    def judged(model: str, column: str) -> dict[str, Any]:
+        judge = {"kind": "endpoint", "model": model, "base_url": "http://127.0.0.1:9/v1", "key": None, "wait": 600}
+        return {"kind": "aspects", "aspects": [column], "temperature": 0.7, "judge": judge, "combine": {column: 1}}
+
+    watch = {"judge": {"reward": judged("watching", "quality")}, "text": None}
+    recipe = parse({**SMALL, "reward": judged("training", "alignment"), "watch": watch})
+    assert recipe.watch is not None
+    assert check_scoring(recipe, None).status == "ok"
+    assert check_watch(recipe.watch, torch.device("cpu")).status == "ok"
+    assert waited == []
+    close(recipe.reward.build())  # a run waits
+    assert waited == ["training"]
 
 
 def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,30 @@ def test_slurm_on_one_node_ends_as_the_run_ends(tmp_path: Path, stopped: bool) -
     assert (said, job.returncode) == (("saved\n", 5) if stopped else ("", 3))
 
 
+# Read by bash before the script: sends the signal right before the command that is like PLACE, once the run has begun.
+EARLY_SIGNAL = """unset BASH_ENV
+trap 'if [[ -z ${sent:-} && $BASH_COMMAND == $PLACE ]]; then
+  sent=1; until [[ -e $BEGUN ]]; do sleep 0.01; done; kill -TERM $$; fi' DEBUG
+"""
+
+
+@pytest.mark.parametrize("place", ["run=*", "trap*kill*", "*-n*stopped*", "wait*"])
+def test_slurm_on_one_node_passes_an_early_signal_on(tmp_path: Path, place: str) -> None:
+    """The run has begun, and the script may not know its process yet."""
+    run, before = tmp_path / "retouch", tmp_path / "before.sh"
+    run.write_text("#!/usr/bin/env bash\ntrap 'echo saved; exit 5' TERM\ntouch $BEGUN\n" + "sleep 0.05\n" * 400 + "exit 3\n")
+    run.chmod(0o755)
+    before.write_text(EARLY_SIGNAL)
+    place_of = {"PLACE": place, "BEGUN": str(tmp_path / "begun"), "BASH_ENV": str(before)}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECIPE": "r.jsonnet", **place_of}
+    with subprocess.Popen(["bash", str(FILES / "slurm_one_node.sh")], env=environment, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            said, _ = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert (said, job.returncode) == ("saved\n", 5)
+
+
 def test_each_pod_of_a_jobset_is_a_node(execute) -> None:
     (job,) = load("jobset.yaml")["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
