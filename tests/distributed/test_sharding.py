@@ -20,9 +20,10 @@ from tiny_recipes import SMALL
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
+STEPPED = [*SHARED, "fsdp2-cpu"]
 
 
-@pytest.fixture(scope="module", params=SHARED)
+@pytest.fixture(scope="module", params=STEPPED)
 def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What ``sharded_ranks`` found on each rank, with LoRA and with all weights."""
     folder = tmp_path_factory.mktemp("ranks")

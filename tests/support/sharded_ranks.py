@@ -1,6 +1,6 @@
 """Two ranks step side by side: weights that are whole on each, and what a sharding stepper makes of the same gradients.
 
-    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2 OUT
+    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-cpu OUT
 
 Each rank writes OUT/rank-N.json.
 """
@@ -32,14 +32,15 @@ class Trained:
     def __init__(self, kind: str, ranks: Ranks, train: str) -> None:
         self.ranks = ranks
         model = tiny_writers.writer("qwen2.5-vl", train=train, stop=tiny_writing.STOPS)
-        if kind == "fsdp2":
+        if kind.startswith("fsdp2"):
             shard(model.module, ranks)
-        self.copies = ShardedCopies(model.module, ranks) if kind == "fsdp2" else WeightCopies(model.module)
+        self.copies = ShardedCopies(model.module, ranks) if kind.startswith("fsdp2") else WeightCopies(model.module)
         self.copies.snapshot("reference")
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
-        self.stepper: Stepper = steppers[kind](model.module, ranks, **SETTINGS)
+        self.settings = {**SETTINGS, **({"moments": "cpu"} if kind.endswith("-cpu") else {})}
+        self.stepper: Stepper = steppers[kind.removesuffix("-cpu")](model.module, ranks, **self.settings)
 
     def step(self, number: int, *, spoilt: bool = False) -> float:
         """A step on what an untrained twin wrote, other rows on each rank, in several backwards."""
@@ -101,7 +102,7 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     again.continue_from(shared.weights, shared.stepper.state())
     norms = [trained.step(4) for trained in (shared, again)]
     found["resumed"] = norms[0] == norms[1] and apart(shared.weights, again.weights) == 0
-    renewed = type(again.stepper)(again.stepper.module, ranks, **SETTINGS)
+    renewed = type(again.stepper)(again.stepper.module, ranks, **again.settings)
     renewed.load(again.stepper.state())
     again.stepper = renewed
     norms = [trained.step(5) for trained in (shared, again)]

@@ -81,7 +81,8 @@ class FsdpStepper(ReplicatedStepper):
         return norm
 
     def state(self) -> Mapping[str, Tensor]:
-        return gathered_state(super().state(), self.ranks)
+        sharded = {f"{name}/{key}": weight for name, weight in self.weights.items() for key in ("exp_avg", "exp_avg_sq")}
+        return gathered_state(super().state(), self.ranks, like=sharded)
 
     def _fill(self, tensor: Tensor, content: Tensor) -> None:
         fill_shards(tensor, content)

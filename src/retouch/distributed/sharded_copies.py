@@ -62,9 +62,13 @@ class ShardedCopies(WeightCopies):
             fill_shards(tensor, state[name])
 
 
-def gathered_state(state: Mapping[str, Tensor], ranks: Ranks) -> GatheredTensors:
-    """The tensors of ``state``, each gathered from its shards when it is read."""
-    return GatheredTensors({name: _part(tensor, ranks) for name, tensor in state.items()})
+def gathered_state(state: Mapping[str, Tensor], ranks: Ranks, *, like: Mapping[str, Tensor] | None = None) -> GatheredTensors:
+    """The tensors of ``state``, each gathered from its shards when it is read.
+
+    ``like``: by name, the sharded weight of a plain tensor that is this rank's shard, such as a moment in CPU memory.
+    """
+    weights = {} if like is None else like
+    return GatheredTensors({name: _part(tensor, ranks, like=weights.get(name, tensor)) for name, tensor in state.items()})
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -83,13 +87,13 @@ def fill_shards(tensor: Tensor, content: Tensor) -> None:
     shard.copy_(content)
 
 
-def _part(tensor: Tensor, ranks: Ranks) -> Tensor | Part:
-    if not isinstance(tensor, DTensor):
+def _part(tensor: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor | Part:
+    if not isinstance(like, DTensor):
         return tensor.detach()
-    each, total = _rows(tensor, ranks.world), tensor.shape[0]
-    width = tensor.shape[1:].numel()
+    each, total = _rows(like, ranks.world), like.shape[0]
+    width = like.shape[1:].numel()
     counts = [width * max(0, min(each, total - rank * each)) for rank in range(ranks.world)]
-    return Part(local_shard(tensor).reshape(-1), counts, tensor.shape, ranks)
+    return Part(local_shard(tensor).reshape(-1), counts, like.shape, ranks)
 
 
 def _rows(tensor: DTensor, world: int) -> int:

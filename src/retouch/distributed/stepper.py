@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class ReplicatedStepper:
     Weights in 16 bits have fp32 master weights, which the optimizer steps and rounds into them: most updates of a bf16 weight are
     smaller than its rounding. Their gradients are added up, reduced and clipped in fp32.
 
-    ``eight_bit``: moments are stored in 8 bits (``retouch.distributed.eight_bit``).
+    ``moments``: they are stored in 8 bits or in CPU memory (``retouch.distributed.moments``); None keeps fp32 on the device.
 
     Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); master weights (Micikevicius et al. 2018, arXiv 1710.03740).
     """
@@ -99,7 +99,7 @@ class ReplicatedStepper:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
-        eight_bit: bool = False,
+        moments: Literal["8bit", "cpu"] | None = None,
         fused: bool | None = None,
     ) -> None:
         self.module = module
@@ -112,15 +112,16 @@ class ReplicatedStepper:
         }
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
-        accelerated = ranks.device.type != "cpu"
-        kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
-        if eight_bit:
-            from retouch.distributed.eight_bit import AdamW8bit
+        self.moments = moments
+        settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.optimizer: torch.optim.Optimizer
+        if moments is not None:
+            from retouch.distributed.moments import StoredMomentsAdamW
 
-            kind = AdamW8bit
-        elif accelerated if fused is None else fused:
-            kind = fused_adamw
-        self.optimizer = kind(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+            self.optimizer = StoredMomentsAdamW(self.weights.values(), moments=moments, local=local_shard, **settings)
+        else:
+            make = fused_adamw if (ranks.device.type != "cpu" if fused is None else fused) else torch.optim.AdamW
+            self.optimizer = make(self.weights.values(), **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
@@ -215,7 +216,7 @@ class ReplicatedStepper:
             else:
                 moment = torch.empty_like(weight, requires_grad=False)
                 self._fill(moment, tensor)
-                self.optimizer.state[weight][key] = moment
+                self.optimizer.state[weight][key] = moment if self.moments is None else self._stored(moment)
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
@@ -241,6 +242,10 @@ class ReplicatedStepper:
                     local_shard(value).copy_(kept[weight][key])
 
         return restore
+
+    def _stored(self, moment: Tensor) -> Tensor:
+        """A moment of a checkpoint, where the optimizer stores moments."""
+        return local_shard(moment).cpu() if self.moments == "cpu" else moment
 
     def _fill(self, tensor: Tensor, content: Tensor) -> None:
         """Write a tensor of a checkpoint into one of the optimizer's."""

@@ -11,7 +11,7 @@ from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
-from retouch.memory.plan import MemoryPlan, Setup, plan_parts
+from retouch.memory.plan import MemoryPlan, Setup, moment_bytes, plan_parts
 from retouch.memory.sizes import image_encoder, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
@@ -84,6 +84,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         tokens=tokens,
         dtype=dtype,
         trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
+        moments=recipe.optimizer.moments,
         copies=copies,
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
@@ -93,8 +94,9 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
     rows = {row.name: row.bytes for row in planned.rows}
     masters = rows.get("fp32 master weights and gradients", 0) // 2
-    moments = rows["AdamW's two moments"]
-    checkpoint = (1 + copies) * rows["transformer, trained weights"] + moments + masters + saved_of_head(planned)
+    trained = rows["transformer, trained weights"]
+    moments = moment_bytes(trained // setup.trained_dtype.itemsize, setup.moments, saved=True)
+    checkpoint = (1 + copies) * trained + moments + masters + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
 

@@ -16,7 +16,7 @@ from retouch.doctor.memory import FREE_SHARE, TABLE_FROM_BYTES, describe, table
 from retouch.doctor.reward_memory import reward_rows, uncounted_rewards
 from retouch.doctor.writer_setup import codes_setup, held_out_rows, image_batch, rank_rows, writer_setup
 from retouch.memory.images import codes_plan, image_model_plan
-from retouch.memory.plan import MemoryPlan, MemoryRow
+from retouch.memory.plan import MemoryPlan, MemoryRow, moment_bytes
 from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
@@ -26,8 +26,6 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.out_of_memory import suggestions
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
-
-_ADAMW_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +183,8 @@ def _checkpoint_bytes(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: 
     size = DTYPES[policy.train.trained_dtype(policy.model.dtype)].itemsize
     masters = torch.float32.itemsize if size < torch.float32.itemsize else 0
     head = saved_of_head(with_head(MemoryPlan(()), recipe, _hidden_size(writer)))
-    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES + masters) + head
+    moments = moment_bytes(count, recipe.optimizer.moments, saved=True)
+    return count * ((1 + len(copies_needed(recipe))) * size + masters) + moments + head
 
 
 def _hidden_size(writer: Mapping[str, Any]) -> int:

@@ -38,6 +38,7 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
         trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
         copies=len(copies),
         offload_reference=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies,
+        moments=recipe.optimizer.moments,
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,
         grammar_sets=model.vocabularies,

@@ -4,16 +4,18 @@ Weights, gradients and optimizer states follow from parameter counts and are exa
 fragmentation, NCCL's buffers and the decoding of latents are not counted: leave a tenth of the memory free.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
 from retouch.models.base import Described, Part, Shape
 
-_ADAMW_BYTES = 8  # two fp32 moments
+Moments: TypeAlias = Literal["8bit", "cpu"] | None
+"""How AdamW's two moments are stored: None is fp32 on the device."""
 LORA_SHARE = 0.755
 """What a block saves if only LoRA of its own dtype trains, as a share of what it saves if all weights train: a frozen layer keeps
 no input for the gradient of its weight. Measured by rehearsing Stable Diffusion 3.5 Medium."""
@@ -55,9 +57,9 @@ class Setup:
     ``lora``, ``adapter``: if both are None, all weights of the transformer are trained. ``adapter`` is the number of parameters of
     an IP-Adapter, whose frozen image encoder is one of the model's parts; ``projection`` of them are not sharded with "fsdp".
     ``rows``: samples per forward pass with gradient. ``tokens``: tokens per sample, of latents, text and source images. ``dtype``:
-    type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``copies``: further copies of
-    the trained weights (average, old policy, the reference of full fine-tuning). ``sharding``: "ddp" replicates everything on
-    ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the transformer's weights. ``without``: parts that are
+    type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
+    ``moment_bytes``. ``copies``: further copies of the trained weights (average, old policy, the reference of full fine-tuning).
+    ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the transformer's weights. ``without``: parts that are
     not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
@@ -70,6 +72,7 @@ class Setup:
     tokens: int
     dtype: torch.dtype = torch.bfloat16
     trained_dtype: torch.dtype = torch.float32
+    moments: Moments = None
     copies: int = 0
     gradient_checkpointing: bool = True
     ranks: int = 1
@@ -103,12 +106,12 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         frozen -= trained
     whole = setup.projection if setup.sharding == "fsdp" else 0
     trained_bytes = _share((trained - whole) * setup.trained_dtype.itemsize, share) + whole * setup.trained_dtype.itemsize
-    moments = _share((trained - whole) * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks) + whole * _ADAMW_BYTES
+    moments = _share(moment_bytes(trained - whole, setup.moments), 1 if setup.sharding == "ddp" else setup.ranks)
     rows = [
         MemoryRow("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
         MemoryRow("transformer, trained weights", trained_bytes),
         MemoryRow("gradients", trained_bytes),
-        MemoryRow("AdamW's two moments", moments),
+        MemoryRow("AdamW's two moments", moments + moment_bytes(whole, setup.moments)),
         MemoryRow("copies of the trained weights", setup.copies * trained_bytes),
     ]
     if setup.sharding == "zero2":
@@ -127,6 +130,16 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
             rows.append(MemoryRow(part, stored_count(description) * setup.dtype.itemsize))
     rows.append(MemoryRow("activations (estimate)", activation_bytes(shape, setup)))
     return MemoryPlan(tuple(row for row in rows if row.bytes))
+
+
+def moment_bytes(weights: int, moments: Moments, *, saved: bool = False) -> int:
+    """Bytes on the device of AdamW's two moments of as many weights, or in a checkpoint (``saved``).
+
+    ``8bit`` has a code for each number and an fp32 scale for each block of 256; small tensors, which stay fp32, are not counted.
+    """
+    if moments == "8bit":
+        return math.ceil(weights * 2 * (1 + 4 / 256))
+    return 0 if moments == "cpu" and not saved else 8 * weights
 
 
 def activation_bytes(shape: Shape, setup: Setup) -> int:

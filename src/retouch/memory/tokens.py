@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from retouch.core.tokens import log_prob, sample_tokens, warp_logits
 from retouch.memory.peak import FusedAttention, PeakMemory, cast_parameters, peak_bytes
-from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow
+from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow, Moments, moment_bytes
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
 from retouch.models.base import Part
 
 Sharding: TypeAlias = Literal["replicated", "zero2", "fsdp2"]
-_ADAMW_BYTES = 8  # two fp32 moments
 _META = torch.device("meta")
 
 
@@ -32,7 +31,8 @@ class WriterSetup:
     ``prompt``, ``completion``: tokens per row, at most. ``update``: (tasks, completions) per forward pass with gradient;
     ``rollout``: (tasks, completions) that are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``:
     positions whose logits exist at the same time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
-    activations; ``trained_dtype``: of trained weights and their gradients. ``copies``: further copies of the trained weights.
+    activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: further
+    copies of the trained weights.
     ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used. ``grammar_sets``: number of
     token sets of the grammar. ``sharding``: what is sharded over ``ranks``."""
 
@@ -48,6 +48,7 @@ class WriterSetup:
     copies: int
     gradient_checkpointing: bool
     offload_reference: bool = False
+    moments: Moments = None
     attention: str = "sdpa"
     grammar_sets: int = 1
     ranks: int = 1
@@ -74,7 +75,7 @@ def _permanent(setup: WriterSetup, frozen: int, trained: int) -> list[MemoryRow]
         MemoryRow("writer, trained weights", math.ceil(trained * size / whole)),
         # DeepSpeed has gradients during a backward pass alone.
         MemoryRow("gradients", 0 if setup.sharding == "zero2" else math.ceil(trained * size / whole)),
-        MemoryRow("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
+        MemoryRow("AdamW's two moments", math.ceil(moment_bytes(trained, setup.moments) / sharded)),
         MemoryRow("copies of the trained weights", math.ceil(copies * trained * size / whole)),
     ]
     if setup.sharding == "zero2":

@@ -105,8 +105,9 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
         yield f"sharding: {ZERO3}; use zero2, or fsdp2 if the weights themselves are too large"
     if recipe.optimizer.final_share and recipe.optimizer.schedule == "constant":
         yield "optimizer.final_share: a constant learning rate does not fall; use schedule cosine or linear, or remove it"
-    if recipe.sharding is not None and recipe.optimizer.moments is not None:
-        yield f"optimizer.moments: 8bit is for weights that are not sharded; remove it, or sharding: {recipe.sharding}"
+    moments = recipe.optimizer.moments
+    if moments is not None and recipe.sharding not in (None, *(["fsdp2"] if moments == "cpu" else [])):
+        yield f"optimizer.moments: {moments} does not go with sharding {recipe.sharding}; remove it, or use cpu with fsdp2"
     devices = recipe.devices
     if devices is None:
         return

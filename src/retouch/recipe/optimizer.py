@@ -24,12 +24,12 @@ class Optimizer(Section):
     """Decoupled weight decay."""
     max_grad_norm: Positive | None = 1.0
     """Gradients with a larger norm are scaled down to it; null does not clip."""
-    moments: Literal["8bit"] | None = Field(default=None, exclude_if=operator.not_)
-    """How AdamW's two moments are stored: null is fp32, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv 2110.02861) and is for
-    runs without ``sharding``. The memory plan of `retouch doctor` counts fp32."""
+    moments: Literal["8bit", "cpu"] | None = Field(default=None, exclude_if=operator.not_)
+    """How AdamW's two moments are stored: null is fp32 on the device, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv 2110.02861),
+    for runs without ``sharding``; ``cpu`` keeps fp32 in CPU memory, with ``fsdp2`` or without sharding."""
     fused: Literal["always", "never"] | None = Field(default=None, exclude_if=operator.not_)
     """Whether one kernel updates all weights, which gives the same weights to rounding: fewer kernels, and no temporary copies of
-    weights. Null does so on accelerators, and not on the CPU. Moments in 8 bits are never fused."""
+    weights. Null does so on accelerators, and not on the CPU. Moments in 8 bits or in CPU memory are never fused."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
     final_share: Share = Field(default=0.0, exclude_if=operator.not_)
@@ -43,7 +43,7 @@ class Optimizer(Section):
         found = self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
         if self.fused:
             found["fused"] = self.fused == "always"
-        return {**found, "eight_bit": True} if self.moments else found
+        return {**found, "moments": self.moments} if self.moments else found
 
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
         """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a

@@ -1,12 +1,13 @@
-"""AdamW whose two moments are stored in 8 bits, in blocks with a scale each: 2 bytes per trained weight instead of 8.
+"""AdamW whose two moments are not stored as fp32 on the device, where they take 8 bytes per trained weight: in 8 bits, in blocks
+with a scale each (2 bytes), or in CPU memory, from which they come one weight at a time.
 
-Source: 8-bit Optimizers via Block-wise Quantization (Dettmers et al. 2022, arXiv 2110.02861): blocks, a dynamic map of 256 values,
-and small tensors that keep fp32.
+Source of 8 bits: Block-wise Quantization (Dettmers et al. 2022, arXiv 2110.02861): blocks, a dynamic map of 256
+values, and small tensors that keep fp32.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, UInt8
@@ -50,16 +51,30 @@ def dequantise(codes: UInt8[Tensor, " n"], scales: Float[Tensor, " blocks"], lik
     return values.flatten()[: like.numel()].view(like.shape)
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments in 8 bits; with fp32 moments, in tensors below ``SMALLEST`` elements, it is torch's.
+class StoredMomentsAdamW(torch.optim.Optimizer):
+    """AdamW with ``moments`` in 8 bits or in CPU memory; its update is torch's, in fp32.
 
-    Source: Dettmers et al. 2022, arXiv 2110.02861; AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    ``local``: this rank's part of a sharded tensor, with the same storage. Tensors below ``SMALLEST`` elements have fp32 moments
+    where others have 8 bits.
+
+    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); 8 bits (Dettmers et al. 2022, arXiv 2110.02861); CPU memory
+    (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840).
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        parameters: Iterable[Tensor],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: Literal["8bit", "cpu"],
+        local: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.moments = moments
+        self._local = local
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -67,34 +82,35 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._update(weight, weight.grad.float(), group)
+                    self._update(self.state[weight], self._local(weight), self._local(weight.grad).float(), group)
 
-    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[weight], group["betas"]
+    def _update(self, state: dict[str, Tensor], weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
         if not state:
             state["step"] = torch.tensor(0.0)
             for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                _store(state, name, torch.zeros_like(weight), signed=signed)
+                self._store(state, name, torch.zeros_like(weight), signed=signed)
         state["step"] += 1
         taken = state["step"].item()
-        mean = _read(state, "exp_avg", weight, signed=True).lerp_(gradient, 1 - beta1)
-        square = _read(state, "exp_avg_sq", weight, signed=False).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        mean = self._read(state, "exp_avg", weight, signed=True).lerp_(gradient, 1 - beta1)
+        square = self._read(state, "exp_avg_sq", weight, signed=False).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         root = (square.sqrt() / (1 - beta2**taken) ** 0.5).add_(group["eps"])
         weight.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**taken))
-        _store(state, "exp_avg", mean, signed=True)
-        _store(state, "exp_avg_sq", square, signed=False)
+        self._store(state, "exp_avg", mean, signed=True)
+        self._store(state, "exp_avg_sq", square, signed=False)
 
+    def _store(self, state: dict[str, Tensor], name: str, moment: Tensor, *, signed: bool) -> None:
+        if self.moments == "cpu":
+            state[name] = moment.to("cpu")
+        elif moment.numel() < SMALLEST:
+            state[name] = moment
+        else:
+            state.pop(name, None)  # of a checkpoint with fp32 moments
+            state[f"{name}_codes"], state[f"{name}_scales"] = quantise(moment, signed=signed)
 
-def _store(state: dict[str, Tensor], name: str, moment: Tensor, *, signed: bool) -> None:
-    if moment.numel() < SMALLEST:
-        state[name] = moment
-    else:
-        state.pop(name, None)  # of a checkpoint with fp32 moments
-        state[f"{name}_codes"], state[f"{name}_scales"] = quantise(moment, signed=signed)
-
-
-def _read(state: dict[str, Tensor], name: str, weight: Tensor, *, signed: bool) -> Tensor:
-    if name in state:
-        return state[name]
-    return dequantise(state[f"{name}_codes"], state[f"{name}_scales"], weight, signed=signed)
+    def _read(self, state: dict[str, Tensor], name: str, weight: Tensor, *, signed: bool) -> Tensor:
+        """The moment in fp32 on the weight's device."""
+        if name in state:
+            return state[name].to(weight.device)
+        return dequantise(state[f"{name}_codes"], state[f"{name}_scales"], weight, signed=signed)

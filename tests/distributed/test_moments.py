@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits: its map, its error, its steps beside torch's, and its state in a checkpoint."""
+"""AdamW with moments in 8 bits or in CPU memory: the map, its error, its steps beside torch's, and its state in a checkpoint."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from retouch.distributed.eight_bit import BLOCK, SMALLEST, AdamW8bit, dequantise, dynamic_map, quantise
+from retouch.distributed.moments import BLOCK, SMALLEST, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
 
@@ -44,8 +44,10 @@ def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, 
     inputs, wanted = torch.randn(64, width, generator=random), torch.randn(width, 70, generator=random)
     weight = nn.Parameter(torch.zeros(width, 70))
     settings = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
-    kind = torch.optim.AdamW if optimizer == "fp32" else AdamW8bit
-    made = kind([weight], **settings)
+    if optimizer == "fp32":
+        made: torch.optim.Optimizer = torch.optim.AdamW([weight], **settings)
+    else:
+        made = StoredMomentsAdamW([weight], **settings, moments=optimizer, local=lambda tensor: tensor.detach())
     for _ in range(steps):
         loss = (inputs @ (weight - wanted)).square().mean()
         made.zero_grad()
@@ -68,9 +70,9 @@ def test_large_tensors_learn_as_fast() -> None:
     assert (weight - exact).norm() / exact.norm() < 0.1
 
 
-def stepper(seed: int) -> ReplicatedStepper:
+def stepper(seed: int, moments: str = "8bit") -> ReplicatedStepper:
     torch.manual_seed(seed)
-    return ReplicatedStepper(nn.Linear(100, 80, dtype=torch.bfloat16), Ranks(), eight_bit=True)
+    return ReplicatedStepper(nn.Linear(100, 80, dtype=torch.bfloat16), Ranks(), moments=moments)
 
 
 def step(made: ReplicatedStepper, key: int) -> None:
@@ -79,14 +81,15 @@ def step(made: ReplicatedStepper, key: int) -> None:
     made.step(1e-2)
 
 
-def test_a_checkpoint_continues_to_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["8bit", "cpu"])
+def test_a_checkpoint_continues_to_the_same_bits(moments: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    one, other = stepper(0), stepper(1)
+    one, other = stepper(0, moments), stepper(1, moments)
     for key in range(3):
         step(one, key)
     state = {name: tensor.contiguous() for name, tensor in one.state().items()}
-    assert state["weight/exp_avg_codes"].dtype == torch.uint8
+    assert ("weight/exp_avg_codes" in state) == (moments == "8bit")
     assert state["bias/exp_avg"].dtype == torch.float32
     save_file(state, tmp_path / "state.safetensors")
     other.module.load_state_dict(one.module.state_dict())
