@@ -1,5 +1,9 @@
 """AdamW with moments in 8 bits or in CPU memory: the map, its error, its steps beside torch's, and its state in a checkpoint."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +72,43 @@ def test_large_tensors_learn_as_fast() -> None:
     (loss, weight), (known, exact) = trained("8bit", 100), trained("fp32", 100)
     assert loss.item() == pytest.approx(known.item(), rel=0.05)
     assert (weight - exact).norm() / exact.norm() < 0.1
+
+
+def test_moments_in_cpu_memory_make_torchs_steps() -> None:
+    (loss, weight), (known, exact) = trained("cpu", 100), trained("fp32", 100)
+    torch.testing.assert_close(weight, exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
+
+
+ON_A_DEVICE = """
+import json, torch, several_devices
+from torch import nn
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper
+
+def step(made):
+    for parameter in made.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    made.step(1e-3)
+
+device = torch.device("pretend:0")
+with several_devices.Machine():
+    module = nn.Linear(8, 8).to(device)
+    made, resumed = (ReplicatedStepper(module, Ranks(device=device), moments="cpu") for _ in range(2))
+    step(made)
+    step(made)
+    resumed.load({name: tensor.cpu() for name, tensor in made.state().items()})
+    step(resumed)
+    print(json.dumps([sorted(several_devices.lies_on([*each.state().values()])) for each in (made, resumed)]))
+"""
+
+
+def test_moments_of_weights_on_a_device_are_in_cpu_memory() -> None:
+    support = Path(__file__).parents[1] / "support"
+    environment = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-c", ON_A_DEVICE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["cpu"], ["cpu"]]
 
 
 def stepper(seed: int, moments: str = "8bit") -> ReplicatedStepper:

@@ -111,6 +111,9 @@ def test_trained_weights_follow_from_parameter_counts() -> None:
     assert alone["writer, trained weights"] == alone["gradients"] == 4 * trained
     assert alone["AdamW's two moments"] == 8 * trained
     assert alone["copies of the trained weights"] == 2 * 4 * trained
+    eight = rows(writer_plan(language, replace(setup, moments="8bit")))
+    assert eight["AdamW's two moments"] == trained * 2 + trained * 2 * 4 // 256
+    assert "AdamW's two moments" not in rows(writer_plan(language, replace(setup, moments="cpu")))
     zero = rows(writer_plan(language, replace(setup, sharding="zero2")))
     assert zero["AdamW's two moments"] == trained
     assert zero["writer, frozen weights"] == alone["writer, frozen weights"]

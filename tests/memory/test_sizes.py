@@ -7,7 +7,7 @@ from peft import LoraConfig
 import tiny_models
 from measured_memory import saved_bytes
 from published_plans import plan
-from retouch.memory.plan import LoraShape, Setup, activation_bytes
+from retouch.memory.plan import LoraShape, Setup, activation_bytes, moment_bytes
 from retouch.memory.sizes import known_models, lora_count, parameter_count, parts, stored_count
 from retouch.models.flux.family import FluxModel
 from retouch.models.qwen_image.family import QwenImageModel
@@ -124,6 +124,11 @@ def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
     made = rows(Setup(lora=None, rows=1, tokens=10))
     whole = parameter_count(parts("qwen-image")["transformer"])
     assert made["AdamW's two moments"] == 8 * whole
+    assert "AdamW's two moments" not in rows(Setup(lora=None, rows=1, tokens=10, moments="cpu"))
+    eight = rows(Setup(lora=None, rows=1, tokens=10, moments="8bit"))["AdamW's two moments"]
+    assert eight == pytest.approx(2 * whole, rel=0.02)
+    assert moment_bytes(whole, "8bit", saved=True) == eight
+    assert moment_bytes(whole, "cpu", saved=True) == moment_bytes(whole, None) == 8 * whole
     assert made["gradients"] == made["transformer, trained weights"] == 4 * whole
     assert made["autocast's copy of the trained weights"] == 2 * whole
     assert "transformer, frozen weights" not in made

@@ -102,7 +102,7 @@ class StoredMomentsAdamW(torch.optim.Optimizer):
 
     def _store(self, state: dict[str, Tensor], name: str, moment: Tensor, *, signed: bool) -> None:
         if self.moments == "cpu":
-            state[name] = moment.to("cpu")
+            state[name] = state[name].copy_(moment) if name in state else moment.to("cpu")
         elif moment.numel() < SMALLEST:
             state[name] = moment
         else:

@@ -59,8 +59,8 @@ class Setup:
     ``rows``: samples per forward pass with gradient. ``tokens``: tokens per sample, of latents, text and source images. ``dtype``:
     type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
     ``moment_bytes``. ``copies``: further copies of the trained weights (average, old policy, the reference of full fine-tuning).
-    ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the transformer's weights. ``without``: parts that are
-    not on this GPU.
+    ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the
+    transformer's weights. ``without``: parts that are not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """

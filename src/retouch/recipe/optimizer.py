@@ -25,8 +25,8 @@ class Optimizer(Section):
     max_grad_norm: Positive | None = 1.0
     """Gradients with a larger norm are scaled down to it; null does not clip."""
     moments: Literal["8bit", "cpu"] | None = Field(default=None, exclude_if=operator.not_)
-    """How AdamW's two moments are stored: null is fp32 on the device, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv 2110.02861),
-    for runs without ``sharding``; ``cpu`` keeps fp32 in CPU memory, with ``fsdp2`` or without sharding."""
+    """How AdamW's two moments are stored: null is fp32 on the device, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv
+    2110.02861), for runs without ``sharding``; ``cpu`` keeps fp32 in CPU memory, with ``fsdp2`` or without sharding."""
     fused: Literal["always", "never"] | None = Field(default=None, exclude_if=operator.not_)
     """Whether one kernel updates all weights, which gives the same weights to rounding: fewer kernels, and no temporary copies of
     weights. Null does so on accelerators, and not on the CPU. Moments in 8 bits or in CPU memory are never fused."""
