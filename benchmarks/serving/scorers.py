@@ -52,3 +52,12 @@ class Digest(Fixed):
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         super().__call__(samples)
         return {"score": torch.tensor([digest_score(sample) for sample in samples])}
+
+
+class Sleeps(Fixed):
+    """The same, and does not return for a sample whose task says ``sleep``."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        if any(sample.task.text == "sleep" for sample in samples):
+            time.sleep(3600)
+        return super().__call__(samples)
