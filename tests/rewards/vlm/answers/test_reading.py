@@ -18,6 +18,7 @@ KINDS = {
     *("plain", "bold", "fractions", "json", "fenced", "truncated", "refusals", "injections", "off the scale", "several numbers"),
     *("ranges", "decimal commas", "languages", "thoughts", "tags", "nonsense", "two names"),
     *("thousands", "two fractions", "other digits", "percentages", "TeX", "negative", "scientific", "tool calls", "nested JSON"),
+    *("delimiters", "trailing commas", "JSON after a colon"),
     *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
     *("traps", "seldom"),  # made to mislead; forms that are seldom met, from which the reader may abstain
 }
@@ -92,6 +93,7 @@ PIECES = [
         "1. ",
     ),
     *("\\boxed{", "$", "%", "1,000", "1e1", "７", "½", "<tool_call>", '"arguments": ', '"max_score": 20', "(source image)", "not "),
+    *("||V^=^V||", ",}", ",]", "My answer: ", "Evaluation:"),
 ]
 
 
@@ -126,7 +128,7 @@ def test_the_corpus():
         if not right and found is not None:
             wrong.append((row["text"], label, found))
     assert wrong == []
-    assert len(CORPUS) >= 1600
+    assert len(CORPUS) >= 1800
     assert {row["kind"] for row in CORPUS} == KINDS
     valued = sum(row["want"] is not None and row["kind"] != "seldom" for row in CORPUS)
     assert valued >= 250

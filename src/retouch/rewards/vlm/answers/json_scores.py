@@ -29,14 +29,45 @@ _FRACTION = compiled(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
 
 def parse(text: str) -> tuple[Json, int] | None:
-    """The JSON value with which the text begins, and where it ends. None if it is none, has a key twice, NaN, or is too deep."""
+    """The JSON value with which the text begins, and where it ends. None if it is none, has a key twice, NaN, or is too deep.
+
+    A comma after the last entry of an object or a list is allowed.
+    """
     if text.count("{") + text.count("[") > _MOST_BRACKETS:
         return None
-    try:
-        value, end = _DECODER.raw_decode(text)
-    except ValueError:
-        return None
-    return value, end
+    for written in (text, _without_last_commas(text)):
+        try:
+            value, end = _DECODER.raw_decode(written)
+        except ValueError:
+            continue
+        return value, end
+    return None
+
+
+def _without_last_commas(text: str) -> str:
+    """The text with a space in place of every comma that only white space separates from a closing bracket, as far as the object
+    or list goes with which the text begins."""
+    signs = list(text)
+    depth, last, follows = 0, 0, False  # the last sign that is no white space, and whether it is a comma after an entry
+    in_string = escaped = False
+    for place, sign in enumerate(signs):
+        if in_string:
+            in_string = escaped or sign != '"'
+            escaped = not escaped and sign == "\\"
+        elif sign == '"':
+            in_string = True
+        elif sign in "{[":
+            depth += 1
+        elif sign in "}]":
+            if follows:
+                signs[last] = " "
+            depth -= 1
+        if depth <= 0:
+            break
+        if sign not in " \t\r\n":
+            follows = sign == "," and not in_string and signs[last] not in "{[,:"
+            last = place
+    return "".join(signs)
 
 
 def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:

@@ -18,7 +18,21 @@ from retouch.rewards.vlm.answers.visible_text import declines, leads_to_own_scor
 from retouch.types import Json
 
 LONGEST = 20_000  # characters; a judge that writes more has lost its thread
-_OPENING = compiled(r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])", re.MULTILINE)
+_OWN = (
+    r"json(?:[ \t]+(?:object|output|response|answer|result))?|output|response|answer|evaluation|assessment|verdict|results?"
+    r"|judge?ment"
+)
+_LABEL = (
+    r"(?:[#*_-]{1,6}[ \t]*)?(?:(?:here[ \t]+(?:is|are)|this[ \t]+is|my|the|final|overall|own)[ \t]+){0,4}"
+    rf"(?:{_OWN})(?:[ \t]+(?:of|for)[ \t]+(?:the|this)[ \t]+edit)?(?:[ \t]+(?:in|as)[ \t]+json)?[*_]{{0,2}}[:：][*_]{{0,2}}"
+)
+# An object or a list that begins a line, or an object after a label of the judge's own, which begins a line or a sentence.
+_OPENING = compiled(
+    r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])"
+    rf"|(?:^|(?<=[.!?。！？])(?=[ \t]))[ \t]*(?P<label>{_LABEL})[ \t]*(?=\{{\s*\")",
+    re.MULTILINE | re.IGNORECASE,
+)
+_DELIMITER = "||V^=^V||"  # of VIEScore's prompts
 _LINE_END = compiled(r"[ \t]*(?:\n|\Z)")
 _FENCE = compiled(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
@@ -35,9 +49,9 @@ def read_score(text: str, scale: Scale) -> float | None:
 def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     """The score of every name, or None if any is absent or in doubt. Never raises, whatever the text.
 
-    Understood are JSON (an object with these names or with a list "score" in their order; plain, fenced, or before or after prose),
-    tags, labelled lines, and for a single name a bare number. With a single name the general labels (score, rating and so on, in
-    a few languages) count as its own.
+    Understood are JSON (an object with these names or with a list "score" in their order; plain, fenced, between VIEScore's
+    delimiters, after a label such as "My evaluation:", or before or after prose), tags, labelled lines, and for a single name a
+    bare number. With a single name the general labels (score, rating and so on, in a few languages) count as its own.
     """
     if not scales or len(text) > LONGEST:
         return None
@@ -48,6 +62,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
     said = spoken(text.replace("\r\n", "\n"))
     if said is None or not said:
         return None
+    said = _undelimited(said)
     whole = _typed_whole(said, scales)
     if whole is not None:
         return whole[0]
@@ -64,6 +79,14 @@ def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, floa
     if parsed is None or parsed[1] != len(text):
         return None
     return (scores_of(parsed[0], scales),)
+
+
+def _undelimited(text: str) -> str:
+    """The text with line breaks in place of VIEScore's delimiters, if there are two and JSON between them; else as it is."""
+    before, *insides = text.split(_DELIMITER)
+    if len(insides) != 2 or not insides[0].strip().startswith(("{", "[", "```")):
+        return text
+    return "\n".join((before, insides[0].strip(), insides[1])).strip()
 
 
 def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
@@ -112,7 +135,7 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
         if not _LINE_END.match(text, end):
             return None
         values.append(parsed[0])
-        rest.append(text[place : opening.start()])
+        rest.append(text[place : opening.start()] + (f"\n{opening['label']}" if opening["label"] else ""))
         place = end
     rest.append(text[place:])
     if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or takes_back(rest[-1])):
