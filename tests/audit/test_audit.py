@@ -118,14 +118,14 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
     found = ask(kept)
     assert {split: each["samples"] for split, each in found["samples"].items()} == {"heldout": 6, "train": 24}
     train = found["samples"]["train"]
-    assert (train["steps"], train["without_picture"], train["pictures"]) == ([1, 3], 1, 23)
+    assert (train["steps"], train["without_image"], train["stored_images"]) == ([1, 3], 1, 23)
     assert "overall" not in train["missing"]
     assert any(name.startswith("success/") for name in train["missing"])
     (judge,) = found["judges"]
     assert (judge["about"]["kind"], judge["since"]) == ("playground", 0)
     assert (found["asked"], found["cost"]) == ([], None)
     few = ask(unkept, "cost")["samples"]
-    assert (few["train"]["pictures"], few["train"]["pictured_steps"], few["heldout"]["pictures"]) == (3, [2], 0)
+    assert (few["train"]["stored_images"], few["train"]["steps_with_images"], few["heldout"]["stored_images"]) == (3, [2], 0)
 
 
 def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
@@ -153,7 +153,7 @@ def test_a_cost_that_nobody_knows_is_not_nothing(tmp_path, ask):
 
 def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
     again = ask(kept, "rescore", "playground", "--name", "twin")
-    assert (again["samples"], again["judged"], again["without_picture"]) == (30, 29, 1)
+    assert (again["samples"], again["judged"], again["without_image"]) == (30, 29, 1)
     for sample in LedgerView.open(kept).samples:
         if sample.image:
             first = [sample.scores[name] for name in PlaygroundReward.columns]
@@ -205,7 +205,7 @@ def test_a_name_is_one_judges(kept, ask, capsys):
 
 def test_without_kept_pictures_only_those_of_samples_can_be_judged_again(unkept, ask, capsys):
     again = ask(unkept, "rescore", "playground", "--split", "train")
-    assert (again["judged"], again["steps"], again["without_picture"]) == (3, [2], 21)
+    assert (again["judged"], again["steps"], again["without_image"]) == (3, [2], 21)
     rows = [sample for sample in LedgerView.open(unkept).samples if "playground:overall" in sample.scores]
     assert all(sample.scores["playground:overall"] == sample.scores["overall"] for sample in rows)
     assert cli.main(["ledger", str(unkept), "rescore", "playground", "--split", "heldout"]) == 2
@@ -217,7 +217,7 @@ def test_a_picture_that_was_swapped_is_not_judged(tmp_path, ask):
     one, other, *_ = sorted((run / "pictures").rglob("*.png"))
     one.write_bytes(other.read_bytes())
     again = ask(run, "rescore", "playground")
-    assert (again["judged"], again["without_picture"]) == (28, 2)
+    assert (again["judged"], again["without_image"]) == (28, 2)
 
 
 def test_agreement_is_that_of_the_columns(kept, ask):
@@ -227,7 +227,7 @@ def test_agreement_is_that_of_the_columns(kept, ask):
     assert found["spearman"] == pytest.approx(agreement.spearman(a, b))
     assert found["kendall"] == pytest.approx(agreement.kendall(a, b))
     share, pairs = agreement.pairwise_agreement(a, b, group)
-    assert (found["within_groups"]["alike"], found["within_groups"]["pairs"]) == (pytest.approx(share), pairs)
+    assert (found["within_groups"]["same_order"], found["within_groups"]["pairs"]) == (pytest.approx(share), pairs)
     assert found["samples"] == 24
 
 
@@ -235,12 +235,12 @@ def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
     found = ask(kept, "worst", "IF", "IP", "--split", "train", "--top", "24")
     a, b = (torch.tensor(column(kept, name)) for name in ("IF", "IP"))
     apart = (agreement.ranks(a) - agreement.ranks(b)).abs() / 23
-    assert [each["apart"] for each in found] == pytest.approx(sorted(apart.tolist(), reverse=True))
+    assert [each["rank_difference"] for each in found] == pytest.approx(sorted(apart.tolist(), reverse=True))
     first = found[0]
     assert (first["IF"], first["IP"]) == (a[apart.argmax()].item(), b[apart.argmax()].item())
     for each in found:
-        if each["picture"]:
-            assert image_hash(Image.open(each["file"])) == each["picture"]
+        if each["sha256"]:
+            assert image_hash(Image.open(each["file"])) == each["sha256"]
     assert len(ask(kept, "worst", "IF", "IP", "--top", "5")) == 5
 
 
@@ -251,7 +251,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     wanted = agreement.spearman(scores, torch.tensor(rated))
     shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
     files = {
-        "picture": [f"{sample.image}," for sample in rows],
+        "sha256": [f"{sample.image}," for sample in rows],
         "image": [f"{shown[sample.image].relative_to(kept)}," for sample in rows],
         "step,group,slot": [f"{sample.step},{sample.group},{sample.slot}," for sample in rows],
     }
@@ -271,7 +271,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     [
         ("step,group,rating\n1,0,3\n", "it needs `rating`"),
         ("picture,score\nabc,3\n", "it needs `rating`"),
-        ("picture,rating\nabc,3\n", "line 2: the run scored no image abc"),
+        ("sha256,rating\nabc,3\n", "line 2: the run scored no image abc"),
         ("step,group,slot,rating\n1,0,0,3\n9,0,0,3\n", "line 3: the run scored no sample of step 9"),
         ("step,group,slot,rating\n1,0,0,good\n", "line 2: could not convert"),
         ("step,group,slot,rating\n1,0,0,nan\n", "not a finite number"),
@@ -319,8 +319,8 @@ def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_pa
     view = LedgerView.open(run)
     assert [file.name for file in view.files] == ["ledger.sqlite", "ledger.rank1.sqlite"]
     assert ask(run)["samples"]["train"] | {"seconds": 0} == {
-        **{"samples": 28, "steps": [1, 4], "without_picture": 1, "missing": ask(run)["samples"]["train"]["missing"]},
-        **{"seconds": 0, "pictures": 3, "pictured_steps": [2]},
+        **{"samples": 28, "steps": [1, 4], "without_image": 1, "missing": ask(run)["samples"]["train"]["missing"]},
+        **{"seconds": 0, "stored_images": 3, "steps_with_images": [2]},
     }
     later = [sample.scores["exact"] for sample in view.samples if (sample.step, sample.group) == (3, 1)]
     assert later == [1.0] * 4

@@ -177,8 +177,8 @@ LEDGER = (
     Mutant(
         "the greatest disagreements come last",
         "audit/comparison.py",
-        "apart.argsort(descending=True, stable=True)",
-        "apart.argsort(stable=True)",
+        "difference.argsort(descending=True, stable=True)",
+        "difference.argsort(stable=True)",
         f"{_AUDIT}::test_the_worst_disagreements_come_first_with_their_pictures",
     ),
     Mutant(

@@ -37,7 +37,7 @@ class ColumnComparison:
         return cls(columns, kept, values[whole, 0], values[whole, 1], int((~whole).sum()))
 
     def agreement(self) -> dict[str, Any]:
-        """Rank correlations as JSON. ``within_groups``: of the pairs of a group without a tie, the share ordered alike by both."""
+        """Rank correlations as JSON. ``within_groups``: of the pairs of a group without a tie, the share with the same order."""
         groups: dict[tuple[str, int, int], int] = {}
         group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in self.samples])
         share, pairs = agreement.pairwise_agreement(self.a, self.b, group)
@@ -47,21 +47,21 @@ class ColumnComparison:
             "missing": self.missing,
             "spearman": agreement.spearman(self.a, self.b),
             "kendall": agreement.kendall(self.a, self.b),
-            "within_groups": {"alike": share, "pairs": pairs},
+            "within_groups": {"same_order": share, "pairs": pairs},
             "means": [self.a.mean().item(), self.b.mean().item()],
         }
 
     def worst(self, images: RunImages, *, top: int) -> list[dict[str, Any]]:
         """The ``top`` samples whose ranks in the two columns differ most, as JSON. Ranks are used because scales may differ.
 
-        ``apart``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
+        ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
         """
         ranks = agreement.ranks(self.a), agreement.ranks(self.b)
-        apart = (ranks[0] - ranks[1]).abs() / max(len(self.samples) - 1, 1)
-        order = apart.argsort(descending=True, stable=True)[:top].tolist()
-        return [self._row(images, row, apart[row].item()) for row in order]
+        difference = (ranks[0] - ranks[1]).abs() / max(len(self.samples) - 1, 1)
+        order = difference.argsort(descending=True, stable=True)[:top].tolist()
+        return [self._row(images, row, difference[row].item()) for row in order]
 
-    def _row(self, images: RunImages, row: int, apart: float) -> dict[str, Any]:
+    def _row(self, images: RunImages, row: int, difference: float) -> dict[str, Any]:
         sample, path = self.samples[row], images.path(self.samples[row])
         return {
             "split": sample.split,
@@ -69,9 +69,9 @@ class ColumnComparison:
             "group": sample.group,
             "slot": sample.slot,
             "task": sample.task,
-            "apart": apart,
+            "rank_difference": difference,
             self.columns[0]: self.a[row].item(),
             self.columns[1]: self.b[row].item(),
-            "picture": sample.image,
+            "sha256": sample.image,
             "file": None if path is None else str(path),
         }

@@ -60,11 +60,11 @@ def _split_summary(ledger: LedgerView, split: str) -> dict[str, Any]:
     return {
         "samples": len(samples),
         "steps": [samples[0].step, samples[-1].step],
-        "without_picture": sum(not sample.image for sample in samples),
+        "without_image": sum(not sample.image for sample in samples),
         "missing": _missing_scores(samples),
         "seconds": sum(sample.seconds for sample in samples),
-        "pictures": len(with_image),
-        "pictured_steps": sorted({sample.step for sample in with_image}),
+        "stored_images": len(with_image),
+        "steps_with_images": sorted({sample.step for sample in with_image}),
     }
 
 

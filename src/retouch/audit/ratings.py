@@ -1,7 +1,7 @@
 """Human ratings of a run's images, from a CSV file.
 
 A header, and one line per rating: ``rating``, and the sample, given as ``image`` (a file, relative to the CSV or to the run's
-folder), ``picture`` (its SHA-256 in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split`` (default train). Several
+folder), ``sha256`` (its hash in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split`` (default train). Several
 ratings of a sample are averaged.
 """
 
@@ -48,15 +48,15 @@ def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list
 
 
 def _key(header: Sequence[str], file: Path) -> str:
-    """How the file identifies a sample: ``image``, ``picture`` or ``place``."""
+    """How the file identifies a sample: ``image``, ``sha256`` or ``place``."""
     if COLUMN in header:
-        for name in ("image", "picture"):
+        for name in ("image", "sha256"):
             if name in header:
                 return name
         if set(_PLACE) <= set(header):
             return "place"
     raise ValueError(
-        f"{file} has the columns {', '.join(header)}; it needs `rating`, and `image`, `picture`, or step, group and slot"
+        f"{file} has the columns {', '.join(header)}; it needs `rating`, and `image`, `sha256`, or step, group and slot"
     )
 
 
@@ -75,7 +75,7 @@ def _samples_of(
         if found is None:
             raise ValueError(f"the run scored no sample of step {step}, group {group}, slot {slot}")
         return [found]
-    digest = line["picture"] if key == "picture" else _hash_of(line["image"], roots)
+    digest = line["sha256"] if key == "sha256" else _hash_of(line["image"], roots)
     if digest not in by_image:
         raise ValueError(f"the run scored no image {line[key]}")
     return by_image[digest]

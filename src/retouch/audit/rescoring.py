@@ -63,7 +63,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
         "samples": len(samples),
         "judged": len(with_image) - absent,
         "judged_now": new,
-        "without_picture": len(samples) - len(with_image) + absent,
+        "without_image": len(samples) - len(with_image) + absent,
         "steps": sorted({sample.step for sample in with_image}),
     }
 

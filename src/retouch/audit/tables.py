@@ -14,7 +14,7 @@ def overview(found: Mapping[str, Any]) -> str:
         first, last = each["steps"]
         steps = f"{first}" if first == last else f"{first} to {last}"
         seconds = f"{each['seconds']:.1f}"
-        rows.append([split, str(each["samples"]), steps, str(each["without_picture"]), str(each["pictures"]), seconds])
+        rows.append([split, str(each["samples"]), steps, str(each["without_image"]), str(each["stored_images"]), seconds])
     lines += aligned(rows)
     for split, each in found["samples"].items():
         told = ", ".join(f"{name} {count}" for name, count in each["missing"].items())
@@ -47,7 +47,7 @@ def agreement(found: Mapping[str, Any]) -> str:
                 [
                     ["Spearman's rho", f"{found['spearman']:+.3f}"],
                     ["Kendall's tau-b", f"{found['kendall']:+.3f}"],
-                    ["pairs of a group in the same order", f"{within['alike']:.3f}", f"of {within['pairs']}"],
+                    ["pairs of a group in the same order", f"{within['same_order']:.3f}", f"of {within['pairs']}"],
                     ["means", f"{found['means'][0]:.3f}", f"{found['means'][1]:.3f}"],
                 ]
             ),
@@ -59,8 +59,8 @@ def worst(found: Sequence[Mapping[str, Any]], columns: tuple[str, str]) -> str:
     """The samples on which two columns differ most."""
     rows = [["", "step", "group", "slot", "rank difference", *columns, "task", "image"]]
     for each in found:
-        place = [each["split"], str(each["step"]), str(each["group"]), str(each["slot"]), f"{each['apart']:.2f}"]
-        file = each["file"] or f"(not stored: {each['picture'][:12]})"
+        place = [each["split"], str(each["step"]), str(each["group"]), str(each["slot"]), f"{each['rank_difference']:.2f}"]
+        file = each["file"] or f"(not stored: {each['sha256'][:12]})"
         rows.append([*place, *(f"{each[name]:.3f}" for name in columns), each["task"], file])
     return "\n".join(aligned(rows))
 
@@ -68,7 +68,7 @@ def worst(found: Sequence[Mapping[str, Any]], columns: tuple[str, str]) -> str:
 def rescored(found: Mapping[str, Any]) -> str:
     """The result of a rescoring."""
     steps = found["steps"]
-    left = f"; {found['without_picture']} have no stored image" if found["without_picture"] else ""
+    left = f"; {found['without_image']} have no stored image" if found["without_image"] else ""
     return "\n".join(
         [
             f"{found['judged']} of {found['samples']} samples have scores of {found['name']}, {found['judged_now']} new{left}",
