@@ -1,0 +1,130 @@
+"""EARL's evaluation (arXiv 2508.01119): six public test sets, all scored by VIEScore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows
+from retouch.data.rows import Row, Rows
+from retouch.data.sources.hub import read_hub
+from retouch.rewards.base import RewardSection
+from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.vlm.base import JudgeModel
+from retouch.types import Column
+
+SetName: TypeAlias = Literal["omniedit", "emuedit", "aurora", "magicbrush", "vismin", "i2ebench"]
+
+
+class EarlSuite(RowSuite):
+    """EARL's evaluation: OmniEdit, Emu Edit, AURORA, MagicBrush, VisMin and I2EBench."""
+
+    sets: Annotated[tuple[SetName, ...], Field(min_length=1, strict=False)] = (
+        "omniedit",
+        "emuedit",
+        "aurora",
+        "magicbrush",
+        "vismin",
+        "i2ebench",
+    )
+    """The test sets; their folders or files have these names. The published average is over all six."""
+
+    name: ClassVar[str] = "earl"
+    title: ClassVar[str] = "EARL's evaluation"
+    source: ClassVar[str] = "https://github.com/saba96/EARL"
+    licence: ClassVar[str] = "each set has its own; Emu Edit and AURORA do not allow every use"
+    size: ClassVar[int] = 6
+    protocol: ClassVar[str] = (
+        "One edit of each source image. VIEScore gives SC = min(success, restraint), PQ = min(naturalness, cleanness) and overall = "
+        "sqrt(SC x PQ), 0 to 10. Each column is averaged in each of the six sets; the headline is the mean of the sets."
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "The judge's prompts are our wording of VIEScore's criteria and scales; the published judge is gpt-4o-mini.",
+        "The judge sees images in the size that the model made; the published script shrinks both to an area of 256 x 256 pixels.",
+        "An answer that cannot be read is missing; the published script counts 0 for it.",
+        "Of Emu Edit all rows are used that are given; the published script draws 1000 with the shuffle of the datasets library, "
+        "seed 42.",
+    )
+    task = "editing"
+    columns: ClassVar[Mapping[str, Column]] = {name: VieScore.columns[name] for name in ("sc", "pq", "overall")}
+    headline_column: ClassVar[str] = "overall"
+    average = "categories"
+    layout: ClassVar[str] = (
+        "give a folder with omniedit.parquet (TIGER-Lab/OmniEdit-Filtered-1.2M, split dev), emuedit.parquet "
+        "(facebook/emu_edit_test_set, test), aurora.parquet (McGill-NLP/AURORA-Bench, test), vismin.parquet "
+        "(mair-lab/escher-vismin-dev), magicbrush (the folder with edit_turns.json and images) and i2ebench (the folder EditData)"
+    )
+
+    def rows(self, data: Path) -> Rows:
+        """The rows of the chosen sets, set after set."""
+        return JoinedRows(_READERS[name](data) for name in self.sets)
+
+    def item(self, row: Row) -> SuiteItem | None:
+        """The row, in the category of its set."""
+        name, _, rest = row.id.partition("/")
+        return SuiteItem(
+            id=f"{name}-{rest}".replace("/", "-"),
+            prompt=row.instruction.removeprefix("edit_instruction: "),  # how VisMin's rows begin
+            category=name,
+            cluster=row.source,
+        )
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        """VIEScore. Raises ValueError without a judge."""
+        return VieScore(judge=require_judge(self, judge))
+
+
+def _parquet(name: str, *, image: str, instruction: str) -> Callable[[Path], Rows]:
+    def read(data: Path) -> Rows:
+        path = _found(data, f"{name}.parquet")
+        return read_hub(path, columns={"image": image, "instruction": instruction}, name=name)
+
+    return read
+
+
+def _found(data: Path, name: str) -> Path:
+    path = data / name
+    if not path.exists():
+        raise ValueError(f"{path}: not there; choose other sets (the option sets), or {EarlSuite.layout}")
+    return path
+
+
+def _magicbrush(data: Path) -> Rows:
+    """MagicBrush's test split: ``edit_turns.json`` names images in a folder for each source image."""
+    folder = _found(data, "magicbrush")
+    table = [{**row, "file": _magicbrush_file(row.get("input"))} for row in keyed_rows(folder / "edit_turns.json")]
+    columns = {"image": "file", "instruction": "instruction", "source": "file"}
+    return file_rows(table, name=str(data / "magicbrush"), columns=columns, images=folder / "images")
+
+
+def _magicbrush_file(name: object) -> str | None:
+    return f"{name.partition('-')[0]}/{name}" if isinstance(name, str) else None
+
+
+def _i2ebench(data: Path) -> Rows:
+    """I2EBench: a folder for each task, with a JSON file of rows and the folder ``input``. The file with a digit in its name is
+    another list, which the published script skips too."""
+    root = _found(data, "i2ebench")
+    table = []
+    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+        lists = sorted(path for path in folder.glob("*.json") if not any(sign.isdigit() for sign in path.name))
+        for row in keyed_rows(lists[0]) if lists else ():
+            image = row.get("image")
+            named = f"{folder.name}/input/{image}" if isinstance(image, str) else None
+            table.append({"id": f"i2ebench/{folder.name}/{row.get('key')}", "file": named, "ori_exp": row.get("ori_exp")})
+    columns = {"id": "id", "image": "file", "instruction": "ori_exp", "source": "file"}
+    return file_rows(table, name=str(data / "i2ebench"), columns=columns, images=root)
+
+
+_READERS: Mapping[SetName, Callable[[Path], Rows]] = {
+    "omniedit": _parquet("omniedit", image="src_img", instruction="edited_prompt_list"),
+    "emuedit": _parquet("emuedit", image="image", instruction="instruction"),
+    "aurora": _parquet("aurora", image="input", instruction="instruction"),
+    "magicbrush": _magicbrush,
+    "vismin": _parquet("vismin", image="source_image", instruction="edit_instruction"),
+    "i2ebench": _i2ebench,
+}

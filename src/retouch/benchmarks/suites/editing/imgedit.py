@@ -1,0 +1,197 @@
+"""ImgEdit-Bench (arXiv 2505.20275): the basic suite, the hard one (understanding, grounding, editing), and multi-turn editing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from retouch.benchmarks.suite import Scored, SuiteItem, require_judge
+from retouch.benchmarks.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows, published
+from retouch.benchmarks.suites.rubric_reward import RubricReward
+from retouch.data.rows import Row, Rows
+from retouch.rewards.base import RewardSection
+from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.rubrics import edit_parts, quoted, rubric
+from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.vlm.forms import ScoresForm
+from retouch.types import Column, Sample
+
+_FIVE = Scale(1, 5, whole=True)
+_ASPECTS = ("compliance", "naturalness", "integrity")
+_TYPES = ("add", "adjust", "extract", "replace", "remove", "background", "style", "compose", "action")
+_SOURCE = "https://github.com/PKU-YuanGroup/ImgEdit"
+_LICENCE = "not stated for the benchmark"
+_OURS = "The judge's prompt is our wording of the published criteria and scale; the published one is for gpt-4o."
+
+
+class ImgEditJudge(RubricReward):
+    """The judge of the basic suite. Columns, whole numbers from 1 to 5: ``compliance``, ``naturalness``, ``integrity``."""
+
+    columns: ClassVar[Mapping[str, Column]] = {name: Column(1.0, 5.0) for name in _ASPECTS}
+    rubrics: ClassVar[tuple[str, ...]] = ("imgedit-basic",)
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("imgedit-basic", 2),)
+    needs_source = True
+
+    def prompts(self, sample: Sample) -> Iterable[Prompt]:
+        """One question for the three scores."""
+        facts = (quoted("Kind", sample.task.meta.get("edit_type")), quoted("Instruction", sample.task.instruction))
+        yield Prompt(rubric("imgedit-basic"), edit_parts(sample, *facts), ScoresForm(dict.fromkeys(_ASPECTS, _FIVE)))
+
+
+class ImgEditHardJudge(RubricReward):
+    """The judge of the hard suite. Column ``score``, 1 to 5."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0)}
+    rubrics: ClassVar[tuple[str, ...]] = ("imgedit-hard",)
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("imgedit-hard", 2),)
+    needs_source = True
+
+    def prompts(self, sample: Sample) -> Iterable[Prompt]:
+        """One question for the one score."""
+        parts = edit_parts(sample, quoted("Instruction", sample.task.instruction))
+        yield Prompt(rubric("imgedit-hard"), parts, ScoresForm({"score": _FIVE}))
+
+
+class ImgEditSuite(RowSuite):
+    """ImgEdit-Bench, basic: single edits of nine types."""
+
+    name: ClassVar[str] = "imgedit"
+    title: ClassVar[str] = "ImgEdit-Bench (basic)"
+    source: ClassVar[str] = _SOURCE
+    licence: ClassVar[str] = _LICENCE
+    size: ClassVar[int] = 737
+    protocol: ClassVar[str] = (
+        "One edit of each source image. The judge gives three whole numbers from 1 to 5: whether the instruction was followed, how "
+        "natural the edit looks, and how intact the image is; the score of an image is their mean. It is averaged in each of the nine "
+        "types, and the headline is the mean of the types."
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        _OURS,
+        "One rubric for all types, which names the type; the published ones are one for each type.",
+        "Scores of images are not rounded; the published script rounds them to two digits.",
+        "An answer without three legal scores is missing; the published script averages the scores that it finds.",
+        "The published scripts stop at the means of the types.",
+    )
+    task = "editing"
+    columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0), **ImgEditJudge.columns}
+    headline_column: ClassVar[str] = "score"
+    average = "categories"
+    layout: ClassVar[str] = (
+        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/Basic, with basic_edit.json and beside it the folder "
+        "original_images"
+    )
+
+    def rows(self, data: Path) -> Rows:
+        """The rows of ``basic_edit.json``."""
+        return _rows(data, "basic_edit.json")
+
+    def item(self, row: Row) -> SuiteItem | None:
+        """The row, in the category of its type. Raises ValueError for an unknown type."""
+        kind = published(row, "edit_type")
+        if kind not in _TYPES:
+            raise ValueError(f"'edit_type': {kind!r} is not one of {', '.join(_TYPES)}")
+        return SuiteItem(id=row.id, prompt=row.instruction, category=kind, cluster=row.source, fields={"edit_type": kind})
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        """The judge of three scores. Raises ValueError without a judge."""
+        return ImgEditJudge(judge=require_judge(self, judge))
+
+    def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
+        """The three scores, and their mean."""
+        return {"score": sum(given[name] for name in _ASPECTS) / len(_ASPECTS), **{name: given[name] for name in _ASPECTS}}
+
+
+class ImgEditHardSuite(RowSuite):
+    """ImgEdit-Bench, UGE: edits that need understanding and grounding, in scenes of many objects."""
+
+    name: ClassVar[str] = "imgedit-uge"
+    title: ClassVar[str] = "ImgEdit-Bench (understanding, grounding, editing)"
+    source: ClassVar[str] = _SOURCE
+    licence: ClassVar[str] = _LICENCE
+    size: ClassVar[int] = 47
+    protocol: ClassVar[str] = (
+        "One edit of each source image. The judge gives one whole number from 1 to 5, at most 3 if anything changed that the "
+        "instruction does not name; the headline is the mean over images."
+    )
+    deviations: ClassVar[tuple[str, ...]] = (_OURS, "An answer that cannot be read is missing; the published script leaves it out.")
+    task = "editing"
+    columns: ClassVar[Mapping[str, Column]] = ImgEditHardJudge.columns
+    headline_column: ClassVar[str] = "score"
+    layout: ClassVar[str] = (
+        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/UGE, with UGE_edit.json and beside it the folder "
+        "original_images"
+    )
+
+    def rows(self, data: Path) -> Rows:
+        """The rows of ``UGE_edit.json``."""
+        return _rows(data, "UGE_edit.json")
+
+    def item(self, row: Row) -> SuiteItem | None:
+        """The row."""
+        return SuiteItem(id=row.id, prompt=row.instruction, cluster=row.source)
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        """The judge of one score. Raises ValueError without a judge."""
+        return ImgEditHardJudge(judge=require_judge(self, judge))
+
+
+class ImgEditMultiTurnSuite(RowSuite):
+    """ImgEdit-Bench, multi-turn: two or three instructions, each for the result of the one before."""
+
+    name: ClassVar[str] = "imgedit-multi-turn"
+    title: ClassVar[str] = "ImgEdit-Bench (multi-turn)"
+    source: ClassVar[str] = _SOURCE
+    licence: ClassVar[str] = _LICENCE
+    size: ClassVar[int] = 30
+    protocol: ClassVar[str] = (
+        "Each turn edits the image of the turn before. VIEScore judges each turn against its own source image: sc = min(success, "
+        "restraint), pq = min(naturalness, cleanness), overall = sqrt(sc x pq), 0 to 10; restraint is the preservation of a turn. "
+        "Results are quoted for each turn."
+    )
+    deviations: ClassVar[tuple[str, ...]] = (
+        "The published results are judged by people; VIEScore, in our wording, is in their place, so the numbers do not compare.",
+        "VIEScore sees one turn at a time. It cannot see whether a later turn kept to what an earlier instruction demanded.",
+    )
+    task = "editing"
+    turns: ClassVar[int] = 3
+    columns: ClassVar[Mapping[str, Column]] = {
+        **{name: VieScore.columns[name] for name in ("sc", "pq", "overall")},
+        "restraint": VieScore.columns["restraint"],
+    }
+    headline_column: ClassVar[str] = "overall"
+    layout: ClassVar[str] = (
+        "from the data set sysuyy/ImgEdit, give the folder of the multi-turn benchmark: a JSON file for each of its three categories, "
+        "and the folder original_images"
+    )
+
+    def rows(self, data: Path) -> Rows:
+        """The rows of all JSON files of the folder; the file's name is the category."""
+        lists = sorted(data.glob("*.json"))
+        if not lists:
+            raise ValueError(f"{data}: no JSON file there; {self.layout}")
+        return JoinedRows(_rows(data, path.name, columns={"instruction": "turn1"}, category=path.stem) for path in lists)
+
+    def item(self, row: Row) -> SuiteItem | None:
+        """The row, with the instructions of its later turns."""
+        later = [published(row, turn) for turn in ("turn2", "turn3") if row.meta.get(turn) is not None]
+        if not later:
+            raise ValueError("'turn2': no text; an item of several turns has at least two")
+        category = published(row, "category")
+        return SuiteItem(
+            id=f"{category}-{row.id}", prompt=row.instruction, later=tuple(later), category=category, cluster=row.source
+        )
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        """VIEScore of each turn. Raises ValueError without a judge."""
+        return VieScore(judge=require_judge(self, judge))
+
+
+def _rows(data: Path, name: str, *, columns: Mapping[str, str] | None = None, **added: str) -> Rows:
+    """The rows of one list; ``id`` names the image."""
+    images = next((data / folder for folder in ("original_images", "images") if (data / folder).is_dir()), data)
+    table = [{**row, **added} for row in keyed_rows(data / name)]
+    known = {"id": "key", "instruction": "prompt", "image": "id", "source": "id", **(columns or {})}
+    return file_rows(table, name=str(data / name), columns=known, images=images)

@@ -1,0 +1,34 @@
+"""The base class of judges that score on the scales of a published suite."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import NAN, Prompt
+from retouch.types import Sample, Scores
+
+
+class RubricReward(JudgeReward):
+    """A judge whose answers are its columns: each name in the form of a prompt is a column.
+
+    A column that no prompt of a sample asks for is NaN, as is one whose answer is missing. With repeats it is the mean.
+    """
+
+    @abstractmethod
+    def prompts(self, sample: Sample) -> Iterable[Prompt]:
+        """The prompts about a sample. Raises ValueError if its task lacks what they need."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column, (b,), float32."""
+        import torch
+
+        prompts = [list(self.prompts(sample)) for sample in samples]
+        verdicts = iter(self.panel.judge([prompt for each in prompts for prompt in each]))
+        scores = {name: torch.full((len(samples),), NAN) for name in self.columns}
+        for row, each in enumerate(prompts):
+            for _ in each:
+                for name, answers in next(verdicts).scores.items():
+                    scores[name][row] = answers.mean()
+        return scores
