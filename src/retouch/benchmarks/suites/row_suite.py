@@ -177,10 +177,7 @@ class JoinedRows:
         raise IndexError(index)
 
 
-
-def pooled_mean(
-    values: Float[ndarray, " n"], counts: Float[ndarray, " n"], weights: Float[ndarray, "b n"]
-) -> Float[ndarray, " b"]:
+def pooled_mean(values: Float[ndarray, " n"], counts: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) -> Float[ndarray, " b"]:
     """The share of all answers that are right, for each row of weights: the mean of the values that are not NaN, each weighted by
     the number of its answers. NaN where nothing is counted."""
     import numpy as np

@@ -33,10 +33,10 @@ class ComplexEditSuite(RowSuite):
     licence: ClassVar[str] = "CC BY-NC 4.0"
     size: ClassVar[int] = 4248
     protocol: ClassVar[str] = (
-        "One edit of each of 531 images at each of eight levels. The judge gives whole numbers from 0 to 10 for instruction following (IF, the "
-        "mean over the atomic edits), identity preservation (IP) and perceptual quality (PQ, without the instruction), each the mean "
-        "of 20 answers. Overall = (IF + IP + PQ) / 3 of each image. Results are quoted for each level; the headline is the mean over "
-        "the levels."
+        "One edit of each of 531 images at each of eight levels. The judge gives whole numbers from 0 to 10 for instruction "
+        "following (IF, the mean over the atomic edits), identity preservation (IP) and perceptual quality (PQ, without the "
+        "instruction), each the mean of 20 answers. Overall = (IF + IP + PQ) / 3 of each image. Results are quoted for each "
+        "level; the headline is the mean over the levels."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of the published criteria and bands.",

@@ -39,8 +39,8 @@ class EarlSuite(RowSuite):
     licence: ClassVar[str] = "each set has its own; Emu Edit and AURORA do not allow every use"
     size: ClassVar[int] = 6
     protocol: ClassVar[str] = (
-        "One edit of each source image. VIEScore gives SC = min(success, restraint), PQ = min(naturalness, cleanness) and overall = "
-        "sqrt(SC x PQ), 0 to 10. Each column is averaged in each of the six sets; the headline is the mean of the sets."
+        "One edit of each source image. VIEScore gives SC = min(success, restraint), PQ = min(naturalness, cleanness) and overall "
+        "= sqrt(SC x PQ), 0 to 10. Each column is averaged in each of the six sets; the headline is the mean of the sets."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of VIEScore's criteria and scales; the published judge is gpt-4o-mini.",
@@ -54,9 +54,9 @@ class EarlSuite(RowSuite):
     headline_column: ClassVar[str] = "overall"
     average = "categories"
     layout: ClassVar[str] = (
-        "give a folder with omniedit.parquet (TIGER-Lab/OmniEdit-Filtered-1.2M, split dev), emuedit.parquet "
-        "(facebook/emu_edit_test_set, test), aurora.parquet (McGill-NLP/AURORA-Bench, test), vismin.parquet "
-        "(mair-lab/escher-vismin-dev), magicbrush (the folder with edit_turns.json and images) and i2ebench (the folder EditData)"
+        "give a folder with the sets omniedit (split dev of TIGER-Lab/OmniEdit-Filtered-1.2M), emuedit (facebook/emu_edit_test_set), "
+        "aurora (McGill-NLP/AURORA-Bench) and vismin (mair-lab/escher-vismin-dev), each as NAME.parquet or as a folder NAME of parquet "
+        "files; magicbrush, the folder with edit_turns.json and images; and i2ebench, the folder EditData"
     )
 
     def rows(self, data: Path) -> Rows:
@@ -80,8 +80,8 @@ class EarlSuite(RowSuite):
 
 def _parquet(name: str, *, image: str, instruction: str) -> Callable[[Path], Rows]:
     def read(data: Path) -> Rows:
-        path = _found(data, f"{name}.parquet")
-        return read_hub(path, columns={"image": image, "instruction": instruction}, name=name)
+        file = data / f"{name}.parquet"
+        return read_hub(file if file.is_file() else _found(data, name), columns={"image": image, "instruction": instruction}, name=name)
 
     return read
 

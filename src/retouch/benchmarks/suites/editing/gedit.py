@@ -59,9 +59,7 @@ class GEditSuite(RowSuite):
             raise ValueError("'Intersection_exist': should be true or false")
         if self.subset == "intersection" and not marked:
             return None
-        return SuiteItem(
-            id=published(row, "key"), prompt=row.instruction, category=published(row, "task_type"), cluster=row.source
-        )
+        return SuiteItem(id=published(row, "key"), prompt=row.instruction, category=published(row, "task_type"), cluster=row.source)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         """VIEScore. Raises ValueError without a judge."""

@@ -64,9 +64,9 @@ class ImgEditSuite(RowSuite):
     licence: ClassVar[str] = _LICENCE
     size: ClassVar[int] = 737
     protocol: ClassVar[str] = (
-        "One edit of each source image. The judge gives three whole numbers from 1 to 5: whether the instruction was followed, how "
-        "natural the edit looks, and how intact the image is; the score of an image is their mean. It is averaged in each of the nine "
-        "types, and the headline is the mean of the types."
+        "One edit of each source image. The judge gives three whole numbers from 1 to 5: whether the instruction was followed, "
+        "how natural the edit looks, and how intact the image is; the score of an image is their mean. It is averaged in each of "
+        "the nine types, and the headline is the mean of the types."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         _OURS,
@@ -163,8 +163,8 @@ class ImgEditMultiTurnSuite(RowSuite):
     }
     headline_column: ClassVar[str] = "overall"
     layout: ClassVar[str] = (
-        "from the data set sysuyy/ImgEdit, give the folder of the multi-turn benchmark: a JSON file for each of its three categories, "
-        "and the folder original_images"
+        "from the data set sysuyy/ImgEdit, give the folder of the multi-turn benchmark: a JSON file for each of its three "
+        "categories, and the folder original_images"
     )
 
     def rows(self, data: Path) -> Rows:

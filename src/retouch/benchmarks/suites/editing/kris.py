@@ -21,7 +21,18 @@ from retouch.types import Column, Sample
 
 _FIVE = Scale(1, 5, whole=True)
 _KNOWLEDGE = frozenset(
-    "abstract_reasoning biology chemistry geography humanities mathematics medicine physics practical_knowledge rule-based_reasoning".split()
+    {
+        "abstract_reasoning",
+        "biology",
+        "chemistry",
+        "geography",
+        "humanities",
+        "mathematics",
+        "medicine",
+        "physics",
+        "practical_knowledge",
+        "rule-based_reasoning",
+    }
 )
 _NAMES = ("consistency", "instruction", "quality")
 
@@ -70,13 +81,14 @@ class KrisSuite(RowSuite):
     licence: ClassVar[str] = "not stated in the repository"
     size: ClassVar[int] = 1267
     protocol: ClassVar[str] = (
-        "One edit of each item. The judge gives whole numbers from 1 to 5: consistency with the source, following of the instruction, "
-        "quality of the image, and, in ten categories, agreement with an explanation of the right result. The score of an image is "
-        "the mean of the scores that its category has."
+        "One edit of each item. The judge gives whole numbers from 1 to 5: consistency with the source, following of the "
+        "instruction, quality of the image, and, in ten categories, agreement with an explanation of the right result. The score "
+        "of an image is the mean of the scores that its category has."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of the published criteria and scale; the published judge is gpt-4o.",
-        "Scores stay on the scale of 1 to 5. The paper quotes them on 0 to 100, by a conversion that the repository does not contain.",
+        "Scores stay on the scale of 1 to 5. The paper quotes them on 0 to 100, by a conversion that the repository does not "
+        "contain.",
         "The frames of temporal prediction are shown as numbered source images, not in the order of time with the edited one among "
         "them.",
         "An item of several source images needs a model that takes several.",

@@ -35,9 +35,9 @@ class PreservationSuite(RowSuite):
     licence: ClassVar[str] = "of the data that are given"
     size: ClassVar[int] = 0
     protocol: ClassVar[str] = (
-        "One edit of each source image. Outside the mask (white is where to change): l1, the mean absolute difference of the colours "
-        "to the source, 0 to 1, resized to the edit's size; lpips, the distance on AlexNet, at most 1; dino, the mean cosine of "
-        "DINOv2's patches, at least 0. Each is averaged over images. Low l1 and lpips, and high dino, are better."
+        "One edit of each source image. Outside the mask (white is where to change): l1, the mean absolute difference of the "
+        "colours to the source, 0 to 1, resized to the edit's size; lpips, the distance on AlexNet, at most 1; dino, the mean "
+        "cosine of DINOv2's patches, at least 0. Each is averaged over images. Low l1 and lpips, and high dino, are better."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "No suite is published under this name; L1 and DINO on whole images are MagicBrush's measures, here outside the mask.",

@@ -78,16 +78,17 @@ class RiseSuite(RowSuite):
     licence: ClassVar[str] = "not stated for the data; the published outputs are MIT"
     size: ClassVar[int] = 360
     protocol: ClassVar[str] = (
-        "One edit of each item. The judge gives whole numbers from 1 to 5 for reasoning (R), consistency (C) and plausibility (V); "
-        "puzzles get 0 or 1 for R and C, which count as 1 and 5, and no V. The score is 0.5 R + 0.3 C + 0.2 V, without consistency "
-        "0.8 R + 0.2 V, for puzzles 0.7 R + 0.3 C; where R is 1 it is halved, but at least 1. It is quoted as 25 (score - 1). An item "
-        "is solved if all its scores are 5; the headline is the share of solved items."
+        "One edit of each item. The judge gives whole numbers from 1 to 5 for reasoning (R), consistency (C) and plausibility "
+        "(V); puzzles get 0 or 1 for R and C, which count as 1 and 5, and no V. The score is 0.5 R + 0.3 C + 0.2 V, without "
+        "consistency 0.8 R + 0.2 V, for puzzles 0.7 R + 0.3 C; where R is 1 it is halved, but at least 1. It is quoted as 25 "
+        "(score - 1). An item is solved if all its scores are 5; the headline is the share of solved items."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "The judge's prompts are our wording of the published criteria and scales; the published judge is gpt-4.1 at temperature 0.",
+        "The judge's prompts are our wording of the published criteria and scales; the published judge is gpt-4.1 at temperature "
+        "0.",
         "As in the published script, an item without a consistency score cannot be solved.",
-        "In the published script a row without the key consistency_free can count as free of consistency, where other rows have the "
-        "key; here it does not.",
+        "In the published script a row without the key consistency_free can count as free of consistency, where other rows have "
+        "the key; here it does not.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {
@@ -99,7 +100,8 @@ class RiseSuite(RowSuite):
     }
     headline_column: ClassVar[str] = "solved"
     layout: ClassVar[str] = (
-        "from the data set PhoenixZ/RISEBench, give a folder with datav2_total_w_subtask.json and beside it the unpacked folder data"
+        "from the data set PhoenixZ/RISEBench, give a folder with datav2_total_w_subtask.json and beside it the unpacked folder "
+        "data"
     )
 
     def rows(self, data: Path) -> Rows:
@@ -134,6 +136,7 @@ class RiseSuite(RowSuite):
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         """The published weights, and whether the item is solved."""
         reasoning, consistency, quality = (given[name] for name in ("reasoning_score", "consistency", "quality"))
+        best: tuple[float, ...]
         if item.category == _LOGICAL:
             reasoning, consistency, quality = 4 * reasoning + 1, 4 * consistency + 1, NAN
             score, best = 0.3 * consistency + 0.7 * reasoning, (reasoning, consistency)
@@ -143,7 +146,9 @@ class RiseSuite(RowSuite):
             score, best = 0.3 * consistency + 0.5 * reasoning + 0.2 * quality, (reasoning, consistency, quality)
         if reasoning == 1:
             score = max(0.5 * score, 1.0)
-        solved = NAN if any(each != each for each in best) else float(set(best) == {5.0} and not item.fields.get("consistency_free"))
+        solved = (
+            NAN if any(each != each for each in best) else float(set(best) == {5.0} and not item.fields.get("consistency_free"))
+        )
         return {
             "solved": solved,
             "score": 25 * (score - 1),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from retouch.benchmarks.suite import SuiteItem, require_judge
-from retouch.benchmarks.suites.row_suite import RowSuite, pooled_mean, published
+from retouch.benchmarks.suites.row_suite import RowSuite, pooled_mean
 from retouch.data.rows import BadRow, Layout, Problem, Row, Rows
-from retouch.data.sources.table import ListRows, encoded_image
+from retouch.data.sources.table import encoded_image
 from retouch.data.tables import read_table
 from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.base import JudgeReward
@@ -88,9 +88,9 @@ class DpgSuite(RowSuite):
     licence: ClassVar[str] = "Apache-2.0"
     size: ClassVar[int] = 1065
     protocol: ClassVar[str] = (
-        "Four images of each prompt. A model answers every question of the prompt with yes or no; a question counts as no if one that "
-        "it depends on does. The score of an image is its share of yes, and the headline the mean over images. Categories are shares "
-        "of all questions of a kind, without regard to dependence."
+        "Four images of each prompt. A model answers every question of the prompt with yes or no; a question counts as no if one "
+        "that it depends on does. The score of an image is its share of yes, and the headline the mean over images. Categories "
+        "are shares of all questions of a kind, without regard to dependence."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "A vision-language model answers, with our wording around the published question; the published one is mPLUG-large.",

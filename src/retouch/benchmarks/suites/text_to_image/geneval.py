@@ -39,8 +39,8 @@ class GenEvalSuite(RowSuite):
     size: ClassVar[int] = 553
     protocol: ClassVar[str] = (
         "Four images of each prompt. An image is correct if every required object is found, in the required number, colour and "
-        "position, and no excluded count is reached. The share of correct images is taken in each of the six tasks; the headline is "
-        "the mean of the tasks."
+        "position, and no excluded count is reached. The share of correct images is taken in each of the six tasks; the headline "
+        "is the mean of the tasks."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "Objects are found by an open-vocabulary detector of transformers; the published one is Mask2Former of mmdetection on "

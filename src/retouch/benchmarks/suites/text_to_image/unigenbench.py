@@ -18,7 +18,7 @@ from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ScoresForm
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Json, Sample, Scores
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -85,7 +85,7 @@ def _points(name: str, meta: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _prompt(sample: Sample, points: Sequence[Mapping[str, str]]) -> Prompt:
-    listed = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(points, 1)}
+    listed: dict[str, Json] = {str(number): f"{point['kind']}: {point['words']}" for number, point in enumerate(points, 1)}
     parts = image_parts(sample, quoted("Prompt", sample.task.instruction), quoted("Points", listed))
     return Prompt(rubric("test-points"), parts, ScoresForm({f"point_{number}": _YES_OR_NO for number in listed}))
 
@@ -99,12 +99,12 @@ class UniGenSuite(RowSuite):
     licence: ClassVar[str] = "MIT"
     size: ClassVar[int] = 600
     protocol: ClassVar[str] = (
-        "Four images of each prompt. The judge says of each test point whether the image satisfies it. Each of ten dimensions is the "
-        "share of its points over all images; the headline is the mean of the dimensions."
+        "Four images of each prompt. The judge says of each test point whether the image satisfies it. Each of ten dimensions is "
+        "the share of its points over all images; the headline is the mean of the dimensions."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "The judge's prompt is our wording; the published judges are gemini-2.5-pro and UniGenBench-EvalModel-qwen-72b-v1, which was "
-        "tuned on the published wording.",
+        "The judge's prompt is our wording; the published judges are gemini-2.5-pro and UniGenBench-EvalModel-qwen-72b-v1, which "
+        "was tuned on the published wording.",
         "The published script prints the dimensions and no overall number.",
         "The Chinese files, whose test points have Chinese names, are not read.",
     )
@@ -129,8 +129,8 @@ class UniGenSuite(RowSuite):
             raise ValueError(f"{len(kinds)} test points with {len(words)} descriptions")
         for kind in kinds:
             dimension(kind)
-        points = [{"kind": kind, "words": text} for kind, text in zip(kinds, words, strict=True)]
-        return SuiteItem(id=str(number_of(row, "index")), prompt=row.instruction, fields={"points": list(points)})
+        points: list[Json] = [{"kind": kind, "words": text} for kind, text in zip(kinds, words, strict=True)]
+        return SuiteItem(id=str(number_of(row, "index")), prompt=row.instruction, fields={"points": points})
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         """The judge of test points. Raises ValueError without a judge."""

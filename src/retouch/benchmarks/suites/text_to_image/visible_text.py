@@ -32,9 +32,9 @@ _CHINESE = "\u4e00-\u9fa5"
 class ReadTextReward(RewardSection):
     """How much of the requested text an image shows. Columns, 0 to 1:
 
-    ``accuracy``: 1 - edit distance / letters of ``task.text``, at most one mistake for each letter; 1 where the text is contained in
-    what was read (Flow-GRPO). ``exact``: 1 - edit distance / length of the longer, where superfluous text counts too. ``words``: the
-    share of the words that were read; of the characters where the task's ``language`` is Chinese (LongText-Bench).
+    ``accuracy``: 1 - edit distance / length of ``task.text``, at least 0, and 1 where all of it is in what was read (Flow-GRPO).
+    ``exact``: 1 - edit distance / length of the longer, so that superfluous text counts too. ``words``: the share of the words that
+    were read; of the characters where the task's ``language`` is Chinese (LongText-Bench).
     """
 
     columns: ClassVar[Mapping[str, Column]] = {name: Column(0.0, 1.0) for name in ("accuracy", "exact", "words")}
@@ -103,8 +103,9 @@ class OcrSuite(RowSuite):
     licence: ClassVar[str] = "MIT"
     size: ClassVar[int] = 1018
     protocol: ClassVar[str] = (
-        "One image of each prompt. accuracy = 1 - edit distance / length of the text in the prompt's first double quotes, without case "
-        "and spaces, at least 0, and 1 where the text is part of what was read; the mean over images. exact counts superfluous text too."
+        "One image of each prompt. accuracy = 1 - edit distance / length of the text in the prompt's first double quotes, without "
+        "case and spaces, at least 0, and 1 where the text is part of what was read; the mean over images. exact counts "
+        "superfluous text too."
     )
     deviations: ClassVar[tuple[str, ...]] = (_READER.format("PaddleOCR"),)
     task = "text-to-image"
@@ -139,8 +140,8 @@ class LongTextSuite(RowSuite):
     licence: ClassVar[str] = "Apache-2.0"
     size: ClassVar[int] = 160
     protocol: ClassVar[str] = (
-        "Four images of each prompt. words is the share of all words of the requested texts that were read, without signs and case; "
-        "characters for Chinese. Words are pooled over all images, so long texts count more."
+        "Four images of each prompt. words is the share of all words of the requested texts that were read, without signs and "
+        "case; characters for Chinese. Words are pooled over all images, so long texts count more."
     )
     deviations: ClassVar[tuple[str, ...]] = (_READER.format("Qwen2.5-VL-7B-Instruct"),)
     task = "text-to-image"

@@ -1,0 +1,136 @@
+"""KRIS-Bench and RISEBench: their schemas, what their judges are asked, and the published weights."""
+
+import json
+import math
+
+import pytest
+
+from canned_judge import JUDGE, CannedClient, headline, number_of, saved, scored
+from retouch.benchmarks.suites.editing.kris import KrisSuite
+from retouch.benchmarks.suites.editing.rise import RiseSuite
+from retouch.rewards.judges.panel import Panel
+from retouch.types import Sample
+
+EASY = {"consistency": 4, "instruction": 5, "knowledge": 2, "quality": 3}
+
+
+def by_name(table):
+    """Answers by the names that a question asks for."""
+    return lambda question, _: {"reasoning": "", **{name: table[name] for name in question.form.scales}}
+
+
+@pytest.fixture
+def kris(tmp_path):
+    biology = {
+        "1": {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"},
+        "2": {"ori_img": "1.png", "gt_img": "", "ins_en": "next year", "explain_en": ""},
+    }
+    temporal = {"7": {"ori_img": ["7-1.png", "7-2.png"], "gt_img": "7-3.png", "ins_en": "the third frame", "explain_en": ""}}
+    colour = {"1": {"ori_img": "gone.png", "gt_img": "", "ins_en": "red", "explain_en": ""}}
+    for folder, rows in {"biology": biology, "temporal_prediction": temporal, "color_change": colour}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "annotation.json").write_text(json.dumps(rows))
+    for number, name in enumerate(("biology/1.png", *(f"temporal_prediction/7-{frame}.png" for frame in (1, 2, 3))), 1):
+        saved(tmp_path / name, number)
+    return tmp_path
+
+
+def test_kris_scores_what_a_category_has(kris):
+    suite = KrisSuite()
+    items, broken = suite.items(kris)
+    assert [item.id for item in items] == ["biology-1", "temporal_prediction-7"]
+    assert [(each.id, word in each.reason) for each, word in zip(broken, ["explain_en", "gone.png"], strict=True)] == [
+        ("annotation.json:2", True),
+        ("annotation.json:1", True),
+    ]
+    found = scored(suite, items, by_name(EASY))
+    assert found["biology-1"] == pytest.approx({"score": (4 + 5 + 2 + 3) / 4, **EASY})
+    assert found["temporal_prediction-7"]["score"] == pytest.approx((4 + 5 + 3) / 3)
+    assert math.isnan(found["temporal_prediction-7"]["knowledge"])
+    assert headline(suite, items, found)["score"] == pytest.approx((3.5 + 4) / 2)
+    missing = scored(suite, items, lambda question, _: "?" if "quality" in question.form.scales else by_name(EASY)(question, _))
+    assert math.isnan(missing["biology-1"]["score"])
+
+
+def test_kris_shows_all_source_images_and_the_right_result(kris):
+    suite = KrisSuite()
+    items, _ = suite.items(kris)
+    client = CannedClient(by_name(EASY))
+    task = suite.task_for(items[1])
+    assert [number_of(image) for image in task.images] == [2, 3]
+    suite.reward(JUDGE).with_model(Panel(client))([Sample(task, task.images[0])])
+    consistency, instruction, quality = [
+        [number_of(part) for part in question.parts if not isinstance(part, str)] for question in client.asked
+    ]
+    assert (consistency, instruction, quality) == ([2, 3, 2], [2, 3, 4, 2], [2])
+
+
+def rise_row(index, category, **more):
+    return {
+        "index": index,
+        "category": category,
+        "subtask": "x",
+        "instruction": f"edit {index}",
+        "image": f"{category}_images/{index}.png",
+        **more,
+    }
+
+
+@pytest.fixture
+def rise(tmp_path):
+    rows = [
+        rise_row("temporal_reasoning_1", "temporal_reasoning", reference="it is ripe"),
+        rise_row("causal_reasoning_1", "causal_reasoning", reference="it breaks", consistency_free=True),
+        rise_row("spatial_reasoning_1", "spatial_reasoning", reference_img="spatial_reasoning_images/ref.png"),
+        rise_row("logical_reasoning_1", "logical_reasoning", reference_txt="a circle"),
+        rise_row("logical_reasoning_2", "logical_reasoning", reference_txt="a square"),
+        rise_row("causal_reasoning_2", "causal_reasoning"),
+        rise_row("x", "musical_reasoning", reference="a song"),
+    ]
+    (tmp_path / "datav2_total_w_subtask.json").write_text(json.dumps(rows))
+    for number, row in enumerate(rows, 1):
+        saved(tmp_path / "data" / row["image"], number)
+    saved(tmp_path / "data" / "spatial_reasoning_images" / "ref.png", 50)
+    return tmp_path
+
+
+def test_rise_weighs_its_scores_as_published(rise):
+    suite = RiseSuite()
+    items, broken = suite.items(rise)
+    assert len(items) == 5
+    assert ["right result" in broken[0].reason, "musical" in broken[1].reason] == [True, True]
+    answers = {
+        1: {"consistency": 5, "reasoning_score": 5, "quality": 5},
+        2: {"reasoning_score": 5, "quality": 5},
+        3: {"consistency": 4, "reasoning_score": 1, "quality": 5},
+        4: {"consistency": 1, "reasoning_score": 1},
+        5: {"consistency": 1, "reasoning_score": 0},
+    }
+    found = scored(suite, items, lambda question, number: by_name(answers[number])(question, number))
+    one, free, wrong, solved, unsolved = (found[item.id] for item in items)
+    assert (one["solved"], one["score"]) == (1, 100)
+    assert (free["solved"], free["score"]) == (0, 100)  # as published: without a consistency score nothing is solved
+    assert (wrong["solved"], wrong["score"]) == (0, pytest.approx(25 * (0.5 * (0.3 * 4 + 0.5 * 1 + 0.2 * 5) - 1)))
+    assert (solved["solved"], solved["score"], solved["reasoning"]) == (1, 100, 5)
+    assert (unsolved["solved"], unsolved["score"]) == (0, pytest.approx(25 * (0.5 * (0.3 * 5 + 0.7 * 1) - 1)))
+    assert math.isnan(solved["quality"])
+    assert headline(suite, items, found)["solved"] == pytest.approx(2 / 5)
+    missing = scored(
+        suite, items, lambda question, number: "" if number == 1 else by_name(answers[number])(question, number)
+    )
+    assert math.isnan(missing[items[0].id]["solved"])
+    assert headline(suite, items, missing)["solved"] == pytest.approx(1 / 4)
+
+
+def test_rise_shows_the_right_result_where_there_is_an_image_of_it(rise):
+    suite = RiseSuite()
+    items, _ = suite.items(rise)
+    client = CannedClient(by_name({"consistency": 5, "reasoning_score": 5, "quality": 5}))
+    reward = suite.reward(JUDGE).with_model(Panel(client))
+    shown = []
+    for item in (items[0], items[2]):
+        client.asked.clear()
+        task = suite.task_for(item)
+        reward([Sample(task, task.images[0])])
+        shown.append([[number_of(part) for part in question.parts if not isinstance(part, str)] for question in client.asked])
+    assert shown == [[[1, 1], [1], [1]], [[50, 3], [50, 3], [3]]]

@@ -1,0 +1,243 @@
+"""Suites of prompts: rows of the published schema, the published formula computed by hand, and rows that cannot be used."""
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from canned_judge import JUDGE, headline, scored
+from retouch.benchmarks.suites.text_to_image.dpg import DpgSuite
+from retouch.benchmarks.suites.text_to_image.geneval import GenEvalSuite
+from retouch.benchmarks.suites.text_to_image.geneval2 import GenEval2Suite
+from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite, PickScoreSuite
+from retouch.benchmarks.suites.text_to_image.unigenbench import UniGenSuite
+from retouch.benchmarks.suites.text_to_image.visible_text import LongTextSuite, OcrSuite, ReadTextReward, accuracy, word_share
+from retouch.rewards.scorers.detectors import Found
+from retouch.rewards.scorers.geneval import GenEvalModels
+from retouch.rewards.text.readers import TextLine
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
+
+
+def lines(path: Path, rows) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
+    return path
+
+
+def test_geneval_is_the_mean_of_its_tasks(tmp_path):
+    rows = [
+        {"tag": "single_object", "include": [{"class": "bench", "count": 1}], "prompt": "a photo of a bench"},
+        {"tag": "single_object", "include": [{"class": "cow", "count": 1}], "prompt": "a photo of a cow"},
+        {
+            "tag": "counting",
+            "include": [{"class": "cow", "count": 2}],
+            "exclude": [{"class": "cow", "count": 3}],
+            "prompt": "a photo of two cows",
+        },
+        {"tag": "painting", "include": [{"class": "cow", "count": 1}], "prompt": "a painted cow"},
+        {"tag": "colors", "include": [{"class": "cow", "count": 1, "color": "mauve"}], "prompt": "a mauve cow"},
+        "{",
+    ]
+    suite = GenEvalSuite()
+    items, broken = suite.items(lines(tmp_path / "evaluation_metadata.jsonl", rows))
+    assert [item.category for item in items] == ["single_object", "single_object", "counting"]
+    assert [each.id.rpartition(":")[2] for each in broken] == ["4", "5", "6"]
+    assert ["painting" in broken[0].reason, "mauve" in broken[1].reason, "not JSON" in broken[2].reason] == [True] * 3
+    assert suite.images_per_item == 4
+    cow = Found("cow", (0, 0, 2, 2), 0.9)
+    far = Found("cow", (5, 5, 8, 8), 0.9)
+    reward = suite.reward(None).with_model(GenEvalModels(lambda image, names: [one for one in (cow, far) if one.name in names], None))
+    scores = {
+        item.id: {name: column.item() for name, column in reward([Sample(suite.task_for(item), Image.new("RGB", (8, 8)))]).items()}
+        for item in items
+    }
+    # single_object: a bench is not there, a cow is; counting: two cows are there
+    assert headline(suite, items, scores)["correct"] == pytest.approx((0.5 + 1) / 2)
+
+
+def test_geneval2_takes_the_geometric_mean(tmp_path):
+    row = {
+        "prompt": "four white bicycles",
+        "atom_count": 3,
+        "vqa_list": [["How many bicycles are there?", "four"], ["Are the bicycles white?", "Yes"]],
+        "skills": ["count", "attribute"],
+    }
+    rows = [row, {**row, "prompt": "b", "vqa_list": [["x?"]]}, {**row, "prompt": "c", "atom_count": "three"}]
+    suite = GenEval2Suite()
+    items, broken = suite.items(lines(tmp_path / "geneval2_data.jsonl", rows))
+    assert [item.category for item in items] == ["3 atoms"]
+    assert ["vqa_list" in broken[0].reason, "atom_count" in broken[1].reason] == [True, True]
+    found = scored(suite, items, lambda question, _: 0.9 if "white" in question.parts[0] else 0.4)
+    assert found[items[0].id] == pytest.approx({"gm": math.sqrt(0.9 * 0.4), "am": 0.65}, abs=1e-6)
+    missing = scored(suite, items, lambda question, _: 0.9 if "white" in question.parts[0] else "perhaps")
+    assert math.isnan(missing[items[0].id]["am"])
+
+
+DPG = "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,question_natural_language".split(",")
+
+
+def dpg_file(path: Path, rows) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([DPG, *rows])
+    return path
+
+
+def dpg_row(item, number, parents, kind, question):
+    return [item, f"prompt of {item}", "k", number, parents, kind, "x", f"{kind} - whole (thing)", question]
+
+
+def test_dpg_takes_points_from_what_depends_on_a_no(tmp_path):
+    rows = [
+        dpg_row("1", 1, "0", "entity", "Is there a cat?"),
+        dpg_row("1", 2, "1", "attribute", "Is the cat grey?"),
+        dpg_row("1", 3, "2", "attribute", "Is the grey cat striped?"),
+        dpg_row("1", 4, "0", "global", "Is it a photo?"),
+        dpg_row("2", 1, "0", "entity", "Is there a dog?"),
+        dpg_row("3", 1, "7", "entity", "Is there a bird?"),
+        dpg_row("4", "x", "0", "entity", "Is there a fish?"),
+    ]
+    suite = DpgSuite()
+    items, broken = suite.items(dpg_file(tmp_path / "dpg_bench.csv", rows))
+    assert [(item.id, item.prompt) for item in items] == [("1", "prompt of 1"), ("2", "prompt of 2")]
+    assert ["no question 7" in broken[0].reason, "whole numbers" in broken[1].reason] == [True, True]
+    said = {"cat?": "no", "grey?": "yes", "striped?": "yes", "photo?": "yes", "dog?": "yes"}
+
+    def reply(question, _):
+        return next(answer for word, answer in said.items() if word in question.parts[0])
+
+    found = scored(suite, items, reply)
+    # the first prompt: no, then no because of it, then no because of that, yes
+    assert found["1"]["score"] == pytest.approx(1 / 4)
+    assert (found["1"]["entity"], found["1"]["attribute"], found["1"]["global"]) == (0, 1, 1)  # without regard to dependence
+    assert math.isnan(found["1"]["relation"])
+    total = headline(suite, items, found)
+    assert (total["score"], total["entity"], total["attribute"]) == pytest.approx(((1 / 4 + 1) / 2, 1 / 2, 1))
+    assert math.isnan(total["relation"])
+    missing = scored(suite, items, lambda question, _: "maybe" if "dog" in question.parts[0] else reply(question, _))
+    assert math.isnan(missing["2"]["score"])
+    assert headline(suite, items, missing)["score"] == pytest.approx(1 / 4)
+
+
+def unigen_file(path: Path, rows) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["index", "prompt_en", "sub_dims_en"])
+        for index, prompt, points in rows:
+            named = {"Testpoints": list(points), "Testpoint Description": list(points.values())}
+            writer.writerow([index, prompt, json.dumps({"Primary Categories": "Art", **named})])
+    return path
+
+
+def test_unigenbench_pools_the_points_of_each_dimension(tmp_path):
+    rows = [
+        (0, "two pandas", {"Style": "ink", "Attribute - Quantity": "two", "Attribute - Color": "black"}),
+        (1, "a cat", {"Attribute - Size": "small"}),
+        (2, "a dog", {"Smell": "wet"}),
+    ]
+    suite = UniGenSuite()
+    items, broken = suite.items(unigen_file(tmp_path / "test_prompts_en.csv", rows))
+    assert [item.id for item in items] == ["0", "1"]
+    assert "Smell" in broken[0].reason
+    answers = {1: {"point_1": 1, "point_2": 1, "point_3": 0}, 2: {"point_1": 0}}
+    found = scored(suite, items, lambda _, number: {"reasoning": "", **answers[number]})
+    assert found["0"]["attribute"] == 0.5
+    total = headline(suite, items, found)
+    # style 1 of 1, attribute 1 of 3 points; overall is the mean of the two
+    assert (total["style"], total["attribute"], total["overall"]) == pytest.approx((1, 1 / 3, 2 / 3))
+    assert math.isnan(total["grammar"])
+    missing = scored(suite, items, lambda _, number: {"reasoning": "", **answers[2]})  # two points have no answer
+    assert math.isnan(missing["0"]["overall"])
+    assert headline(suite, items, missing)["attribute"] == 0
+
+
+def test_ocr_accuracy_is_flow_grpos():
+    assert accuracy("Open 24", ["OPEN", "24 hours"]) == 1
+    assert accuracy("hello", ["hallo"]) == pytest.approx(0.8)
+    assert accuracy("hi", ["something else"]) == 0  # at most one mistake a letter
+    assert word_share("The cat, the mat.", ["THE CAT", "the dog"], chinese=False) == pytest.approx(3 / 4)
+    assert word_share("红色的猫", ["猫 红"], chinese=True) == pytest.approx(2 / 4)
+    assert word_share("...", ["x"], chinese=False) == 0
+
+
+def read(suite, items, texts):
+    """Each item's scores where its image reads as ``texts[i]``."""
+    found = {}
+    for item, text in zip(items, texts, strict=True):
+        reward = suite.reward(None).with_model(lambda image, text=text: [TextLine(line, 1.0) for line in text])
+        given = {name: column.item() for name, column in reward([Sample(suite.task_for(item), Image.new("RGB", (8, 8)))]).items()}
+        found[item.id] = suite.score(item, given)
+    return found
+
+
+def test_ocr_is_a_mean_over_prompts(tmp_path):
+    suite = OcrSuite()
+    items, broken = suite.items(lines(tmp_path / "test.txt", ['A sign that reads "Open"', "no text", 'A cup with "tea"']))
+    assert [item.text for item in items] == ["Open", "tea"]
+    assert [(each.id, each.reason) for each in broken] == [("test.txt:2", "no text between double quotes")]
+    found = read(suite, items, [["open late"], ["tee"]])
+    assert headline(suite, items, found)["accuracy"] == pytest.approx((1 + 2 / 3) / 2)
+    assert found[items[0].id]["exact"] == pytest.approx(1 - 4 / 8)
+
+
+def test_longtext_pools_words(tmp_path):
+    rows = [
+        {"prompt_id": 0, "prompt": "a poster", "category": "poster", "length": "short", "text": ["Big sale", "today only"]},
+        {"prompt_id": 1, "prompt": "a sign", "category": "sign", "length": "short", "text": ["Stop!"]},
+        {"prompt_id": 2, "prompt": "nothing", "category": "sign", "length": "short", "text": []},
+        {"prompt_id": 1, "prompt": "again", "category": "sign", "length": "short", "text": ["x"]},
+    ]
+    suite = LongTextSuite()
+    items, broken = suite.items(lines(tmp_path / "text_prompts.jsonl", rows))
+    assert [(item.id, item.text, item.category) for item in items] == [("0", "Big sale today only", "poster"), ("1", "Stop!", "sign")]
+    assert len(broken) == 2
+    found = read(suite, items, [["big", "TODAY sale sale"], ["go"]])
+    # 3 of 4 words, and 0 of 1
+    assert headline(suite, items, found)["words"] == pytest.approx(3 / 5)
+
+
+def test_reading_keeps_the_contract_and_needs_a_text():
+    reward = ReadTextReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.0f}", 0.5)])
+    check_reward(reward, [Sample(Task(str(n), "", text="17"), Image.new("RGB", (8, 8), (n, n, n))) for n in (17, 90)])
+    with pytest.raises(ValueError, match="no text"):
+        reward([Sample(Task("t", "", text=" "), None)])
+
+
+def test_rapidocr_reads_for_the_suite(tmp_path):
+    suite = OcrSuite()
+    items, _ = suite.items(lines(tmp_path / "test.txt", ['A sign that reads "open 24"']))
+    image = Image.new("RGB", (320, 90), (240, 240, 230))
+    ImageDraw.Draw(image).text((20, 20), "open 24", fill=(20, 30, 90), font=ImageFont.load_default(40))
+    given = suite.reward(None)([Sample(suite.task_for(items[0]), image)])
+    assert {name: column.item() for name, column in given.items()} == {"accuracy": 1, "exact": 1, "words": 1}
+
+
+@pytest.mark.skipif(not PHOTOS, reason="RETOUCH_TRIPLETS names no folder of triplets")
+def test_rapidocr_reads_photographs_for_the_suite(tmp_path):
+    wanted = dict(line.split("-", 1) for line in (Path(PHOTOS) / "self_bench.txt").read_text().splitlines() if line)
+    suite = OcrSuite()
+    items, _ = suite.items(lines(tmp_path / "test.txt", [f'A photo with "{text}"' for text in wanted.values()]))
+    images = [Image.open(Path(PHOTOS) / f"test{number}_source.png").convert("RGB") for number in wanted]
+    samples = [Sample(suite.task_for(item), image) for item, image in zip(items, images, strict=True)]
+    assert suite.reward(None)(samples)["accuracy"].tolist() == [1.0] * len(samples)
+
+
+def test_prompt_lists_of_drawbench_and_others(tmp_path):
+    suite = PickScoreSuite()
+    (tmp_path / "drawbench.csv").write_text('Prompts,Category\n"A red car, parked",Colors\nTwo cats,Counting\n,Counting\n')
+    items, broken = suite.items(tmp_path / "drawbench.csv")
+    assert [(item.prompt, item.category) for item in items] == [("A red car, parked", "Colors"), ("Two cats", "Counting")]
+    assert len(broken) == 1
+    assert [item.prompt for item in suite.items(lines(tmp_path / "p.txt", ["one", "two"]))[0]] == ["one", "two"]
+    scores = {item.id: {"pickscore": score} for item, score in zip(items, (20.0, 23.0), strict=True)}
+    assert headline(suite, items, scores) == {"pickscore": 21.5}
+    for made in (PickScoreSuite(path="p"), HpsSuite(path="p"), AestheticSuite(head="h")):
+        assert set(made.reward(JUDGE).columns) == set(made.columns)
+        assert made.headline_column in made.columns

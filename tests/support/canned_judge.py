@@ -1,0 +1,91 @@
+"""A judge whose answers a test writes down: real forms and readers, no model. Images are numbered by their colour."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.vlm.forms import JudgeReply
+from retouch.rewards.vlm.models import InProcess
+from retouch.rewards.vlm.questions import Answer, Question
+from retouch.types import Sample
+
+JUDGE = InProcess(path="not loaded")
+
+
+class CannedClient:
+    """Answers each question with ``reply(question, number)``: a text, an object that becomes JSON, or the probability of yes.
+
+    ``number``: of the judged image.
+    """
+
+    identity = "canned"
+
+    def __init__(self, reply: Callable[[Question, int], Any]) -> None:
+        self.reply = reply
+        self.asked: list[Question] = []
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        self.asked += questions
+        return [self._answer(question) for question in questions]
+
+    def _answer(self, question: Question) -> Answer:
+        assert isinstance(question.parts[-1], Image.Image)
+        given = self.reply(question, number_of(question.parts[-1]))
+        first: Mapping[str, float] = {}
+        if isinstance(given, float):
+            first = {"yes": math.log(max(given, 1e-12)), "no": math.log(max(1 - given, 1e-12))}
+        text = given if isinstance(given, str) else json.dumps(given)
+        scores = question.form.read(JudgeReply(text, "stop", first=first))
+        return Answer(scores, text=text) if scores else Answer(fault="the answer cannot be read", text=text)
+
+
+def numbered(number: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+    """An image that is told from others by its number."""
+    return Image.new("RGB", size, (number, 100, 200))
+
+
+def number_of(image: Image.Image) -> int:
+    """The number of an image of ``numbered``."""
+    red = image.convert("RGB").getpixel((0, 0))
+    assert isinstance(red, tuple)
+    return int(red[0])
+
+
+def saved(path: Path, number: int, size: tuple[int, int] = (8, 8)) -> Path:
+    """A file of ``numbered``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    numbered(number, size).save(path)
+    return path
+
+
+def scored(
+    suite: Suite, items: Sequence[SuiteItem], reply: Callable[[Question, int], Any], *, turns: int = 1
+) -> dict[str, dict[str, float]]:
+    """Each item's scores by the suite's own judge, which answers with ``reply``; item i has image number i + 1 of every turn."""
+    client = CannedClient(reply)
+    reward: Any = suite.reward(JUDGE)
+    reward = reward.with_model(Panel(client))
+    found = {}
+    for number, item in enumerate(items, 1):
+        for turn in range(min(turns, item.turns)):
+            previous = numbered(100 + number) if turn else None
+            sample = Sample(suite.task_for(item, turn=turn, previous=previous), numbered(number))
+            given = {name: column.item() for name, column in reward([sample]).items()}
+            result = suite.score(item, given)
+            assert not isinstance(result, str), result
+            found[item.id if turn == 0 else f"{item.id}/{turn}"] = dict(result)
+    return found
+
+
+def headline(suite: Suite, items: Sequence[SuiteItem], scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The suite's aggregate of these scores, one image an item."""
+    columns = list(next(iter(scores.values())))
+    values = {name: np.array([scores[item.id][name] for item in items]) for name in columns}
+    return {name: float(each[0]) for name, each in suite.headline(items, values, np.ones((1, len(items)))).items()}
