@@ -241,6 +241,7 @@ def test_earl_averages_six_sets(tmp_path):
     assert [item.category for item in items] == ["omniedit", "emuedit", "aurora", "magicbrush", "vismin", "i2ebench"]
     assert [item.prompt for item in items] == ["add a cat", "e", "a", "m", "v", "i"]
     assert [each.id for each in broken] == ["magicbrush:2"]
+    assert len({item.cluster for item in items}) == 6
     found = scored(suite, items, vie({number: (number, 10, 4, 5) for number in range(1, 7)}))
     # each set has one image: overall = sqrt(number x 4)
     expected = sum(math.sqrt(4 * number) for number in range(1, 7)) / 6

@@ -115,9 +115,7 @@ def test_rise_weighs_its_scores_as_published(rise):
     assert (unsolved["solved"], unsolved["score"]) == (0, pytest.approx(25 * (0.5 * (0.3 * 5 + 0.7 * 1) - 1)))
     assert math.isnan(solved["quality"])
     assert headline(suite, items, found)["solved"] == pytest.approx(2 / 5)
-    missing = scored(
-        suite, items, lambda question, number: "" if number == 1 else by_name(answers[number])(question, number)
-    )
+    missing = scored(suite, items, lambda question, number: "" if number == 1 else by_name(answers[number])(question, number))
     assert math.isnan(missing[items[0].id]["solved"])
     assert headline(suite, items, missing)["solved"] == pytest.approx(1 / 4)
 

@@ -99,6 +99,7 @@ class RowSuite(Suite):
             id=item.id if turn == 0 else f"{item.id} turn {turn + 1}",
             instruction=item.instruction(turn),
             images=images,
+            text=item.text,
             tags={"category": item.category} if item.category else {},
             meta=item.fields,
         )

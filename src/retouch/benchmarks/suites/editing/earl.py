@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -54,22 +56,22 @@ class EarlSuite(RowSuite):
     headline_column: ClassVar[str] = "overall"
     average = "categories"
     layout: ClassVar[str] = (
-        "give a folder with the sets omniedit (split dev of TIGER-Lab/OmniEdit-Filtered-1.2M), emuedit (facebook/emu_edit_test_set), "
-        "aurora (McGill-NLP/AURORA-Bench) and vismin (mair-lab/escher-vismin-dev), each as NAME.parquet or as a folder NAME of parquet "
-        "files; magicbrush, the folder with edit_turns.json and images; and i2ebench, the folder EditData"
+        "give a folder with the sets omniedit (split dev of TIGER-Lab/OmniEdit-Filtered-1.2M), emuedit "
+        "(facebook/emu_edit_test_set), aurora (McGill-NLP/AURORA-Bench) and vismin (mair-lab/escher-vismin-dev), each as "
+        "NAME.parquet or as a folder NAME of parquet files; magicbrush, the folder with edit_turns.json and images; and i2ebench, "
+        "the folder EditData"
     )
 
     def rows(self, data: Path) -> Rows:
         """The rows of the chosen sets, set after set."""
-        return JoinedRows(_READERS[name](data) for name in self.sets)
+        return JoinedRows(_SetRows(name, _READERS[name](data)) for name in self.sets)
 
     def item(self, row: Row) -> SuiteItem | None:
         """The row, in the category of its set."""
-        name, _, rest = row.id.partition("/")
         return SuiteItem(
-            id=f"{name}-{rest}".replace("/", "-"),
+            id=row.id,
             prompt=row.instruction.removeprefix("edit_instruction: "),  # how VisMin's rows begin
-            category=name,
+            category=row.id.partition("-")[0],
             cluster=row.source,
         )
 
@@ -78,10 +80,31 @@ class EarlSuite(RowSuite):
         return VieScore(judge=require_judge(self, judge))
 
 
+class _SetRows:
+    """The rows of one set, named by it and their line. Rows with the same source image have the same source; the sets' own columns
+    of these names mean other things."""
+
+    def __init__(self, name: SetName, rows: Rows) -> None:
+        self.problems = rows.problems
+        self._name = name
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        data = row.images[0].data
+        image = row.images[0].name if isinstance(data, Path) else hashlib.sha256(data).hexdigest()
+        return replace(row, id=f"{self._name}-{row.line}", source=f"{self._name}/{image}")
+
+
 def _parquet(name: str, *, image: str, instruction: str) -> Callable[[Path], Rows]:
     def read(data: Path) -> Rows:
         file = data / f"{name}.parquet"
-        return read_hub(file if file.is_file() else _found(data, name), columns={"image": image, "instruction": instruction}, name=name)
+        return read_hub(
+            file if file.is_file() else _found(data, name), columns={"image": image, "instruction": instruction}, name=name
+        )
 
     return read
 
@@ -97,7 +120,7 @@ def _magicbrush(data: Path) -> Rows:
     """MagicBrush's test split: ``edit_turns.json`` names images in a folder for each source image."""
     folder = _found(data, "magicbrush")
     table = [{**row, "file": _magicbrush_file(row.get("input"))} for row in keyed_rows(folder / "edit_turns.json")]
-    columns = {"image": "file", "instruction": "instruction", "source": "file"}
+    columns = {"image": "file", "instruction": "instruction"}
     return file_rows(table, name=str(data / "magicbrush"), columns=columns, images=folder / "images")
 
 
@@ -115,8 +138,8 @@ def _i2ebench(data: Path) -> Rows:
         for row in keyed_rows(lists[0]) if lists else ():
             image = row.get("image")
             named = f"{folder.name}/input/{image}" if isinstance(image, str) else None
-            table.append({"id": f"i2ebench/{folder.name}/{row.get('key')}", "file": named, "ori_exp": row.get("ori_exp")})
-    columns = {"id": "id", "image": "file", "instruction": "ori_exp", "source": "file"}
+            table.append({"file": named, "ori_exp": row.get("ori_exp")})
+    columns = {"image": "file", "instruction": "ori_exp"}
     return file_rows(table, name=str(data / "i2ebench"), columns=columns, images=root)
 
 
