@@ -38,6 +38,18 @@ TESTS = {
     "black-forest-labs/kontext-bench": "KontextBench",
     "nateraw/parti-prompts": "PartiPrompts",
     "T2I-CompBench/examples/dataset/color_val.txt": "T2I-CompBench",
+    "GenEval2/geneval2_data.jsonl": "GenEval",
+    "ImgEdit/Benchmark/Multiturn": "ImgEdit-Bench",
+    "downloads/basic_edit.json": "ImgEdit-Bench",
+    "downloads/UGE_edit.json": "ImgEdit-Bench",
+    "mair-lab/escher-vismin-dev": "EARL's evaluation sets",
+    "PhoenixZ/RISEBench": "RISEBench",
+    "downloads/datav2_total_w_subtask.json": "RISEBench",
+    "mercurystraw/Kris_Bench": "KRIS-Bench",
+    "downloads/text_prompts_zh.jsonl": "LongText-Bench",
+    "downloads/test_prompts_en_long.csv": "UniGenBench",
+    "ELLA/dpg_bench/dpg_bench.csv": "DPG-Bench",
+    "data/drawbench.csv": "DrawBench",
 }
 TRAINING = [
     "UCSC-VLAA/GPT-Image-Edit-1.5M",
@@ -56,6 +68,8 @@ TRAINING = [
     "flow_grpo/dataset/pickscore/train.txt",
     "T2I-CompBench/examples/dataset/color_train.txt",
     "sysuyy/ImgEdit",
+    "ImgEdit/Multiturn/content_memory.json",
+    "prompts/train_prompts_en.csv",
     "photos/my contest",
     "workbench.txt",
 ]

@@ -38,8 +38,8 @@ class EarlSuite(RowSuite):
     name: ClassVar[str] = "earl"
     title: ClassVar[str] = "EARL's evaluation"
     source: ClassVar[str] = "https://github.com/saba96/EARL"
-    licence: ClassVar[str] = "each set has its own; Emu Edit and AURORA do not allow every use"
-    size: ClassVar[int] = 6
+    licence: ClassVar[str] = "each set has its own"
+    size: ClassVar[int] = 0
     protocol: ClassVar[str] = (
         "One edit of each source image. VIEScore gives SC = min(success, restraint), PQ = min(naturalness, cleanness) and overall "
         "= sqrt(SC x PQ), 0 to 10. Each column is averaged in each of the six sets; the headline is the mean of the sets."
