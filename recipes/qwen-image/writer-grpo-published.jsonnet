@@ -5,9 +5,9 @@
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image/writer-grpo-published.jsonnet --set data.path=PROMPTS.jsonl
 //
-// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard, by a list of difficulties of
-// its own; its reward also has MMMG's score, by a segmentation model, and a score of the response's text. None of these is included.
-// For a curriculum, give `phases`, each with its own `data.path`. It samples 8 denoising steps, as the name of its run says; guidance
+// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard: `retouch data convert mmmg` makes
+// prompt lists of it, for `phases` with a `data.path` each, and `reward.kind: mmmg` scores its knowledge graphs. Its readability, by
+// a segmentation model, and its score of the response's text are not included. It samples 8 denoising steps, as the name of its run says; guidance
 // and image size are those of writer-grpo.
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.

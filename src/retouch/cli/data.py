@@ -27,12 +27,13 @@ def add_data(commands: Commands) -> None:
     check.add_argument("--all", action="store_true", help=f"list every finding; without it, {_SHOWN} of those that are equal")
     check.set_defaults(run=_data_check)
     convert = data.add_parser(
-        "convert", parents=[debug_option()], help="make a folder with metadata.jsonl of a published editing data set"
+        "convert", parents=[debug_option()], help="make a folder or prompt lists of a published data set, as training reads them"
     )
-    convert.add_argument("name", metavar="NAME", help="gpt-image-edit, aurora, omniedit or magicbrush")
+    convert.add_argument("name", metavar="NAME", help="gpt-image-edit, aurora, omniedit or magicbrush; or mmmg, for prompt lists")
     convert.add_argument("source", type=Path, metavar="SOURCE", help="the folder that was downloaded")
-    convert.add_argument("--out", type=Path, metavar="DIR", help="folder for images that are in parquet files")
+    convert.add_argument("--out", type=Path, metavar="DIR", help="folder for images that are in parquet files, or for prompt lists")
     convert.add_argument("--split", default="train", help="train by default; test sets are refused")
+    convert.add_argument("--stages", type=int, default=5, metavar="N", help="of mmmg: prompt lists, from easy to hard; 5")
     convert.set_defaults(run=_data_convert)
     tokens = data.add_parser(
         "tokenize", parents=[debug_option(), import_option()], help="encode the images of a data set as image tokens"
@@ -119,6 +120,13 @@ def _folded(problems: "list[Problem]") -> Iterator[str]:
 
 
 def _data_convert(arguments: argparse.Namespace) -> int:
+    if arguments.name == "mmmg":
+        from retouch.data.sources.mmmg import write_curriculum
+
+        if arguments.out is None:
+            raise ValueError("mmmg: name a folder for the prompt lists with --out")
+        print(write_curriculum(arguments.source, out=arguments.out, stages=arguments.stages))
+        return 0
     from retouch.data.sources.conversion import convert
 
     print(convert(arguments.name, arguments.source, out=arguments.out, split=arguments.split))

@@ -36,6 +36,7 @@ _NAMES = {
     "UniGenBench": r"unigenbench|(^|/)testprompts(en|zh)(long)?\.csv$",
     "HPSv2's benchmark": r"hp[ds]v2(/.*)?/(benchmark|test)",
     "VisMin-Bench": r"visminbench",
+    "MMMG": r"mmmgbench/mmmg(bench)?(/|\[|$)",
     "T2I-CompBench": r"t2icompbench.*val",
 }
 _INSTEAD = {"Complex-Edit": "UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions for training"}

@@ -34,6 +34,7 @@ SINGLE = {
     "editscore": "retouch.rewards.judges.viescore:EditScore",
     "complex_edit": "retouch.rewards.judges.complex_edit:ComplexEditReward",
     "ground": "retouch.rewards.judges.ground:GroundReward",
+    "mmmg": "retouch.rewards.judges.mmmg:MmmgReward",
     "yes": "retouch.rewards.judges.one_token:YesReward",
     "digit": "retouch.rewards.judges.one_token:DigitReward",
     "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",

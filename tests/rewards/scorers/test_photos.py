@@ -112,6 +112,16 @@ def test_a_source_of_another_size_is_fitted():
     assert score(image.resize((128, 96)), image)["preservation"] > 0.8
 
 
+def test_a_small_side_compares_the_layout_and_not_the_detail():
+    source = photo(0)
+    coarse = source.resize((8, 8), Image.Resampling.BOX).resize((48, 48), Image.Resampling.BICUBIC)
+    assert score(source, coarse, side=8)["preservation"] > 0.8 > 0.7 > score(source, coarse)["preservation"]
+    assert score(source, photo(1), side=8)["preservation"] < 0.3
+    for side in (48, 100):
+        assert score(source, coarse, side=side) == score(source, coarse)
+    assert score(photo(0, 40, 56), photo(0, 40, 56), side=6)["preservation"] == 1.0
+
+
 def test_scores_do_not_depend_on_the_batch():
     reward = PhotosReward(colour=RED)
     samples = [Sample(Task(str(k), "", (photo(k),)), photo(k + 7, 32, 40)) for k in range(4)]

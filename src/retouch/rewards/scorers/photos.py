@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 from PIL import Image
 from pydantic import Field
 
-from retouch.config.section import NonNegative
+from retouch.config.section import Count, NonNegative
 from retouch.rewards.base import RewardSection, source_image
 from retouch.rewards.scorers.pixels import LUMA, to_tensor
 from retouch.types import Column, Json, Sample, Scores
@@ -57,6 +57,9 @@ class PhotosReward(RewardSection):
     """Red, green and blue to come close to, 0 to 255."""
     preserve: NonNegative = 1.0
     """Power to which the preservation is raised: 0 ignores the source, more keeps more of it."""
+    side: Count | None = None
+    """Both images are shrunk to this many pixels on the shorter side before their structure is compared, so that the layout counts
+    and fine detail does not; null compares at the image's own size."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "preservation": Column(0.0, 1.0),
@@ -77,7 +80,7 @@ class PhotosReward(RewardSection):
         for row, sample in enumerate(samples):
             source = source_image(sample.task)
             if sample.image is not None:
-                table[row, 0] = _preservation(source, sample.image)
+                table[row, 0] = _preservation(*(self._shrunk(image) for image in (_at_size(source, sample.image), sample.image)))
                 table[row, 1] = self._closeness(sample.image)
         preservation, colour = table.unbind(dim=1)
         scores = {"preservation": preservation, "colour": colour, "reward": preservation**self.preserve * colour}
@@ -92,6 +95,12 @@ class PhotosReward(RewardSection):
             raise ValueError(f"photos:{argument}: name a colour: {', '.join(_COLOURS)}, or #rrggbb")
         return _COLOURS[argument]
 
+    def _shrunk(self, image: Image.Image) -> Image.Image:
+        if self.side is None or self.side >= min(image.size):
+            return image
+        width, height = (max(1, round(length * self.side / min(image.size))) for length in image.size)
+        return image.convert("RGB").resize((width, height), Image.Resampling.BOX)
+
     def _closeness(self, image: Image.Image) -> Float[Tensor, ""]:
         import torch
 
@@ -102,9 +111,12 @@ class PhotosReward(RewardSection):
         return closeness
 
 
+def _at_size(source: Image.Image, image: Image.Image) -> Image.Image:
+    return source if source.size == image.size else source.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+
+
 def _preservation(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:
-    if source.size != image.size:
-        source = source.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+    """The column for a source and an image of one size."""
     before, after = _structure(source), _structure(image)
     energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
     correlation = ((before * after).mean() + FLOOR) / energy.sqrt()

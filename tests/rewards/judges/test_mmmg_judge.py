@@ -1,0 +1,91 @@
+"""Knowledge fidelity: the edit distance of small graphs is exact, and a missing answer is missing."""
+
+import itertools
+import json
+
+import pytest
+from PIL import Image
+
+from judge_double import asking
+from retouch.rewards.judges.mmmg import KnowledgeGraph, MmmgReward
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.vlm.questions import Answer
+from retouch.types import Sample, Task
+
+GRAPH = {
+    "elements": ["Sun", "Water cycle", "rain", "river"],
+    "dependencies": ["Causes(Sun, rain)", "Requires(river, rain)", "Defines(water, river)", "Contains(moon, sun)"],
+}
+# Of each dependency: "water" is the only element that contains the word, and there is no moon.
+EDGES = ([("sun", "rain")], [("rain", "river")], [("water cycle", "river"), ("river", "water cycle")], [])
+
+
+def task(graph: object = GRAPH) -> Task:
+    return Task("t", "the water cycle", meta={"Knowledge_Graph": graph, "Annotation": {"Causes(Sun, rain)": "heat lifts water"}})
+
+
+Graph = tuple[list[str], set[tuple[str, str]]]
+
+
+def drawn(shown: tuple[bool, ...]) -> Graph:
+    """Nodes and edges of what is shown, as MMMG's code builds them."""
+    nodes = [element.lower() for element, seen in zip(GRAPH["elements"], shown[:4], strict=True) if seen]
+    return nodes, {edge for edges, seen in zip(EDGES, shown[4:], strict=True) for edge in edges if seen and set(edge) <= set(nodes)}
+
+
+def distance(one: Graph, other: Graph) -> int:
+    """The edit distance of unlabelled graphs: the least over all ways to match nodes, or to leave them unmatched."""
+    (nodes, edges), (others, other_edges) = one, other
+    found = []
+    for matched in itertools.permutations([*others, *[None] * len(nodes)], len(nodes)):
+        pairs = dict(zip(nodes, matched, strict=True))
+        kept = {(pairs[first], pairs[second]) for first, second in edges} & other_edges
+        alike = sum(match is not None for match in matched)
+        found.append(len(nodes) + len(others) - 2 * alike + len(edges) + len(other_edges) - 2 * len(kept))
+    return min(found)
+
+
+@pytest.mark.parametrize("kind", [dict, str])
+def test_fidelity_is_one_minus_the_normalised_edit_distance(kind: type) -> None:
+    graph = KnowledgeGraph.of(task(GRAPH if kind is dict else json.dumps(GRAPH)))
+    whole = drawn((True,) * 8)
+    assert graph.size([True] * 8) == 4 + 4
+    for shown in itertools.islice(itertools.product([True, False], repeat=8), 0, 256, 23):
+        part = drawn(shown)
+        size = sum(len(each) for each in (*whole, *part))
+        assert graph.fidelity(shown) == pytest.approx(1 - distance(whole, part) / size), shown
+
+
+class Client:
+    """Gives the same answers to every question."""
+
+    identity = "client"
+
+    def __init__(self, scores: dict[str, float]) -> None:
+        self.scores = scores
+        self.questions: list[object] = []
+
+    def ask(self, questions):
+        self.questions += questions
+        return [Answer(scores=self.scores) for _ in questions]
+
+
+def test_columns_are_the_graphs_of_the_answers() -> None:
+    answers = {"e1": 1.0, "e2": 1.0, "e3": 1.0, "e4": 0.0, "d1": 1.0, "d2": 1.0, "d3": 0.0, "d4": 0.0}
+    client = Client(answers)
+    reward = asking(MmmgReward, Panel(client, repeats=1))
+    scores = reward([Sample(task(), Image.new("RGB", (8, 8)))])
+    assert scores["fidelity"].item() == pytest.approx(2 * 4 / (8 + 4))  # three elements and one edge of four and four
+    assert (scores["elements"].item(), scores["dependencies"].item()) == (0.75, 0.5)
+    (question,) = client.questions
+    assert "Requires(river, rain)" in str(question.parts)
+    assert "heat lifts water" in str(question.parts)
+    assert reward([])["fidelity"].shape == (0,)
+    del client.scores["d4"]
+    assert all(column.isnan().all() for column in reward([Sample(task(), Image.new("RGB", (8, 8)))]).values())
+
+
+def test_a_task_without_a_graph_is_refused() -> None:
+    for graph in (None, "{", {}, {"elements": []}, {"elements": ["sun"], "dependencies": "none"}):
+        with pytest.raises(ValueError, match="'t' has no knowledge graph"):
+            KnowledgeGraph.of(task(graph))
