@@ -71,7 +71,7 @@ _NAMES = {
     "score": "retouch.rewards.scoring",
     "serve": "retouch.serving.in_process",
 }
-_PACKAGES = ("core", "models", "rewards", "testing")
+_PACKAGES = ("benchmarks", "core", "models", "rewards", "testing")
 
 __all__ = [*sorted(_NAMES), *_PACKAGES]
 

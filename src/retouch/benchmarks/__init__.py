@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from retouch.benchmarks.comparison import compare as compare
+    from retouch.benchmarks.running import run as run
     from retouch.benchmarks.suite import BrokenItem as BrokenItem
     from retouch.benchmarks.suite import Suite as Suite
     from retouch.benchmarks.suite import SuiteItem as SuiteItem
@@ -17,6 +19,8 @@ _NAMES = {
     "BrokenItem": "retouch.benchmarks.suite",
     "Suite": "retouch.benchmarks.suite",
     "SuiteItem": "retouch.benchmarks.suite",
+    "compare": "retouch.benchmarks.comparison",
+    "run": "retouch.benchmarks.running",
 }
 
 __all__ = sorted(_NAMES)

@@ -37,6 +37,11 @@ SUITES = Kinds(
 )
 
 
+def all_suites() -> list[type[Suite]]:
+    """The classes of all suites."""
+    return [found for kind in SUITES if (found := SUITES.load(kind)) is not None and issubclass(found, Suite)]
+
+
 def find_suite(name: str, options: Mapping[str, Any] | None = None) -> Suite:
     """The suite of this name, with the given ``options``, which are its fields.
 

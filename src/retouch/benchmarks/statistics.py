@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
@@ -43,8 +44,15 @@ def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
 def resample_counts(clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Float[ndarray, "b n"]:
     """How often each item is counted in each resample: whole clusters are drawn, with replacement, as many as there are."""
     members, count = cluster_numbers(clusters)
+    return _counts(tuple(members), count, resamples, seed)
+
+
+@lru_cache(maxsize=4)  # the two sides of a comparison, and rows of a table, share them
+def _counts(members: tuple[int, ...], count: int, resamples: int, seed: int) -> Float[ndarray, "b n"]:
     drawn = np.random.default_rng([seed, count]).multinomial(count, np.full(count, 1 / count), size=resamples)
-    return drawn[:, members].astype(np.float64)
+    counts: Float[ndarray, "b n"] = drawn[:, list(members)].astype(np.float64)
+    counts.flags.writeable = False
+    return counts
 
 
 def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:

@@ -188,8 +188,8 @@ def weighted_mean(values: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) 
     import numpy as np
 
     known = ~np.isnan(values)
-    total = weights[:, known].sum(1)
-    mean: Float[ndarray, " b"] = np.where(total > 0, weights[:, known] @ values[known] / np.where(total > 0, total, 1), np.nan)
+    total = weights @ known.astype(np.float64)
+    mean: Float[ndarray, " b"] = np.where(total > 0, weights @ np.where(known, values, 0.0) / np.where(total > 0, total, 1), np.nan)
     return mean
 
 

@@ -26,6 +26,7 @@ _COMMANDS = {
     "data": "retouch.cli.data:add_data",
     "report": "retouch.cli.report:add_report",
     "ledger": "retouch.cli.ledger:add_ledger",
+    "bench": "retouch.cli.bench:add_bench",
     "serve": "retouch.cli.serve:add_serve",
     "completion": "retouch.cli.completion:add_completion",
 }

@@ -78,11 +78,25 @@ def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSamp
     yield from sample_tasks(parts, tasks, seed)
 
 
-def sample_tasks(parts: PolicyParts, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
-    """An image for each task; its own images are resized as in training. Raises ValueError if the policy makes no usable image."""
+def sample_tasks(
+    parts: PolicyParts, tasks: Sequence[Task], seed: int, *, numbers: Sequence[int] | None = None, slot: int = 0
+) -> Iterator[UserSample]:
+    """An image for each task; its own images are resized as in training. Raises ValueError if the policy makes no usable image.
+
+    ``numbers`` and ``slot`` key the noise of each task's image, with ``seed``; by default the tasks are counted from 0.
+    """
     tasks = _sized(tasks, parts.recipe.data.image_size or parts.recipe.image_size)
+    ids = range(len(tasks)) if numbers is None else numbers
     for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
-        yield from _sample(parts, rows, tuple(tasks[row] for row in rows), seed)
+        batch = Batch(
+            seed=seed,
+            step=0,
+            tasks=tuple(tasks[row] for row in rows),
+            group_ids=tuple(ids[row] for row in rows),
+            group=tuple(range(len(rows))),
+            slot=(slot,) * len(rows),
+        )
+        yield from _sample(parts, batch)
 
 
 def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:
@@ -112,14 +126,13 @@ def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
     yield range(start, len(tasks))
 
 
-def _sample(parts: PolicyParts, rows: range, tasks: tuple[Task, ...], seed: int) -> Iterator[UserSample]:
+def _sample(parts: PolicyParts, batch: Batch) -> Iterator[UserSample]:
     """Sample and render; rows whose completion gives no image are rendered again, from the task's instruction."""
-    numbers = tuple(range(len(tasks)))
-    batch = Batch(seed=seed, step=0, tasks=tasks, group_ids=tuple(rows), group=numbers, slot=(0,) * len(tasks))
+    tasks = batch.tasks
     trajectory = parts.policy(parts.recipe.rollout).sample(batch)
     renderer = parts.users_renderer()
     images = renderer(tasks, trajectory)
-    failed = [row for row in numbers if images[row] is None]
+    failed = [row for row in batch.group if images[row] is None]
     if not isinstance(trajectory, AutoregressiveTrajectory):
         if failed:
             raise ValueError("the policy made latents that are not finite; train it less far, or use an earlier checkpoint")

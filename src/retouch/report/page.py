@@ -29,9 +29,14 @@ def write_report(run: Path) -> Path:
 def _page(folder: RunFolder) -> Html:
     record = folder.read_recipe()
     recipe, versions = record["recipe"], record["versions"]
+    return html_page(str(recipe.get("name", folder.name)), _header(folder, recipe), _sections(folder, recipe, versions))
+
+
+def html_page(title: str, header: Html, main: Html) -> Html:
+    """A whole page in the style of reports, which works offline and loads nothing."""
     script = _asset("page.js")
-    body = tag("body", _header(folder, recipe), tag("main", _sections(folder, recipe, versions)), tag("script", script))
-    return tag("html", _head(str(recipe.get("name", folder.name)), script), body, lang="en")
+    body = tag("body", header, tag("main", main), tag("script", script))
+    return tag("html", _head(title, script), body, lang="en")
 
 
 def _asset(name: str) -> Html:

@@ -1,0 +1,149 @@
+"""Compares two results of a suite: paired differences with intervals, and a page of the images where they differ most."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from retouch.benchmarks.kinds import find_suite
+from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values
+from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
+from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.records import files
+
+SCORES = "scores"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``about``: the differences B - A as JSON. ``page``: the HTML page."""
+
+    about: Mapping[str, Any]
+    page: Path
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.about['title']}: {self.about['b']} minus {self.about['a']}, paired over {self.about['items']} items",
+            "",
+            "| | n | column | A | B | B - A | 95 % interval | |",
+            "| --- | ---: | --- | ---: | ---: | ---: | --- | --- |",
+        ]
+        for name, cells in self.about["table"].items():
+            for column, cell in cells.items():
+                between = "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
+                numbers = f"{cell['a']:.3f} | {cell['b']:.3f} | {cell['difference']:+.3f} | {between}"
+                lines.append(f"| {name} | {cell['n']} | {column} | {numbers} | {'differs' if cell['differs'] else ''} |")
+        return "\n".join(lines)
+
+
+def compare(
+    first: str | Path, second: str | Path, *, name: str | None = None, out: str | Path | None = None, top: int = 24
+) -> Comparison:
+    """Compare two results of one suite with the same scorer; B - A for every column, over the items that both scored.
+
+    ``first`` and ``second``: their ``--out`` folders, or folders of scores in them. ``name``: which scores, if there are several.
+    ``out``: folder of the page, by default that of B's scores. ``top``: items on the page, those that differ most in the headline.
+    Raises ValueError if a result is not there, or they are of another suite, options, judge or seed of items.
+    """
+    a, b = (BenchmarkResult.read(_scores(Path(each), name)) for each in (first, second))
+    for key in ("suite", "judge", "headline"):
+        if a.about[key] != b.about[key]:
+            raise ValueError(f"the results cannot be compared: {key} is {a.about[key]} in {first} and {b.about[key]} in {second}")
+    suite = find_suite(a.about["suite"]["name"], {key: value for key, value in a.about["suite"].items() if key != "name"})
+    items = common_items(a, b)
+    if not items:
+        raise ValueError(f"{first} and {second} have no item in common")
+    columns = list(a.rows[0].scores)
+    values = [item_values(items, _of(items, each), columns) for each in (a, b)]
+    table = {ALL: differences(suite, items, *values)}
+    categories = sorted({item.category for item in items if item.category})
+    for category in categories if len(categories) > 1 else ():
+        chosen = [index for index, item in enumerate(items) if item.category == category]
+        part = [{column: each[chosen] for column, each in side.items()} for side in values]
+        table[category] = differences(suite, [items[index] for index in chosen], *part)
+    about = {
+        "title": suite.title,
+        "suite": a.about["suite"],
+        "judge": a.about["judge"],
+        "a": _label(a, first),
+        "b": _label(b, second),
+        "headline": a.about["headline"],
+        "items": len(items),
+        "table": table,
+    }
+    folder = b.folder if out is None else Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    from retouch.benchmarks.comparison_page import write_page
+
+    found = Comparison(about, folder / "compare.html")
+    write_page(found.page, about, suite, a, b, values=values, items=items, top=top)
+    files.write_json(folder / "compare.json", about)
+    return found
+
+
+def differences(
+    suite: Suite,
+    items: Sequence[SuiteItem],
+    a: Mapping[str, Float[ndarray, " n"]],
+    b: Mapping[str, Float[ndarray, " n"]],
+) -> dict[str, dict[str, Any]]:
+    """For each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
+
+    Both results are aggregated over the same resamples of items, and items that one of them has no score of count in neither.
+    """
+    both = {name: np.where(np.isnan(a[name]) | np.isnan(b[name]), np.nan, 0.0) for name in a}
+    sides = [{name: side[name] + both[name] for name in a} for side in (a, b)]
+    clusters = [item.cluster for item in items]
+    once, counts = np.ones((1, len(items))), resample_counts(clusters)
+    (one_a, one_b), (many_a, many_b) = ([suite.headline(items, side, weights) for side in sides] for weights in (once, counts))
+    cells = {}
+    for name in one_a:
+        known = ~np.isnan(both[name]) if name in both else ~np.any([np.isnan(each) for each in both.values()], axis=0)
+        groups = cluster_numbers([cluster for cluster, scored in zip(clusters, known, strict=True) if scored])[1]
+        interval = bootstrap_interval(many_b[name] - many_a[name], clusters=groups)
+        cells[name] = {
+            "a": float(one_a[name][0]),
+            "b": float(one_b[name][0]),
+            "difference": float(one_b[name][0] - one_a[name][0]),
+            "low": None if interval is None else interval.low,
+            "high": None if interval is None else interval.high,
+            "differs": interval is not None and interval.excludes_zero,
+            "n": int(known.sum()),
+        }
+    return cells
+
+
+def common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
+    """The items of both results, as far as their rows describe them."""
+    others = {row.item for row in b.rows}
+    rows = {row.item: row for row in a.rows if row.item in others}
+    return [SuiteItem(id=row.item, prompt="", category=row.category, cluster=row.cluster) for row in rows.values()]
+
+
+def _of(items: Sequence[SuiteItem], result: BenchmarkResult) -> list[Any]:
+    ids = {item.id for item in items}
+    return [row for row in result.rows if row.item in ids]
+
+
+def _scores(folder: Path, name: str | None) -> Path:
+    """The folder of one scorer's result."""
+    if name is None and (folder / RESULT).is_file():
+        return folder
+    found = sorted(path.parent for path in (folder / SCORES).glob(f"{name or '*'}/{RESULT}"))
+    if not found:
+        raise ValueError(f"{folder}: no result{f' called {name}' if name else ''} there; name the --out folder of a benchmark")
+    if len(found) > 1:
+        raise ValueError(f"{folder} has several results: {', '.join(path.name for path in found)}; choose one with --name")
+    return found[0]
+
+
+def _label(result: BenchmarkResult, given: str | Path) -> str:
+    lora = result.about["model"].get("lora")
+    model = result.about["model"]["model"]
+    return f"{model} with {lora['path']}" if lora else f"{model} ({given})"

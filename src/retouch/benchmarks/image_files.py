@@ -1,0 +1,97 @@
+"""The image files of a benchmark: how they are named, in our folders and in those of others."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from PIL.Image import Image
+
+from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.data.images import load_image
+from retouch.records.files import write_atomic
+
+_LONGEST = 180
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePlace:
+    """One image of a suite. ``number``: of the item in the whole suite. ``sample``: which image of the item. ``turn``: from 0."""
+
+    item: SuiteItem
+    number: int
+    sample: int
+    turn: int
+
+    @property
+    def slot(self) -> int:
+        """The key of its noise among the images of the item."""
+        return self.sample * self.item.turns + self.turn
+
+
+def places_of(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[ImagePlace]:
+    """The images of numbered items, turn after turn."""
+    return [
+        ImagePlace(item, number, sample, turn)
+        for turn in range(max((item.turns for _, item in items), default=0))
+        for number, item in items
+        for sample in range(suite.images_per_item)
+        if turn < item.turns
+    ]
+
+
+class ImageFolder:
+    """A folder with one file for each image, named by the item's id: ``ID.png``.
+
+    With several images of an item ``ID-0.png``, ``ID-1.png`` and so on; later turns add ``-turn2``, ``-turn3``. Characters that
+    file names cannot have are percent-encoded (``/`` is ``%2F``). Others' folders may also hold ``.jpg`` and ``.webp`` files, and
+    files in subfolders if the id has slashes.
+    """
+
+    def __init__(self, root: Path, *, suite: Suite) -> None:
+        self.root = root
+        self._several = suite.images_per_item > 1
+
+    def path(self, place: ImagePlace) -> Path:
+        """Where the image is written."""
+        return self.root / f"{_file_name(place.item.id)}{self._ending(place)}.png"
+
+    def find(self, place: ImagePlace) -> Path | None:
+        """The image's file; None if there is none."""
+        stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
+        paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in _SUFFIXES)
+        return next((path for path in paths if path.is_file()), None)
+
+    def read(self, place: ImagePlace) -> Image:
+        """The image. Raises ValueError if there is none, or it cannot be read."""
+        path = self.find(place)
+        if path is None:
+            raise ValueError(f"no image {self.path(place).name} in {self.root}")
+        return load_image(path)
+
+    def write(self, place: ImagePlace, image: Image) -> None:
+        """Write the image: a process that is killed leaves a whole file or none."""
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        path = self.path(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, buffer.getvalue())
+
+    def _ending(self, place: ImagePlace) -> str:
+        sample = f"-{place.sample}" if self._several else ""
+        return sample + (f"-turn{place.turn + 1}" if place.turn else "")
+
+
+def _file_name(identity: str) -> str:
+    name = quote(identity, safe=" ()+,=@")
+    name = f"%{ord('.'):02X}{name[1:]}" if name.startswith(".") else name
+    return name if len(name) <= _LONGEST else hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _is_plain(identity: str) -> bool:
+    """Whether the id is a relative path that stays in its folder."""
+    return "\0" not in identity and not Path(identity).is_absolute() and ".." not in Path(identity).parts

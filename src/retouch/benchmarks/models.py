@@ -1,0 +1,196 @@
+"""What makes the images of a benchmark: a run or recipe of ours, or any pipeline of diffusers, with or without a LoRA."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL.Image import Image
+
+from retouch.benchmarks.image_files import ImagePlace
+from retouch.benchmarks.lora import load_lora, lora_digest
+from retouch.benchmarks.suite import Suite
+from retouch.core.random import generator
+from retouch.distributed.ranks import find_device
+from retouch.inference.sampling import sample_tasks
+from retouch.records.folder import RunFolder
+from retouch.types import Json, Task
+
+_PLAYGROUND = ("retouch.playground.models:PlaygroundModel", "retouch.playground.models:PlaygroundTextToImage")
+
+
+class ImageMaker(Protocol):
+    """Makes images of tasks. ``identity``: what decides them, as JSON. ``batch``: images that are made at once."""
+
+    @property
+    def identity(self) -> dict[str, Json]: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        """An image for each task, in order; all places have the same slot. The noise depends on seed, item and slot only."""
+        ...
+
+
+class PolicyMaker:
+    """Makes images with a policy of ours, as `retouch sample` does."""
+
+    def __init__(self, parts: Any, identity: dict[str, Json]) -> None:
+        self._parts = parts
+        self.identity = identity
+        self.batch: int = parts.recipe.eval.batch
+
+    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        numbers, slot = [place.number for place in places], places[0].slot
+        yield from (made.image for made in sample_tasks(self._parts, tasks, seed, numbers=numbers, slot=slot))
+
+
+class PipelineMaker:
+    """Makes images with a pipeline of diffusers, one at a time. ``call``: further arguments of each call.
+
+    Raises ValueError if the pipeline cannot do what the suite asks, or has no such arguments.
+    """
+
+    batch = 1
+
+    def __init__(self, pipeline: Any, identity: dict[str, Json], *, call: Mapping[str, Any], suite: Suite) -> None:
+        self._pipeline = pipeline
+        self._call = dict(call)
+        self.identity = identity
+        self._known = inspect.signature(pipeline.__call__).parameters
+        kind = type(pipeline).__name__
+        unknown = [name for name in call if name not in self._known]
+        if unknown:
+            raise ValueError(f"--call {unknown[0]}: {kind} takes no such argument; it takes {', '.join(self._known)}")
+        if suite.task == "editing" and "image" not in self._known:
+            raise ValueError(f"{suite.name} edits images, and {kind} takes none; name an editing model")
+        if hasattr(pipeline, "set_progress_bar_config"):
+            pipeline.set_progress_bar_config(disable=True)
+
+    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+        for place, task in zip(places, tasks, strict=True):
+            noise = generator(seed, "benchmark", place.number, place.slot)
+            given: dict[str, Any] = {"prompt": task.instruction, "generator": noise, **self._call}
+            if task.images:
+                given["image"] = task.images[0]
+            if task.mask is not None and "mask_image" in self._known:
+                given["mask_image"] = task.mask
+            yield self._pipeline(**given).images[0].convert("RGB")
+
+
+def open_maker(
+    model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite, overrides: Sequence[str] = ()
+) -> ImageMaker:
+    """What makes images of ``model``: the folder of a run, a recipe, the folder or id of a pipeline, or a loaded pipeline.
+
+    Raises ValueError if there is no such model, or if it cannot do what the suite asks.
+    """
+    if not isinstance(model, str | Path):
+        identity: dict[str, Json] = {"model": f"a loaded {type(model).__name__}", "call": dict(call)}
+        if lora is not None:
+            load_lora(model, lora)
+            identity["lora"] = lora_digest(lora)
+        return PipelineMaker(model, identity, call=call, suite=suite)
+    name = str(model)
+    if is_ours(name):
+        if lora is not None or call:
+            raise ValueError(
+                f"{name} is a run or recipe of Retouch, which has its own weights and settings; leave --lora and --call out"
+            )
+        return _policy_maker(name, overrides)
+    return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is the folder of a run, or a recipe."""
+    from retouch.config.packaged import SUFFIXES, find
+
+    if RunFolder(Path(name)).recipe.is_file() or name.endswith(SUFFIXES):
+        return True
+    try:
+        return not Path(name).is_dir() and name != "playground" and find(name).is_file()
+    except ValueError:
+        return False
+
+
+def _policy_maker(name: str, overrides: Sequence[str]) -> ImageMaker:
+    from retouch.inference.opening import open_policy, read_target
+    from retouch.records.libraries import silence_libraries
+
+    silence_libraries()
+    recipe, folder = read_target(name, overrides)
+    parts, step = open_policy(recipe, folder)
+    return PolicyMaker(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
+
+
+def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageMaker:
+    from diffusers import DiffusionPipeline
+
+    from retouch.models.common.pretrained import fetch_weights
+    from retouch.playground.models import playground_weights
+    from retouch.records.libraries import silence_libraries
+
+    silence_libraries()
+    place = find_device(device)
+    folder = playground_weights() if name == "playground" else fetch_weights(name)
+    if not (folder / "model_index.json").is_file():
+        raise ValueError(
+            f"{name} is neither a run of Retouch nor a pipeline of diffusers: it has no recipe.json and no model_index.json"
+        )
+    if (folder / "adapter.json").is_file():
+        return _playground_maker(folder, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).to(place)
+    identity: dict[str, Json] = {"model": name, "call": dict(call), "dtype": str(dtype)}
+    if lora is not None:
+        load_lora(pipeline, lora)
+        identity["lora"] = lora_digest(lora)
+    return PipelineMaker(pipeline, identity, call=call, suite=suite)
+
+
+def _playground_maker(
+    folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
+) -> ImageMaker:
+    """A model of the playground, with weights that diffusers puts into its transformer.
+
+    Its pipeline class would resize every source to a megapixel, and these models edit images of 24 x 24 px, so the adapter of its
+    family runs it, as in the quickstart.
+    """
+    import diffusers
+
+    from retouch.assembly.assembly import PolicyParts
+    from retouch.config.imports import import_class
+    from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
+    from retouch.policies.weights import WeightCopies
+    from retouch.recipe.recipe import load
+
+    kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+    sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
+    section = next((found for found in sections if found.pipeline == kind), None)
+    if section is None or call.keys() - {"num_inference_steps"}:
+        raise ValueError(f"{folder}: of a playground model, only --call num_inference_steps=N can be given, and only of its editor")
+    recipe = load("quickstart", [f"device={device}", *(f"eval.num_steps={steps}" for steps in call.values())])
+    ranks = init_distributed_from_recipe(recipe)
+    model = section(path=str(folder)).build(device=ranks.device)
+    if lora is not None:
+        others = {name for name in inspect.signature(getattr(diffusers, kind)).parameters if name != "transformer"}
+        pipeline = getattr(diffusers, kind)(transformer=model.module, **dict.fromkeys(others))
+        load_lora(pipeline, lora)
+        model.module = pipeline.transformer
+        identity["lora"] = lora_digest(lora)
+    return PolicyMaker(
+        PolicyParts(
+            recipe=recipe,
+            ranks=ranks,
+            placement=plan_placement(recipe, ranks),
+            model=model,
+            image_model=model,
+            copies=WeightCopies(model.module),
+        ),
+        identity,
+    )

@@ -1,0 +1,194 @@
+"""The result of a benchmark: raw rows, one for each image, and the table of means with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
+from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.records import files
+
+RESULT, ROWS, TABLE = "result.json", "rows.jsonl", "table.md"
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageRow:
+    """An image of a suite and its scores.
+
+    ``turn``: from 1. ``image`` and ``source``: files, empty if there is none. ``scores``: the suite's columns, NaN if missing, and
+    ``reason`` then says why. ``given``: the columns of the reward, from which the suite computed its own.
+    """
+
+    item: str
+    category: str
+    cluster: str
+    sample: int
+    turn: int
+    prompt: str
+    image: str
+    source: str
+    scores: Mapping[str, float]
+    reason: str = ""
+    given: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, line: Mapping[str, Any]) -> ImageRow:
+        """The inverse of ``dataclasses.asdict`` and JSON."""
+        scores, given = (
+            {name: math.nan if value is None else float(value) for name, value in line[key].items()} for key in ("scores", "given")
+        )
+        return cls(**{**line, "scores": scores, "given": given})
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult:
+    """``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: one for each image."""
+
+    folder: Path
+    about: Mapping[str, Any]
+    rows: Sequence[ImageRow]
+
+    @property
+    def table(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+        """Row name to column to ``mean``, ``low``, ``high`` (the 95 % interval; None for one cluster) and ``n``, items scored."""
+        table: Mapping[str, Mapping[str, Mapping[str, Any]]] = self.about["table"]
+        return table
+
+    @property
+    def missing(self) -> Sequence[Mapping[str, Any]]:
+        """Images without a score, each with the reason."""
+        missing: Sequence[Mapping[str, Any]] = self.about["missing"]
+        return missing
+
+    @property
+    def headline(self) -> float:
+        """The suite's headline number; NaN if nothing has a score."""
+        mean = self.table[ALL][self.about["headline"]]["mean"]
+        return math.nan if mean is None else float(mean)
+
+    def __str__(self) -> str:
+        return markdown(self.about)
+
+    def write(self) -> None:
+        """Write the rows, the result and the table into the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.write_lines(self.folder / ROWS, [asdict(row) for row in self.rows])
+        files.write_json(self.folder / RESULT, self.about)
+        files.write_atomic(self.folder / TABLE, (str(self) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> BenchmarkResult:
+        """The stored result. Raises ValueError if there is none."""
+        if not (folder / RESULT).is_file():
+            raise ValueError(f"{folder}: no {RESULT} there; name the --out folder of a benchmark that has ended")
+        rows = [ImageRow.from_json(line) for line in files.read_lines(folder / ROWS)]
+        return cls(folder, files.read_json(folder / RESULT), rows)
+
+
+def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Float[ndarray, " n"]]:
+    """Each column's mean over the images of an item that have a score, in the order of ``items``; NaN if none has."""
+    numbers = {item.id: index for index, item in enumerate(items)}
+    sums, counts = np.zeros((len(columns), len(items))), np.zeros((len(columns), len(items)))
+    for row in rows:
+        values = np.array([row.scores.get(name, math.nan) for name in columns])
+        known = ~np.isnan(values)
+        sums[known, numbers[row.item]] += values[known]
+        counts[known, numbers[row.item]] += 1
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
+    return dict(zip(columns, means, strict=True))
+
+
+def make_table(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> dict[str, dict[str, Any]]:
+    """The rows ``all``, each turn of a suite with several, and each category: the suite's aggregate of every column."""
+    by_item = {item.id: item for item in items}
+    columns = list(rows[0].scores) if rows else list(suite.columns)
+    table = {}
+    for name, chosen in _groups(items, rows):
+        ids = dict.fromkeys(row.item for row in chosen)
+        table[name] = _aggregates(suite, [by_item[each] for each in ids], chosen, columns)
+    return table
+
+
+def _groups(items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> Iterator[tuple[str, list[ImageRow]]]:
+    yield ALL, list(rows)
+    turns = sorted({row.turn for row in rows})
+    for turn in turns if len(turns) > 1 else ():
+        yield f"turn {turn}", [row for row in rows if row.turn == turn]
+    categories = sorted({item.category for item in items if item.category})
+    for category in categories if len(categories) > 1 else ():
+        chosen = [row for row in rows if row.category == category]
+        if chosen:
+            yield category, chosen
+
+
+def _aggregates(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Any]:
+    values = item_values(items, rows, columns)
+    clusters = [item.cluster for item in items]
+    counts = resample_counts(clusters)
+    means = suite.headline(items, values, np.ones((1, len(items))))
+    resampled = suite.headline(items, values, counts)
+    cells = {}
+    for name, estimate in means.items():
+        scored = ~np.isnan(values[name]) if name in values else ~np.any([np.isnan(column) for column in values.values()], axis=0)
+        known = [cluster for cluster, is_known in zip(clusters, scored, strict=True) if is_known]
+        interval = bootstrap_interval(resampled[name], clusters=cluster_numbers(known)[1])
+        cells[name] = {
+            "mean": float(estimate[0]),
+            "low": None if interval is None else interval.low,
+            "high": None if interval is None else interval.high,
+            "n": int(scored.sum()),
+        }
+    return cells
+
+
+def missing_images(rows: Sequence[ImageRow], columns: Sequence[str]) -> list[dict[str, Any]]:
+    """The images without a score in one of these columns, and why."""
+    return [
+        {"item": row.item, "sample": row.sample, "turn": row.turn, "columns": absent, "reason": row.reason}
+        for row in rows
+        if (absent := [name for name in columns if math.isnan(row.scores.get(name, math.nan))])
+    ]
+
+
+def markdown(about: Mapping[str, Any]) -> str:
+    """The result as a Markdown table, with what is missing below it."""
+    table = about["table"]
+    columns = list(table[ALL])
+    lines = [
+        f"**{about['title']}**, {about['model']['model']}, scored by {about['judge']['name']}; "
+        f"{about['items']} of {about['size']} items, seed {about['seed']}. Means and 95 % intervals; "
+        f"`{about['headline']}` is the headline.",
+        "",
+        f"| | n | {' | '.join(columns)} |",
+        f"| --- | ---: |{' ---: |' * len(columns)}",
+    ]
+    for name, cells in table.items():
+        n = max((cell["n"] for cell in cells.values()), default=0)
+        lines.append(f"| {name} | {n} | {' | '.join(_cell(cells[column]) for column in columns)} |")
+    for key, noun in (("missing", "image"), ("broken", "item")):
+        if about[key]:
+            first = about[key][0]
+            where = first.get("item", first.get("id"))
+            count = len(about[key])
+            what = "without a score" if key == "missing" else "of the data that cannot be used"
+            lines += [
+                "",
+                f"{count} {noun}{'s' * (count > 1)} {what}, left out: {where} ({first['reason']})" + ", ..." * (count > 1),
+            ]
+    return "\n".join(lines)
+
+
+def _cell(cell: Mapping[str, Any]) -> str:
+    mean = cell["mean"]
+    if mean is None or math.isnan(mean):
+        return "-"
+    return f"{mean:.3f}" if cell["low"] is None else f"{mean:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"

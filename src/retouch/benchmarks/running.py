@@ -1,0 +1,267 @@
+"""A benchmark from its name to its table: make the images, score them, and write what was found.
+
+``OUT/benchmark.json`` says what the images are of, ``OUT/images`` holds them, and ``OUT/scores/NAME`` holds the rows, the table and
+the ledger of one scorer; so another judge scores the same images. Everything that is there already is not made again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from retouch.benchmarks.image_files import ImageFolder, ImagePlace, places_of
+from retouch.benchmarks.kinds import find_suite
+from retouch.benchmarks.models import ImageMaker, open_maker
+from retouch.benchmarks.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
+from retouch.benchmarks.scoring import Scorer, choose_scorer, score_images, task_at
+from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
+from retouch.distributed.ranks import Ranks, init_distributed
+from retouch.records import files
+from retouch.records.libraries import versions
+from retouch.rewards.base import RewardSection
+from retouch.rewards.vlm.base import JudgeModel
+from retouch.training.ledger import ledger_path
+from retouch.types import Json, Task
+
+ABOUT = "benchmark.json"
+SCORES = "scores"
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Items:
+    """The items that are used, each with its number in the whole suite, and the rows of the data that cannot be."""
+
+    chosen: Sequence[tuple[int, SuiteItem]]
+    broken: Sequence[BrokenItem]
+
+
+def run(
+    suite: str | Suite,
+    *,
+    model: Any = None,
+    lora: str | Path | None = None,
+    judge: str | JudgeModel | RewardSection | None = None,
+    name: str | None = None,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    images: str | Path | None = None,
+    subset: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    call: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    note: Note = lambda line: None,
+) -> BenchmarkResult | None:
+    """Run a suite, or continue it, and return the result; None on ranks other than the first.
+
+    ``suite``: its name, or a suite of your own. ``model``: the folder of a run, a recipe, the folder or Hugging Face id of a
+    pipeline of diffusers, or a loaded pipeline. ``lora``: weights for that pipeline. ``images``: a folder of images made elsewhere,
+    named by item, in place of a model. ``judge``: a vision-language model that answers the suite's questions, or a reward that
+    scores in place of the suite's protocol. ``name``: what its scores are stored as. ``data``: the suite's published data.
+    ``out``: the folder of the results. ``subset``: so many items, drawn evenly from the categories. ``seed``: of the images' noise.
+    ``options``: fields of the suite. ``call``: arguments of a pipeline's call, such as ``num_inference_steps``. ``note``: is given
+    progress as sentences.
+
+    Raises ValueError if something is not there, if ``out`` has images of another model, or as the scorer does.
+
+    Example::
+
+        >>> result = retouch.benchmarks.run("playground", model="playground", subset=6, out=folder)
+        >>> sorted(result.table["all"])
+        ['IF', 'IP', 'PQ', 'exact', 'overall']
+    """
+    if (model is None) == (images is None):
+        raise ValueError("give either a model, or a folder of images that were made elsewhere")
+    if images is not None and (lora is not None or call):
+        raise ValueError("the images are there already: --lora and --call belong to a model")
+    found = find_suite(suite, options) if isinstance(suite, str) else suite
+    scorer = choose_scorer(found, judge, name=name)
+    items = choose_items(found, data, subset=subset)
+    root = Path(out) if out is not None else _default_out(found, model, lora, images)
+    ranks = init_distributed(device)
+    if images is not None:
+        folder = ImageFolder(Path(images), suite=found)
+        if not folder.root.is_dir():
+            raise ValueError(f"--images {images}: no such folder")
+        _require_same(root, {"suite": _identity(found), "images": str(folder.root.resolve())}, ranks)
+        about: dict[str, Json] = {"model": f"images in {images}"}
+    else:
+        maker = open_maker(model, lora=lora, call=call or {}, device=str(ranks.device), suite=found)
+        _require_same(root, {"suite": _identity(found), "seed": seed, **maker.identity}, ranks)
+        folder, about = ImageFolder(root / "images", suite=found), maker.identity
+        make_images(found, maker, own_places(found, items, ranks), folder, seed=seed, note=note)
+    return score(scorer, items, folder, root / SCORES / scorer.name, model=about, seed=seed, ranks=ranks, note=note)
+
+
+def score(
+    scorer: Scorer,
+    items: Items,
+    images: ImageFolder,
+    folder: Path,
+    *,
+    model: Mapping[str, Json],
+    seed: int,
+    ranks: Ranks,
+    note: Note = lambda line: None,
+) -> BenchmarkResult | None:
+    """Score the images and write the result to ``folder``; None on ranks other than the first. ``model``: what made the images."""
+    suite = scorer.suite
+    folder.mkdir(parents=True, exist_ok=True)
+    own = own_places(suite, items, ranks)
+    rows = score_images(
+        scorer,
+        own,
+        images,
+        ledger=ledger_path(folder, ranks.rank),
+        device=ranks.device,
+        noted=lambda done: note(f"scored {done} of {len(own)} images"),
+    )
+    if ranks.world > 1:
+        files.write_lines(folder / _part(ranks.rank), [asdict(row) for row in rows])
+        ranks.barrier()
+        if not ranks.is_main:
+            return None
+        rows = [ImageRow.from_json(line) for rank in range(ranks.world) for line in files.read_lines(folder / _part(rank))]
+        order = {item.id: number for number, item in items.chosen}
+        rows.sort(key=lambda row: (row.turn, order[row.item], row.sample))
+    used = [item for _, item in items.chosen]
+    about = {
+        "suite": _identity(suite),
+        "title": suite.title,
+        "source": suite.source,
+        "licence": suite.licence,
+        "size": suite.size,
+        "protocol": suite.protocol,
+        "deviations": list(suite.deviations),
+        "model": {key: value for key, value in model.items() if key != "recipe"},
+        "judge": {"name": scorer.name, "own": scorer.own, "fingerprint": _fingerprint(scorer)},
+        "seed": seed,
+        "items": len(used),
+        "headline": suite.headline_column if scorer.own else next(iter(scorer.columns)),
+        "table": make_table(suite, used, rows),
+        "missing": missing_images(rows, list(scorer.columns)),
+        "broken": [asdict(each) for each in items.broken],
+        "versions": versions(Path.cwd()),
+    }
+    result = BenchmarkResult(folder, about, rows)
+    result.write()
+    return result
+
+
+def make_images(
+    suite: Suite, maker: ImageMaker, places: Sequence[ImagePlace], folder: ImageFolder, *, seed: int, note: Note
+) -> None:
+    """Make the images that are not in the folder. Each is on the disk before the next batch is made.
+
+    An item whose own images cannot be read gets none; its row in the result says why.
+    """
+    new = [place for place in places if folder.find(place) is None]
+    made = 0
+    for _, group in groupby(sorted(new, key=_turn_and_sample), key=_turn_and_sample):
+        same = list(group)
+        for first in range(0, len(same), maker.batch):
+            usable = {
+                place: task for place in same[first : first + maker.batch] if (task := _task(suite, place, folder)) is not None
+            }
+            batch = list(usable)
+            for place, image in zip(batch, maker(batch, list(usable.values()), seed=seed) if batch else (), strict=True):
+                folder.write(place, image)
+            made += len(batch)
+            note(f"made {made} of {len(new)} images")
+
+
+def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -> Items:
+    """The suite's items, or ``subset`` of them: the same ones each time, and as evenly from the categories as their sizes allow.
+
+    Raises ValueError if the data are not there, have no usable item, or have two items of one id.
+    """
+    if data is None and suite.needs_data:
+        raise ValueError(
+            f"{suite.name}: its data are not part of this package; get them from {suite.source} and name them with --data"
+        )
+    items, broken = suite.items(None if data is None else Path(data))
+    numbered = list(enumerate(items))
+    if not numbered:
+        raise ValueError(
+            f"{suite.name}: no usable item in the data; the first of {len(broken)}: {broken[0].reason if broken else '-'}"
+        )
+    identity, times = Counter(item.id for item in items).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{suite.name}: {times} items have the id {identity!r}")
+    if subset is None or subset >= len(items):
+        return Items(numbered, broken)
+    if subset < 1:
+        raise ValueError(f"--subset {subset}: give at least one item")
+    shuffled = list(numbered)
+    random.Random(f"{suite.name} subset").shuffle(shuffled)
+    seen: dict[str, int] = {}
+    turn: list[tuple[int, int, int]] = []
+    for number, item in shuffled:
+        turn.append((seen.setdefault(item.category, 0), len(turn), number))
+        seen[item.category] += 1
+    chosen = {number for _, _, number in sorted(turn)[:subset]}
+    return Items([(number, item) for number, item in numbered if number in chosen], broken)
+
+
+def own_places(suite: Suite, items: Items, ranks: Ranks) -> list[ImagePlace]:
+    """The images of this rank: every ``world``-th item, with all its turns."""
+    return places_of(list(items.chosen[ranks.rank :: ranks.world]), suite=suite)
+
+
+def _task(suite: Suite, place: ImagePlace, folder: ImageFolder) -> Task | None:
+    try:
+        return task_at(suite, place, folder)
+    except ValueError:
+        return None
+
+
+def _turn_and_sample(place: ImagePlace) -> tuple[int, int, int]:
+    return place.turn, place.sample, place.slot
+
+
+def _identity(suite: Suite) -> dict[str, Json]:
+    return {"name": suite.name, **suite.model_dump(mode="json")}
+
+
+def _fingerprint(scorer: Scorer) -> str:
+    return f"{scorer.section.name} {scorer.section.version}"
+
+
+def _part(rank: int) -> str:
+    return f"rank{rank}.{ROWS}"
+
+
+def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
+    """Note what the images in the folder are of. Raises ValueError if it has images of something else."""
+    path = root / ABOUT
+    wanted = files.jsonable(about)
+    if path.is_file():
+        known = files.read_json(path)
+        changed = [key for key in {**known, **wanted} if known.get(key) != wanted.get(key)]
+        if changed:
+            raise ValueError(
+                f"{root} has the images of another {changed[0]}: {_short(known.get(changed[0]))} there, "
+                f"{_short(wanted.get(changed[0]))} now; give another --out"
+            )
+    ranks.barrier()
+    if ranks.is_main and not path.is_file():
+        root.mkdir(parents=True, exist_ok=True)
+        files.write_json(path, wanted)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _default_out(suite: Suite, model: Any, lora: str | Path | None, images: str | Path | None) -> Path:
+    """``benchmarks/SUITE/MODEL``, in the current folder."""
+    given = [model, lora] if images is None else [images]
+    words = [Path(str(each)).name if isinstance(each, str | Path) else type(each).__name__ for each in given if each is not None]
+    return Path("bench") / suite.name / "-".join(words)

@@ -1,0 +1,106 @@
+"""Comparisons: equal models seldom differ, a difference is found and paired, and the page shows where."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from html_check import read
+from retouch.benchmarks.comparison import compare, differences
+from retouch.benchmarks.kinds import find_suite
+from retouch.benchmarks.results import BenchmarkResult, ImageRow, make_table
+from retouch.benchmarks.suite import SuiteItem
+
+SUITE = find_suite("playground", {"tasks": 12})
+COMPARISONS = 1000
+
+
+def items_in(clusters: int, members: int) -> list[SuiteItem]:
+    return [SuiteItem(id=str(n), prompt="", cluster=str(n // members)) for n in range(clusters * members)]
+
+
+@pytest.mark.parametrize(("clusters", "members"), [(60, 1), (40, 3)])
+def test_equal_models_differ_in_3_to_7_percent_of_comparisons(clusters: int, members: int) -> None:
+    draw = np.random.default_rng(clusters)
+    items = items_in(clusters, members)
+    shape = COMPARISONS, clusters, members
+    difficulty = draw.standard_normal(shape)
+    shared = draw.standard_normal((2, COMPARISONS, clusters, 1)) * (members > 1)
+    sides = (difficulty + shared + draw.exponential(0.7, (2, *shape))).reshape(2, COMPARISONS, -1)
+    found = [differences(SUITE, items, {"x": a}, {"x": b})["x"]["differs"] for a, b in zip(*sides, strict=True)]
+    assert 0.03 <= np.mean(found) <= 0.07
+
+
+def test_a_difference_is_paired_and_items_that_one_side_misses_count_in_neither() -> None:
+    items = items_in(30, 1)
+    difficulty = np.linspace(0, 10, 30)
+    a, b = difficulty.copy(), difficulty + 0.3
+    b[3], a[4] = math.nan, math.nan
+    cell = differences(SUITE, items, {"x": a}, {"x": b})["x"]
+    both = np.delete(difficulty, [3, 4])
+    assert (cell["n"], cell["differs"]) == (28, True)
+    assert (cell["a"], cell["b"]) == (pytest.approx(both.mean()), pytest.approx(both.mean() + 0.3))
+    assert (cell["low"], cell["high"]) == (pytest.approx(0.3), pytest.approx(0.3))
+
+
+def stored(folder: Path, shift: float, *, judge: str = "own", columns: tuple[str, ...] = ("overall", "IF")) -> Path:
+    """A result of the playground in which later items have higher scores, by ``shift`` more for the last."""
+    items, _ = SUITE.items(None)
+    rows = []
+    for index, item in enumerate(items):
+        path = folder / "images" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        SUITE.task_for(item).images[0].save(path)
+        scores = dict.fromkeys(columns, index / 2 + (shift if index == 11 else shift / 10))
+        rows.append(
+            ImageRow(
+                item=item.id, category=item.category, cluster="", sample=0, turn=1,
+                prompt=item.prompt, image=str(path), source="", scores=scores,
+            )
+        )  # fmt: skip
+    about = {
+        "suite": {"name": "playground", **SUITE.model_dump(mode="json")},
+        "title": "Playground <b>",
+        "model": {"model": f"shifted by {shift}"},
+        "judge": {"name": judge, "own": True, "fingerprint": judge},
+        "headline": "overall",
+        "items": 12,
+        "size": 256,
+        "seed": 0,
+        "table": make_table(SUITE, items, rows),
+        "missing": [],
+        "broken": [],
+    }
+    BenchmarkResult(folder / "scores" / judge, about, rows).write()
+    return folder
+
+
+def test_the_page_shows_the_items_that_differ_most_first(tmp_path: Path) -> None:
+    found = compare(stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0), top=3)
+    cell = found.about["table"]["all"]["overall"]
+    assert cell["difference"] == pytest.approx((4 + 11 * 0.4) / 12)
+    assert cell["differs"]
+    text = found.page.read_text()
+    read(text)
+    items, _ = SUITE.items(None)
+    assert text.count('class="card"') == 3
+    assert text.index(items[11].prompt) < text.index("+0.4</span>")
+    assert text.count("data:image/png") == 9, "source, A and B of three items"
+    assert "| all | 12 | overall |" in str(found)
+    assert set(found.about["table"]) == {"all", "1 edit", "2 edits", "3 edits"}
+
+
+def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
+    a = stored(tmp_path / "a", 0.0)
+    with pytest.raises(ValueError, match="judge is"):
+        compare(a, stored(tmp_path / "b", 0.0, judge="other"))
+    other = BenchmarkResult.read(a / "scores" / "own")
+    changed = {**other.about, "suite": {**other.about["suite"], "tasks": 13}}
+    dataclasses.replace(other, folder=tmp_path / "c", about=changed).write()
+    with pytest.raises(ValueError, match="suite is"):
+        compare(a, tmp_path / "c")
+    stored(tmp_path / "a", 0.0, judge="second")
+    with pytest.raises(ValueError, match="choose one with --name"):
+        compare(a, a)

@@ -1,0 +1,254 @@
+"""A benchmark from a model, a LoRA or a folder of images to its table: the same images have the same scores, whoever made them."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from PIL import Image
+
+from judge_double import FAULTS, KEY, Double
+from rank_commands import on_two_ranks
+from retouch import cli
+from retouch.benchmarks.comparison import compare
+from retouch.benchmarks.results import BenchmarkResult
+from retouch.benchmarks.running import run
+from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
+from retouch.inference.exporting import export_target
+from retouch.recipe.recipe import parse
+from retouch.records.files import read_json
+from retouch.rewards.base import RewardSection
+from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.vlm.models import Endpoint
+from retouch.session import session
+from retouch.types import Column
+from tiny_recipes import SMALL
+
+
+def scores(result: BenchmarkResult | None) -> list[tuple[str, dict[str, float]]]:
+    assert result is not None
+    return [(row.item, dict(row.scores)) for row in result.rows]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> BenchmarkResult:
+    """Six tasks of the playground, edited by the untrained editor."""
+    found = run("playground", model="playground", subset=6, out=tmp_path_factory.mktemp("base"))
+    assert found is not None
+    return found
+
+
+def images_of(result: BenchmarkResult) -> Path:
+    return result.folder.parents[1] / "images"
+
+
+def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path: Path) -> None:
+    recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "learning_rate": 0.05})
+    session.run(recipe, fresh=False)
+    export_target(str(recipe.folder), to=tmp_path / "lora")
+    options: dict[str, Any] = {"subset": 6, "options": {"tasks": 12}}
+    ours = run("playground", model=recipe.folder, out=tmp_path / "ours", **options)
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        shutil.copy(tmp_path / "lora" / name, peft)
+    base = run("playground", model="playground", call={"num_inference_steps": 3}, out=tmp_path / "base", **options)
+    assert scores(base) != scores(ours)
+    for lora in (tmp_path / "lora", peft, tmp_path / "lora" / "comfyui_lora.safetensors"):
+        out = tmp_path / f"of-{lora.name}"
+        theirs = run("playground", model="playground", lora=lora, call={"num_inference_steps": 3}, out=out, **options)
+        assert theirs is not None
+        assert scores(theirs) == scores(ours), lora
+        assert theirs.about["model"]["lora"]["path"] == str(lora)
+        for path in sorted((out / "images").iterdir()):
+            assert path.read_bytes() == (tmp_path / "ours" / "images" / path.name).read_bytes()
+
+
+def test_a_folder_of_images_has_the_scores_of_the_model_that_made_them(base: BenchmarkResult, tmp_path: Path) -> None:
+    again = run("playground", images=images_of(base), subset=6, out=tmp_path)
+    assert scores(again) == scores(base)
+    assert again is not None
+    assert again.table == base.table
+    assert base.table["all"]["overall"]["n"] == 6
+    assert base.headline == pytest.approx(sum(row.scores["overall"] for row in base.rows) / 6)
+
+
+def test_missing_and_broken_images_are_named_and_counted_and_are_not_0(base: BenchmarkResult, tmp_path: Path) -> None:
+    shutil.copytree(images_of(base), tmp_path / "images")
+    first, second = sorted((tmp_path / "images").iterdir())[:2]
+    first.unlink()
+    second.write_bytes(b"not an image")
+    found = run("playground", images=tmp_path / "images", subset=6, out=tmp_path / "out")
+    assert found is not None
+    reasons = {each["item"]: each["reason"] for each in found.missing}
+    assert len(reasons) == 2
+    assert any(first.name in reason for reason in reasons.values())
+    assert any(second.name in reason for reason in reasons.values())
+    kept = [row.scores["overall"] for row in base.rows if row.item not in reasons]
+    assert found.headline == pytest.approx(sum(kept) / 4)
+    assert found.table["all"]["overall"]["n"] == 4
+    assert "2 images without a score" in str(found)
+    line = json.loads((found.folder / "rows.jsonl").read_text().splitlines()[0])
+    assert found.rows[0].item == line["item"]
+
+
+def test_another_judge_scores_the_same_images_and_makes_none(base: BenchmarkResult, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(base.folder.parents[1], out)
+    before = {path: path.stat().st_mtime_ns for path in (out / "images").iterdir()}
+    arguments = ["bench", "playground", "--model", "playground", "--subset", "6", "--out", str(out)]
+    assert cli.main([*arguments, "--judge", "share:red"]) == 0
+    assert "share" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (out / "images").iterdir()} == before
+    assert sorted(path.name for path in (out / "scores").iterdir()) == ["own", "share"]
+    with pytest.raises(ValueError, match="several results: own, share"):
+        compare(out, out)
+    assert cli.main(["bench", "playground", "--model", "playground", "--seed", "1", "--out", str(out)]) == 2
+    assert "has the images of another seed: 0 there, 1 now" in capsys.readouterr().err
+
+
+KILLED = """
+import os, signal, sys
+from retouch.benchmarks.image_files import ImageFolder
+from retouch.rewards.ledger.journal import Journal
+from retouch.benchmarks.running import run
+kind, at = {"images": (ImageFolder, "write"), "scores": (Journal, "record")}[sys.argv[2]]
+inner, calls = getattr(kind, at), []
+def counted(self, *arguments, **options):
+    calls.append(0)
+    if len(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(self, *arguments, **options)
+setattr(kind, at, counted)
+run("playground", model="playground", subset=34, options={"tasks": 34}, out=sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_benchmark_continues_at_the_image_and_the_score(tmp_path: Path) -> None:
+    for place, call in (("images", 5), ("scores", 2)):
+        ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out"), place, str(call)], check=False)
+        assert ended.returncode == -signal.SIGKILL
+        images = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "images").glob("*.png")}
+        assert len(images) == (4 if place == "images" else 34)
+        assert not (tmp_path / "out" / "scores" / "own" / "result.json").exists()
+    whole = run("playground", model="playground", options={"tasks": 34}, out=tmp_path / "whole")
+    again = run("playground", model="playground", options={"tasks": 34}, out=tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in images} == images
+    assert scores(again) == scores(whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_table_of_one(base: BenchmarkResult, tmp_path: Path) -> None:
+    words = ["bench", "playground", "--images", str(images_of(base)), "--subset", "6", "--device", "cpu"]
+    on_two_ranks(["-m", "retouch", *words, "--out", str(tmp_path / "two")], tmp_path / "logs")
+    two = BenchmarkResult.read(tmp_path / "two" / "scores" / "own")
+    assert two.table == base.table
+    assert scores(two) == scores(base)
+
+
+class JudgedSuite(Suite):
+    """Plain images that a judge scores."""
+
+    name: ClassVar[str] = "judged"
+    title: ClassVar[str] = "Judged"
+    source: ClassVar[str] = "https://example.org"
+    licence: ClassVar[str] = "MIT"
+    size: ClassVar[int] = 30
+    protocol: ClassVar[str] = "VIEScore."
+    task = "text-to-image"
+    needs_data = False
+    columns: ClassVar[Mapping[str, Column]] = {"sc": Column(0.0, 10.0), "pq": Column(0.0, 10.0), "overall": Column(0.0, 10.0)}
+    headline_column: ClassVar[str] = "overall"
+
+    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+        return [SuiteItem(id=f"{row:03d}", prompt=f"colour {row}") for row in range(30)], [BrokenItem("031", "no prompt")]
+
+    def reward(self, judge: Any) -> RewardSection:
+        return VieScore(judge=require_judge(self, judge))
+
+
+def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in range(30):
+        path = tmp_path / "images" / f"{row:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (8 * row, 100, 50)).save(path)
+    faulty = {"on": True}
+    kinds: dict[str, str] = {}
+
+    def fault(digest: str, times: int) -> str | None:
+        if not faulty["on"] or int(digest[:2], 16) % 2:
+            return None
+        return kinds.setdefault(digest, FAULTS[len(kinds) % len(FAULTS)])
+
+    with Double(fault, hang=0.3) as server:
+        monkeypatch.setenv("DOUBLE_KEY", KEY)
+        monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
+        judge = Endpoint(
+            model="double", base_url=server.url, key="DOUBLE_KEY", attempts=2, pause=0.01, longest_pause=0.02, timeout=0.2
+        )
+        first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        faulty["on"] = False
+        asked = len(server.requests)
+        second = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        again = len(server.requests) - asked
+        clean = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "clean")
+        assert first is not None
+        assert second is not None
+        right = dict(scores(clean))
+        assert len(set(kinds.values())) >= 20
+        lost = [each for each in first.missing if "overall" in each["columns"]]
+        assert lost
+        assert all(each["reason"] for each in lost)
+        for item, found in scores(first):
+            assert all(math.isnan(value) or value == right[item][name] for name, value in found.items())
+        assert scores(second) == scores(clean)
+        assert not second.missing
+        assert second.table["all"]["overall"]["n"] == 30
+        answered = sum(not math.isnan(found[name]) for _, found in scores(first) for name in ("sc", "pq"))
+        assert again == 60 - answered, "only the questions without an answer are asked again"
+        asked = len(server.requests)
+        third = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        assert scores(third) == scores(second)
+        assert len(server.requests) == asked
+    assert "1 item of the data that cannot be used" in str(second)
+    assert KEY not in (second.folder / "ledger.sqlite").read_bytes().decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["playgroud", "--model", "playground"], "did you mean 'playground'"),
+        (["playground"], "either a model, or a folder of images"),
+        (["playground", "--images", "nowhere"], "no such folder"),
+        (["playground", "--images", ".", "--lora", "x"], "the images are there already"),
+        (["playground", "--model", "playground", "--lora", "nowhere"], "no such file or folder"),
+        (["playground", "--model", "playground", "--call", "guidance_scale=3"], "only --call num_inference_steps"),
+        (["playground", "--model", "quickstart", "--lora", "x"], "has its own weights"),
+        (["playground", "--model", "playground", "--option", "task=3"], "unknown key"),
+        (["playground", "--model", "playground", "--subset", "0"], "at least one item"),
+        (["compare", "one"], "give two folders"),
+        (["compare", "one", "two"], "no result there"),
+    ],
+)
+def test_mistakes_have_a_plain_message(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    out = [] if arguments[0] == "compare" else ["--out", str(tmp_path / "out")]
+    assert cli.main(["bench", *arguments, *out]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_suites_are_listed(capsys: Any) -> None:
+    assert cli.main(["bench", "list"]) == 0
+    assert "playground" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_stored(base: BenchmarkResult) -> None:
+    about = read_json(base.folder / "result.json")
+    assert {"suite", "protocol", "deviations", "licence", "model", "judge", "seed", "items", "missing", "broken"} <= about.keys()
+    assert (base.folder / "table.md").read_text().strip() == str(base)
