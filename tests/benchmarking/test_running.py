@@ -187,11 +187,19 @@ def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_p
             return None
         return kinds.setdefault(digest, FAULTS[len(kinds) % len(FAULTS)])
 
-    with Double(fault, hang=0.3) as server:
+    with Double(fault, hang=5.5) as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
         monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
         judge = Endpoint(
-            model="double", base_url=server.url, key="DOUBLE_KEY", attempts=2, pause=0.01, longest_pause=0.02, timeout=0.2
+            model="double",
+            base_url=server.url,
+            key="DOUBLE_KEY",
+            attempts=2,
+            deadline=15.0,
+            concurrency=8,
+            pause=0.01,
+            longest_pause=0.02,
+            timeout=5.0,
         )
         first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
         faulty["on"] = False
