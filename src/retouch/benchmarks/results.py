@@ -163,9 +163,10 @@ def markdown(about: Mapping[str, Any]) -> str:
     """The result as a Markdown table, with what is missing below it."""
     table = about["table"]
     columns = list(table[ALL])
+    of_all = f" of {about['size']}" if about["size"] else ""
     lines = [
         f"**{about['title']}**, {about['model']['model']}, scored by {about['judge']['name']}; "
-        f"{about['items']} of {about['size']} items, seed {about['seed']}. Means and 95 % intervals; "
+        f"{about['items']}{of_all} items, seed {about['seed']}. Means and 95 % intervals; "
         f"`{about['headline']}` is the headline.",
         "",
         f"| | n | {' | '.join(columns)} |",

@@ -97,7 +97,7 @@ class Suite(Section):
     licence: ClassVar[str]
     """Licence of its data."""
     size: ClassVar[int]
-    """Number of items as published."""
+    """Number of items as published; 0 where it is that of the prompt file or data set that the user gives."""
     protocol: ClassVar[str]
     """How images are made, judged and averaged, in a few sentences."""
     deviations: ClassVar[tuple[str, ...]] = ()
