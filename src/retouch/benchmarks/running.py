@@ -145,7 +145,7 @@ def score(
         "items": len(used),
         "headline": suite.headline_column if scorer.own else next(iter(scorer.columns)),
         "table": make_table(suite, used, rows),
-        "missing": missing_images(rows, list(scorer.columns)),
+        "missing": missing_images(rows, scorer.required),
         "broken": [asdict(each) for each in items.broken],
         "versions": versions(Path.cwd()),
     }

@@ -55,6 +55,11 @@ class Scorer:
         known = self.section.known_columns() or {}
         return {name: column for name, column in known.items() if not column.diagnostic}
 
+    @property
+    def required(self) -> list[str]:
+        """The columns that every image must have; a diagnostic one may not apply to it."""
+        return [name for name, column in self.columns.items() if not column.diagnostic]
+
 
 def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, *, name: str | None = None) -> Scorer:
     """The scorer that ``judge`` names.
@@ -212,7 +217,7 @@ def _row(scorer: Scorer, given: _Given, database: Database) -> ImageRow:
             reason = found
         else:
             scores = {name: float(found[name]) for name in nothing}
-    if not reason and any(math.isnan(value) for value in scores.values()):
+    if not reason and any(math.isnan(scores[name]) for name in scorer.required):
         reason = _fault(database, given.picture)
     item = given.place.item
     return ImageRow(

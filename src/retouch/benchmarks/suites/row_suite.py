@@ -157,7 +157,8 @@ def keyed_rows(path: Path) -> list[dict[str, Any]]:
 def file_rows(table: Sequence[Mapping[str, Any]], *, name: str, columns: Mapping[str, str], images: Path) -> Rows:
     """Rows that name image files under the folder ``images``. ``columns``: field to published column. ``name``: of the list, for
     messages and ids."""
-    return ListRows(table, Layout(name, Path(name).stem, columns, (), partial(image_under, images)), problems=())
+    path = Path(name)
+    return ListRows(table, Layout(name, f"{path.parent.name}/{path.stem}", columns, (), partial(image_under, images)), problems=())
 
 
 class JoinedRows:

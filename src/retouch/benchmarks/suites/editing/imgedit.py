@@ -93,7 +93,9 @@ class ImgEditSuite(RowSuite):
         kind = published(row, "edit_type")
         if kind not in _TYPES:
             raise ValueError(f"'edit_type': {kind!r} is not one of {', '.join(_TYPES)}")
-        return SuiteItem(id=row.id, prompt=row.instruction, category=kind, cluster=row.source, fields={"edit_type": kind})
+        return SuiteItem(
+            id=published(row, "key"), prompt=row.instruction, category=kind, cluster=row.source, fields={"edit_type": kind}
+        )
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         """The judge of three scores. Raises ValueError without a judge."""
@@ -131,7 +133,7 @@ class ImgEditHardSuite(RowSuite):
 
     def item(self, row: Row) -> SuiteItem | None:
         """The row."""
-        return SuiteItem(id=row.id, prompt=row.instruction, cluster=row.source)
+        return SuiteItem(id=published(row, "key"), prompt=row.instruction, cluster=row.source)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         """The judge of one score. Raises ValueError without a judge."""
@@ -181,7 +183,11 @@ class ImgEditMultiTurnSuite(RowSuite):
             raise ValueError("'turn2': no text; an item of several turns has at least two")
         category = published(row, "category")
         return SuiteItem(
-            id=f"{category}-{row.id}", prompt=row.instruction, later=tuple(later), category=category, cluster=row.source
+            id=f"{category}-{published(row, 'key')}",
+            prompt=row.instruction,
+            later=tuple(later),
+            category=category,
+            cluster=row.source,
         )
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
@@ -193,5 +199,5 @@ def _rows(data: Path, name: str, *, columns: Mapping[str, str] | None = None, **
     """The rows of one list; ``id`` names the image."""
     images = next((data / folder for folder in ("original_images", "images") if (data / folder).is_dir()), data)
     table = [{**row, **added} for row in keyed_rows(data / name)]
-    known = {"id": "key", "instruction": "prompt", "image": "id", "source": "id", **(columns or {})}
+    known = {"instruction": "prompt", "image": "id", "source": "id", **(columns or {})}
     return file_rows(table, name=str(data / name), columns=known, images=images)

@@ -113,7 +113,11 @@ class KrisSuite(RowSuite):
             raise ValueError("'explain_en': no text; a category of knowledge is judged by its explanation")
         fields = {"category": category, "explain": explain}
         return SuiteItem(
-            id=f"{category}-{row.id}", prompt=row.instruction, category=category, cluster=f"{category}/{row.source}", fields=fields
+            id=f"{category}-{published(row, 'key')}",
+            prompt=row.instruction,
+            category=category,
+            cluster=f"{category}/{row.source}",
+            fields=fields,
         )
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
@@ -140,5 +144,5 @@ def _category(path: Path) -> Rows:
             "category": path.parent.name,
         }
         table.append(kept)
-    columns = {"id": "key", "instruction": "instruction", "image": "ori_img", "target": "gt_img", "source": "key"}
+    columns = {"instruction": "instruction", "image": "ori_img", "target": "gt_img"}
     return file_rows(table, name=str(path), columns=columns, images=path.parent)

@@ -25,7 +25,7 @@ def kris(tmp_path):
         "1": {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"},
         "2": {"ori_img": "1.png", "gt_img": "", "ins_en": "next year", "explain_en": ""},
     }
-    temporal = {"7": {"ori_img": ["7-1.png", "7-2.png"], "gt_img": "7-3.png", "ins_en": "the third frame", "explain_en": ""}}
+    temporal = {"1": {"ori_img": ["7-1.png", "7-2.png"], "gt_img": "7-3.png", "ins_en": "the third frame", "explain_en": ""}}
     colour = {"1": {"ori_img": "gone.png", "gt_img": "", "ins_en": "red", "explain_en": ""}}
     for folder, rows in {"biology": biology, "temporal_prediction": temporal, "color_change": colour}.items():
         (tmp_path / folder).mkdir()
@@ -38,15 +38,15 @@ def kris(tmp_path):
 def test_kris_scores_what_a_category_has(kris):
     suite = KrisSuite()
     items, broken = suite.items(kris)
-    assert [item.id for item in items] == ["biology-1", "temporal_prediction-7"]
+    assert [item.id for item in items] == ["biology-1", "temporal_prediction-1"]
     assert [(each.id, word in each.reason) for each, word in zip(broken, ["explain_en", "gone.png"], strict=True)] == [
         ("annotation.json:2", True),
         ("annotation.json:1", True),
     ]
     found = scored(suite, items, by_name(EASY))
     assert found["biology-1"] == pytest.approx({"score": (4 + 5 + 2 + 3) / 4, **EASY})
-    assert found["temporal_prediction-7"]["score"] == pytest.approx((4 + 5 + 3) / 3)
-    assert math.isnan(found["temporal_prediction-7"]["knowledge"])
+    assert found["temporal_prediction-1"]["score"] == pytest.approx((4 + 5 + 3) / 3)
+    assert math.isnan(found["temporal_prediction-1"]["knowledge"])
     assert headline(suite, items, found)["score"] == pytest.approx((3.5 + 4) / 2)
     missing = scored(suite, items, lambda question, _: "?" if "quality" in question.form.scales else by_name(EASY)(question, _))
     assert math.isnan(missing["biology-1"]["score"])

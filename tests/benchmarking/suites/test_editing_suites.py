@@ -201,6 +201,8 @@ def test_turns_edit_the_image_of_the_turn_before(tmp_path):
     items, broken = suite.items(tmp_path)
     assert [(item.id, item.turns, item.category) for item in items] == [("content_memory-1", 3, "content_memory")]
     assert "turn2" in broken[0].reason
+    (tmp_path / "version_backtracking.json").write_text(json.dumps(rows))  # the files of all categories count from 1
+    assert [item.id for item in suite.items(tmp_path)[0]] == ["content_memory-1", "version_backtracking-1"]
     tasks = [suite.task_for(items[0], turn=turn, previous=numbered(77) if turn else None) for turn in range(3)]
     assert [task.instruction for task in tasks] == ["all green", "add fruit", "another plate"]
     assert [number_of(task.images[0]) for task in tasks] == [1, 77, 77]

@@ -1,0 +1,76 @@
+"""Suites from the published files to the table, with images made elsewhere and a judge that is a server."""
+
+import json
+import math
+
+import pytest
+
+from canned_judge import numbered, saved
+from judge_double import KEY, Double, clean
+from retouch.benchmarks.running import run
+from retouch.rewards.vlm.models import Endpoint
+
+
+@pytest.fixture
+def judge(monkeypatch):
+    with Double() as server:
+        monkeypatch.setenv("DOUBLE_KEY", KEY)
+        monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
+        yield Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", pause=0.01, longest_pause=0.02)
+
+
+def said(number: int, name: str, top: int = 5) -> float:
+    """What the server says of an image."""
+    return clean(numbered(number), name, 0, low=1, high=top, whole=True)
+
+
+def test_imgedit_runs_to_its_table(tmp_path, judge):
+    rows = {
+        "12": {"id": "a/1.png", "prompt": "add a hat", "edit_type": "add"},
+        "7": {"id": "a/2.png", "prompt": "remove the hat", "edit_type": "remove"},
+        "9": {"id": "a/2.png", "prompt": "remove the cat", "edit_type": "remove"},
+        "8": {"id": "a/gone.png", "prompt": "x", "edit_type": "add"},
+    }
+    for number in (1, 2):
+        saved(tmp_path / "data" / "original_images" / "a" / f"{number}.png", number)
+    (tmp_path / "data" / "basic_edit.json").write_text(json.dumps(rows))
+    for item, number in {"12": 21, "7": 22}.items():
+        saved(tmp_path / "images" / f"{item}.png", number)
+    result = run("imgedit", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    assert result is not None
+    names = ("compliance", "naturalness", "integrity")
+    means = [sum(said(number, name) for name in names) / 3 for number in (21, 22)]
+    assert result.headline == pytest.approx(sum(means) / 2)
+    assert result.table["remove"]["score"]["mean"] == pytest.approx(means[1])
+    assert [(each["item"], "no image 9.png" in each["reason"]) for each in result.missing] == [("9", True)]
+    assert [(each["id"], "gone.png" in each["reason"]) for each in result.about["broken"]] == [("basic_edit.json:4", True)]
+
+
+def test_scores_that_a_category_does_not_have_are_not_missing(tmp_path, judge):
+    biology = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"}}
+    colour = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "make it red", "explain_en": ""}}
+    for folder, rows in {"biology": biology, "color_change": colour}.items():
+        saved(tmp_path / "data" / folder / "1.png", 1)
+        (tmp_path / "data" / folder / "annotation.json").write_text(json.dumps(rows))
+        saved(tmp_path / "images" / f"{folder}-1.png", 30 + len(folder))
+    result = run("kris", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    assert result is not None
+    assert not result.missing
+    assert [row.reason for row in result.rows] == ["", ""]
+    assert result.table["biology"]["knowledge"]["mean"] == said(37, "knowledge")
+    assert math.isnan(result.table["color_change"]["knowledge"]["mean"])
+    assert result.table["color_change"]["score"]["mean"] == pytest.approx(
+        sum(said(42, name) for name in ("consistency", "instruction", "quality")) / 3
+    )
+
+
+def test_turns_run_to_their_rows(tmp_path, judge):
+    saved(tmp_path / "data" / "original_images" / "1.png", 1)
+    rows = {"1": {"id": "1.png", "turn1": "all green", "turn2": "add fruit"}}
+    (tmp_path / "data" / "content_memory.json").write_text(json.dumps(rows))
+    saved(tmp_path / "images" / "content_memory-1.png", 51)
+    saved(tmp_path / "images" / "content_memory-1-turn2.png", 52)
+    result = run("imgedit-multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    assert result is not None
+    restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
+    assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
