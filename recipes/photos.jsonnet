@@ -1,8 +1,13 @@
-// Your own photographs with the tiny models: the code path of a full-size run, in a minute.
+// Your own photographs with the tiny models: the code path of a full-size run, in a few minutes on a CPU.
 //
 //   retouch train recipes/photos.jsonnet --set data.path=DIR
 //
 // DIR contains photographs and a metadata.jsonl with one line for each: {"file_name": "a.png", "instruction": "make it warmer"}.
+//
+// A healthy run. The built-in editor was made for coloured shapes, and its autoencoder keeps of a photograph only the layout: 0.60 of
+// `preservation`, which compares images shrunk to 8 px (0.24 at 48 px). The untrained editor keeps 0.31 of it. `preservation` rises
+// within 20 steps, to 0.41 on photographs that are held out; `colour` hardly moves, because the autoencoder has few colours.
+// docs/guides/photos.md has the figures.
 local objectives = import 'lib/objectives.libsonnet';
 local photos = import 'lib/photos.libsonnet';
 local playground = import 'lib/playground.libsonnet';
@@ -10,20 +15,23 @@ local sampling = import 'lib/sampling.libsonnet';
 
 {
   name: 'photos',
-  steps: 20,
-  tasks_per_step: 1,
+  steps: 40,
+  tasks_per_step: 4,
   group_size: 12,
-  learning_rate: 1e-3,
+  learning_rate: 2e-3,
+  microbatch: 48,
   policy: {
     kind: 'denoising',
     model: playground.model { size: [48, 48] },
     train: { kind: 'lora', rank: 32, alpha: 64 },
+    ema: { decay: 0.9, every: 1 },
   },
-  rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
+  rollout: sampling.pictures(6),
   data: photos.tasks('photos', held_out=1),
-  reward: photos.judge(colour=[200, 60, 40]),
-  objective: objectives.grpo(1e-4),
-  eval: { tasks: 8 },
-  samples: { every: 10, tasks: 1 },
-  checkpoints: { every: 10 },
+  reward: photos.judge(colour=[200, 60, 40], side=8),
+  objective: objectives.nft { shift: 3 },
+  optimizer: { schedule: 'cosine' },
+  eval: { every: 20, tasks: 24, batch: 48 },
+  samples: { every: 20, tasks: 4 },
+  checkpoints: { every: 20 },
 }

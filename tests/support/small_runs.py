@@ -18,8 +18,6 @@ def photos_recipe(root: Path, photos: Path, **changes: Any) -> Path:
         "steps=2",
         "group_size=2",
         "rollout.num_steps=2",
-        "rollout.window.high=1",
-        "rollout.window.size=1",
         "data.held_out=1",
     ]
     for key, value in changes.items():
