@@ -140,8 +140,8 @@ SECTIONS = (
 
 PHOTOGRAPHS = """## Ten photographs
 
-A LoRA of the built-in editor on ten photographs of one's own, by `recipes/photos.jsonnet` (DiffusionNFT, 40 steps of 48 images). The
-reward is preservation of the layout times closeness to a warm red; the ceiling is that of the photographs themselves, encoded and
+A LoRA of the built-in editor on ten photographs of one's own, by `recipes/photos.jsonnet` (DiffusionNFT, 40 steps of 48 images).
+The reward is preservation of the layout times closeness to a warm red; the ceiling is that of the photographs themselves, encoded and
 decoded. Three photographs with four instructions each are held out. Seed 0.
 
 | | before | after | gain (95 %) | ceiling | CPU |
@@ -215,7 +215,7 @@ def page(found: dict[Entry, list[dict]]) -> str:
             if section.plot is not None:
                 lines += [f"![{section.title}: held-out reward over CPU seconds, seed 0](pictures/{section.plot})", ""]
             lines += [*edits(section, rows), ""] if section.kinds else []
-    lines += PHOTOGRAPHS.splitlines() + [""]
+    lines += [*PHOTOGRAPHS.splitlines(), ""]
     lines += ["## Recipes without a result", "", "These twins of full-size recipes step, but were not shown to learn.", ""]
     lines += ["| recipe | what is known |", "| --- | --- |", *(f"| {recipe} | {known} |" for recipe, known in WITHOUT_RESULT), ""]
     return "\n".join(lines[:-1]) + "\n"
