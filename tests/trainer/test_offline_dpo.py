@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import retouch
 import tiny_models
 import tiny_pipelines
+from retouch import cli
 from retouch.data.base import DataContext
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.table import TableData
@@ -137,7 +138,7 @@ def test_a_run_that_stops_continues_to_the_same_bits(tmp_path: Path) -> None:
     assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
 
 
-def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path) -> None:
+def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
     lines = []
@@ -155,6 +156,10 @@ def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path) -> None:
     assert run(again, fresh=False) == 0
     made.train()
     assert bits(made.folder)[0] == bits(again.folder)[0]
+    capsys.readouterr()
+    assert cli.main(["eval", str(again.folder)]) == 0
+    held_out = json.loads(capsys.readouterr().out)
+    assert held_out["table"]["all"] == RunFolder(again.folder).read_evals()[-1]["table"]["all"]
 
 
 def test_a_hub_data_set_with_columns_of_other_names_has_pairs(tmp_path: Path) -> None:
