@@ -25,6 +25,7 @@ _COMMANDS = {
     "playground": "retouch.cli.playground:add_playground",
     "data": "retouch.cli.data:add_data",
     "report": "retouch.cli.report:add_report",
+    "view": "retouch.cli.view:add_view",
     "ledger": "retouch.cli.ledger:add_ledger",
     "bench": "retouch.cli.bench:add_bench",
     "serve": "retouch.cli.serve:add_serve",

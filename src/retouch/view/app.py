@@ -1,0 +1,144 @@
+"""The endpoints of ``retouch view``: a page, and the runs' files as JSON and images. Nothing is written."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from retouch.records.files import jsonable
+from retouch.view.catalogue import Catalogue
+from retouch.view.gate import Gate
+from retouch.view.live_run import LiveRun
+from retouch.view.thumbnails import Thumbnails
+
+POLL_SECONDS = 1.0
+_MOST_SAMPLES = 500
+_KEPT = {"Cache-Control": "private, max-age=60"}
+_FRESH = {"Cache-Control": "no-store"}
+
+
+def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_seconds: float = POLL_SECONDS) -> Starlette:
+    """The application for the runs in ``root``. ``poll_seconds``: how often an open page looks for new lines."""
+    catalogue, thumbnails = Catalogue(root), Thumbnails()
+
+    async def page(request: Request) -> Response:
+        with as_file(files("retouch.view") / "static" / "index.html") as path:
+            return Response(path.read_bytes(), media_type="text/html", headers=_FRESH)
+
+    async def runs(request: Request) -> Response:
+        found = await run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()])
+        return _json({"folder": str(catalogue.root), "runs": found})
+
+    async def run_details(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        return _missing("run") if run is None else _json(await run_in_threadpool(run.details))
+
+    async def events(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        if run is None:
+            return _missing("run")
+        counts = [_integer(request, name) for name in ("generation", "metrics", "timings")]
+        return StreamingResponse(_follow(request, run, counts, poll_seconds), media_type="text/event-stream", headers=_FRESH)
+
+    async def samples(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        if run is None:
+            return _missing("run")
+        chosen = await run_in_threadpool(lambda: _select(run.samples(), request.query_params))
+        start = _integer(request, "offset")
+        end = start + min(_integer(request, "limit", 100), _MOST_SAMPLES)
+        return _json({"total": len(chosen), "samples": chosen[start:end]})
+
+    async def image(request: Request) -> Response:
+        path = await run_in_threadpool(catalogue.image, *_place(request))
+        return _missing("image") if path is None else FileResponse(path, media_type="image/png", headers=_KEPT)
+
+    async def thumbnail(request: Request) -> Response:
+        path = await run_in_threadpool(catalogue.image, *_place(request))
+        made = None if path is None else await run_in_threadpool(thumbnails.get, path)
+        return _missing("image") if made is None else Response(made, media_type="image/png", headers=_KEPT)
+
+    routes = [
+        Route("/", page),
+        Route("/api/runs", runs),
+        Route("/api/runs/{name}", run_details),
+        Route("/api/runs/{name}/events", events),
+        Route("/api/runs/{name}/samples", samples),
+        Route("/images/{name}/{step:int}/{file}", image),
+        Route("/thumbnails/{name}/{step:int}/{file}", thumbnail),
+        Mount("/static", StaticFiles(packages=[("retouch.view", "static")])),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Gate, token=token, hosts=hosts)])
+
+
+async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:
+    """Server-sent events with the lines that are new, or with nothing but a comment if there are none."""
+    generation, metrics, timings = counts
+    last: Mapping[str, Any] | None = None
+    while not await request.is_disconnected():
+        found = await run_in_threadpool(run.since, generation, metrics, timings)
+        if found["generation"] != generation:
+            metrics = timings = 0
+        generation = found["generation"]
+        metrics += len(found["metrics"])
+        timings += len(found["timings"])
+        if found["metrics"] or found["timings"] or found["run"] != last:
+            yield f"data: {json.dumps(jsonable(found), separators=(',', ':'))}\n\n"
+        else:
+            yield ": nothing new\n\n"
+        last = found["run"]
+        await asyncio.sleep(poll_seconds)
+
+
+def _select(samples: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """The samples of a ``set``, ``step``, ``task`` or with a ``search`` text, in the order of a ``sort`` column."""
+    found = list(samples)
+    for name in ("set", "task"):
+        if query.get(name):
+            found = [line for line in found if line[name] == query[name]]
+    if query.get("step", "").isdecimal():
+        found = [line for line in found if line["step"] == int(query["step"])]
+    if query.get("search"):
+        text = query["search"].casefold()
+        found = [line for line in found if text in f"{line['instruction']}\n{line.get('text', '')}\n{line['task']}".casefold()]
+    column, _, direction = query.get("sort", "").partition(":")
+    if column:
+        known = [(line, value) for line in found if (value := _score(line, column)) is not None]
+        known.sort(key=lambda pair: pair[1], reverse=direction == "desc")
+        missing = [line for line in found if _score(line, column) is None]
+        found = [*(line for line, _ in known), *missing]
+    return found
+
+
+def _score(line: Mapping[str, Any], column: str) -> float | None:
+    value = line.get(column) if column in ("step", "reward", "advantage") else line["scores"].get(column)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _place(request: Request) -> tuple[str, int, str]:
+    given = request.path_params
+    return given["name"], given["step"], given["file"]
+
+
+def _integer(request: Request, name: str, default: int = 0) -> int:
+    given = request.query_params.get(name, "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else default
+
+
+def _json(value: Mapping[str, Any]) -> Response:
+    content = json.dumps(jsonable(value), separators=(",", ":")).encode()
+    return Response(content, media_type="application/json", headers=_FRESH)
+
+
+def _missing(what: str) -> Response:
+    return JSONResponse({"error": f"there is no such {what}"}, 404)

@@ -1,0 +1,40 @@
+"""Starts the server of ``retouch view``."""
+
+import importlib.util
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def view(root: Path, *, port: int, hosts: Sequence[str] = (), report: Callable[[str], None]) -> int:
+    """Serve the page on loopback until a signal stops it; returns the exit code.
+
+    ``port``: 0 chooses a free one. ``hosts``: further names under which a browser reaches this machine, for example behind a proxy.
+    Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
+    """
+    for package in ("starlette", "uvicorn"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"the page needs {package}: pip install 'retouch[serve]'")
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder; give the folder that contains your runs, for example: retouch view runs")
+    import uvicorn
+
+    from retouch.view.app import build_app
+
+    token = secrets.token_urlsafe(24)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"port {port} cannot be used: {error.strerror}; choose another with --port, or 0 for any") from None
+    with listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        report(f"runs in {root.resolve()}: open {address}/?token={token}")
+        config = uvicorn.Config(
+            build_app(root, token=token, hosts=hosts), log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        uvicorn.Server(config).run(sockets=[listener])
+    return 0

@@ -1,0 +1,83 @@
+"""Who may read the page: whoever has the token, from this machine's own addresses.
+
+The token is in the address that ``retouch view`` prints. The first request exchanges it for a cookie that scripts cannot read and
+other sites cannot send, and continues at an address without the token.
+"""
+
+import hmac
+from collections.abc import Collection
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse, RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+COOKIE = "retouch_view"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Gate:
+    """Wraps the application: checks host, origin and token of every request, and adds the security headers to every reply."""
+
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = ()) -> None:
+        self._app, self._token = app, token.encode()
+        self._hosts = frozenset((*_LOOPBACK, *(host.lower() for host in hosts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        headers = Headers(scope=scope)
+        if not self._is_own_host(headers):
+            reply: ASGIApp = PlainTextResponse("This server answers only to its own address.", 421)
+        elif scope["method"] not in ("GET", "HEAD"):
+            reply = PlainTextResponse("This page only reads.", 405)
+        elif self._has_cookie(headers):
+            reply = self._app
+        elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
+            reply = self._welcome()
+        else:
+            reply = PlainTextResponse("Open the address that `retouch view` printed; it contains the token.", 401)
+        await reply(scope, receive, send_with_headers)
+
+    def _welcome(self) -> RedirectResponse:
+        reply = RedirectResponse("/", 303)
+        reply.set_cookie(COOKIE, self._token.decode(), httponly=True, samesite="strict", path="/")
+        return reply
+
+    def _is_own_host(self, headers: Headers) -> bool:
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        return len(hosts) == 1 and all(self._is_own(url) for url in (f"http://{hosts[0]}", *origins))
+
+    def _is_own(self, url: str) -> bool:
+        try:
+            return (urlsplit(url).hostname or "") in self._hosts
+        except ValueError:
+            return False
+
+    def _has_cookie(self, headers: Headers) -> bool:
+        try:
+            found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+        except CookieError:
+            return False
+        return found is not None and self._is_token(found.value)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token)

@@ -1,0 +1,192 @@
+"""One run's folder, read again and again while the run may be writing to it."""
+
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import current_owner
+from retouch.view.tail import LineTail
+
+State: TypeAlias = Literal["running", "finished", "stopped", "alarm", "waiting", "unreadable"]
+_REWARD = "reward/mean"
+_POINTS = 80
+_RECENT_STEPS = 20
+_LOG_BYTES = 4096
+
+
+class LiveRun:
+    """A run's files. Methods may be called from several threads; a damaged file makes a part of the result empty, not an error."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder = RunFolder(root)
+        self._lock = threading.Lock()
+        self._metrics, self._timings = LineTail(self.folder.metrics), LineTail(self.folder.timings)
+        self._evals = LineTail(self.folder.evals)
+        self._samples: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+        self._generation = 0
+
+    def overview(self) -> dict[str, Any]:
+        """The run's row in the table of runs."""
+        with self._lock:
+            self._update()
+            recipe, problem = self._recipe()
+            lines = self._metrics.lines
+            step, steps = _last_step(lines), recipe.get("steps")
+            steps = steps if isinstance(steps, int) else None
+            state, reason = self._state(step, steps, problem)
+            seconds = self._step_seconds()
+            remaining = None if steps is None or seconds is None or state != "running" else max(0, steps - step) * seconds
+            return {
+                "name": self.folder.name,
+                "state": state,
+                "reason": reason,
+                "step": step,
+                "steps": steps,
+                "phase": lines[-1].get("phase") if lines else None,
+                "reward": _number(lines[-1].get(_REWARD)) if lines else None,
+                "rewards": _thin([_number(line.get(_REWARD)) for line in lines]),
+                "seconds_per_step": seconds,
+                "seconds_left": remaining,
+                "changed": _changed(self.folder),
+                "summary": self._json(self.folder.summary),
+                "damaged": self._metrics.damaged + self._timings.damaged,
+            }
+
+    def details(self) -> dict[str, Any]:
+        """What the run's page shows, apart from its row: recipe, checks, evaluations, alarm, and all metrics."""
+        row = self.overview()
+        with self._lock:
+            return {
+                **row,
+                "recipe": self._recipe()[0],
+                "preflight": self._json(self.folder.preflight) or [],
+                "alarm": self._json(self.folder.alarm),
+                "metrics": self._metrics.lines,
+                "timings": self._timings.lines,
+                "generation": self._generation,
+                **self._results(),
+            }
+
+    def _results(self) -> dict[str, Any]:
+        """What a run writes now and then, and may replace."""
+        self._evals.update()
+        return {"evals": list(self._evals.lines), "sample_steps": self.folder.sample_steps()}
+
+    def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
+        """The lines after the given numbers of lines. A new ``generation`` means that they begin again from the first."""
+        row = self.overview()
+        with self._lock:
+            if generation != self._generation:
+                metrics = timings = 0
+            return {
+                "generation": self._generation,
+                "run": {**row, **self._results()},
+                "metrics": self._metrics.lines[metrics:],
+                "timings": self._timings.lines[timings:],
+            }
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The lines of all stored samples, in the order of their steps."""
+        with self._lock:
+            found = []
+            for step in self.folder.sample_steps():
+                path = self.folder.samples(step) / "samples.jsonl"
+                try:
+                    stamp = path.stat().st_mtime_ns
+                except OSError:
+                    continue
+                if self._samples.get(step, (0, []))[0] != stamp:
+                    tail = LineTail(path)
+                    tail.update()
+                    self._samples[step] = stamp, [line for line in tail.lines if _is_sample(line, step)]
+                found += self._samples[step][1]
+            return found
+
+    def _update(self) -> None:
+        again = [tail.update() for tail in (self._metrics, self._timings)]
+        if any(again):
+            self._generation += 1
+
+    def _recipe(self) -> tuple[Mapping[str, Any], str | None]:
+        """The resolved recipe, and what is wrong with its file."""
+        try:
+            return self.folder.read_recipe()["recipe"], None
+        except (OSError, ValueError, RecursionError) as error:
+            return {}, str(error)
+
+    def _json(self, path: Path) -> Any:
+        try:
+            return files.read_json(path) if path.is_file() else None
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def _state(self, step: int, steps: int | None, problem: str | None) -> tuple[State, str | None]:
+        owner = current_owner(self.folder.root)
+        if owner is not None:
+            return "running", None
+        if problem is not None:
+            return "unreadable", problem
+        alarm = self._json(self.folder.alarm)
+        if isinstance(alarm, dict):
+            texts = [str(each.get("text", "")) for each in alarm.get("alarms", ()) if isinstance(each, dict)]
+            return "alarm", "; ".join(filter(None, texts)) or "a rule stopped the run"
+        if steps is not None and step >= steps and self.folder.summary.is_file():
+            return "finished", None
+        return ("stopped" if step else "waiting"), self._last_words()
+
+    def _last_words(self) -> str | None:
+        """The last line of the log without its time, which is the error of a run that failed."""
+        try:
+            with self.folder.log().open("rb") as log:
+                log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
+                lines = log.read().decode(errors="replace").split("\n")
+        except OSError:
+            return None
+        texts = [line.partition("  ")[2].strip() or line.strip() for line in lines]
+        return next((text for text in reversed(texts) if text), None)
+
+    def _step_seconds(self) -> float | None:
+        recent = [_number(line.get("time/step")) for line in self._timings.lines[-_RECENT_STEPS:]]
+        known = [value for value in recent if value is not None]
+        return statistics.median(known) if known else None
+
+
+def _is_sample(line: Mapping[str, Any], step: int) -> bool:
+    return (
+        line.get("step") == step
+        and isinstance(line.get("scores"), dict)
+        and all(isinstance(line.get(name), str) for name in ("set", "task", "instruction"))
+        and all(isinstance(line.get(name), int) for name in ("group", "slot"))
+    )
+
+
+def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
+    step = lines[-1].get("step") if lines else 0
+    return step if isinstance(step, int) else 0
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _thin(values: Sequence[float | None]) -> list[float | None]:
+    """At most ``_POINTS`` means of consecutive values."""
+    size = max(1, -(-len(values) // _POINTS))
+    parts = (values[start : start + size] for start in range(0, len(values), size))
+    known = ([value for value in part if value is not None] for part in parts)
+    return [statistics.fmean(part) if part else None for part in known]
+
+
+def _changed(folder: RunFolder) -> float | None:
+    """When the run last wrote, in seconds since 1970."""
+    times = []
+    for path in (folder.metrics, folder.recipe, folder.root):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return times[0] if times else None

@@ -1,0 +1,68 @@
+// Elements, requests and the formatting of numbers. Text from runs is only ever set as text, never as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+const SVG_TAGS = new Set(["svg", "path", "line", "text", "circle", "rect", "g", "polyline", "polygon", "title"]);
+
+/** An element. Attributes that start with "on" are listeners; false, null and undefined are left out. */
+export function h(name, attributes = {}, ...children) {
+  const svg = SVG_TAGS.has(name) && name !== "title";
+  const element = svg ? document.createElementNS(SVG, name) : document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === false || value === null || value === undefined) continue;
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (key === "value" || key === "checked") element[key] = value;
+    else element.setAttribute(key, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+/** Replaces what an element contains; null, undefined and false are left out. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+}
+
+/** The JSON of an address. Throws an Error with a sentence for people. */
+export async function load(address) {
+  const reply = await fetch(address, { headers: { Accept: "application/json" } }).catch(() => null);
+  if (reply === null) throw new Error("The server does not answer. Is `retouch view` still running?");
+  if (reply.status === 401) throw new Error("The page has no valid token. Open the address that `retouch view` printed.");
+  if (!reply.ok) throw new Error((await reply.json().catch(() => ({}))).error ?? `The server replied ${reply.status}.`);
+  return reply.json();
+}
+
+export function number(value, digits = 3) {
+  if (typeof value !== "number" || !Number.isFinite(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size >= 1e5 || size < 1e-3)) return value.toExponential(2);
+  return String(Number(value.toPrecision(Math.max(digits, size >= 100 ? 4 : digits))));
+}
+
+export function duration(seconds) {
+  if (typeof seconds !== "number" || !Number.isFinite(seconds)) return "–";
+  const minutes = Math.round(seconds / 60);
+  if (seconds < 90) return `${Math.round(seconds)} s`;
+  return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function ago(seconds) {
+  return typeof seconds === "number" ? `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago` : "–";
+}
+
+/** Isolates text of unknown direction from its surroundings. */
+export function text(value) {
+  return h("bdi", {}, String(value));
+}
+
+export function path(...parts) {
+  return parts.map(encodeURIComponent).join("/");
+}
+
+const STATES = {
+  running: "running", finished: "finished", stopped: "stopped", alarm: "stopped by a rule",
+  waiting: "no step yet", unreadable: "unreadable",
+};
+
+export function state(run) {
+  return h("span", { class: `state ${Object.hasOwn(STATES, run.state) ? run.state : ""}` }, STATES[run.state] ?? run.state);
+}

@@ -1,0 +1,33 @@
+// Chooses the page by the part of the address after "#".
+
+import { fill, h, text } from "./dom.js";
+import { comparePage } from "./compare.js";
+import { runPage } from "./run.js";
+import { runsPage } from "./runs.js";
+import { samplesPage } from "./samples.js";
+
+const main = document.getElementById("main");
+const crumbs = document.getElementById("crumbs");
+let current = new AbortController();
+
+async function show() {
+  current.abort();
+  current = new AbortController();
+  const { signal } = current;
+  const [kind, name] = location.hash.replace(/^#\/?/, "").split("/");
+  const names = (name ?? "").split(",").map((part) => decodeURIComponent(part));
+  fill(crumbs, h("a", { href: "#/" }, "Retouch runs"), ...(kind ? [" / ", text(names.join(", "))] : []));
+  document.title = kind ? `${names.join(", ")} · Retouch` : "Retouch";
+  fill(main, h("p", { class: "quiet" }, "Loading."));
+  try {
+    if (kind === "run") await runPage(main, signal, names[0]);
+    else if (kind === "samples") await samplesPage(main, signal, names[0]);
+    else if (kind === "compare") await comparePage(main, signal, names);
+    else await runsPage(main, signal);
+  } catch (error) {
+    if (!signal.aborted) fill(main, h("p", { class: "warning", role: "alert" }, error.message), h("p", {}, h("a", { href: "#/" }, "All runs")));
+  }
+}
+
+window.addEventListener("hashchange", show);
+show();

@@ -1,0 +1,114 @@
+// One run: live curves, evaluations, checks, alarm, recipe.
+
+import { duration, fill, h, load, number, path, state, text } from "./dom.js";
+import { chart } from "./charts.js";
+
+const FIRST = ["reward/mean", "reward/std", "group/zero_std_fraction", "policy/loss", "policy/grad_norm", "policy/clip_fraction"];
+const HELP = {
+  "reward/mean": "mean over the step's samples",
+  "reward/std": "spread over the step's samples",
+  "group/zero_std_fraction": "groups whose samples all scored the same: they teach nothing",
+  "policy/grad_norm": "before clipping",
+  "policy/clip_fraction": "actions whose ratio was clipped",
+  "policy/ratio_max_first": "should be 0 before the first update of a step",
+};
+
+export async function runPage(main, signal, name) {
+  const run = await load(`/api/runs/${path(name)}`);
+  if (signal.aborted) return;
+  const head = h("div");
+  const charts = h("div", { class: "charts" });
+  const more = h("details", {}, h("summary", {}, "All metrics"), h("div", { class: "charts" }));
+  const times = h("div", { class: "charts" });
+  const results = h("div");
+  fill(main, head, alarm(run), charts, results, more, h("section", {}, h("h2", {}, "Time per step"), times),
+    checks(run), recipe(run));
+
+  function draw() {
+    fill(head, header(run));
+    fill(results, evaluations(run));
+    const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/")).sort();
+    const marks = (run.alarm?.alarms ?? []).map((each) => [run.alarm.step, each.text ?? "alarm"]);
+    const draws = (keys, lines) => keys.map((key) => chart(
+      [{ name: key, points: lines.filter((line) => key in line).map((line) => [line.step, line[key]]) }],
+      { caption: key, help: HELP[key], axis: "steps", marks }));
+    fill(charts, ...draws(FIRST.filter((key) => names.includes(key)), run.metrics));
+    if (more.open) fill(more.lastChild, ...draws(names.filter((key) => !FIRST.includes(key)), run.metrics));
+    const stages = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.startsWith("time/")).sort();
+    fill(times, ...draws(stages, run.timings));
+    if (!run.metrics.length) fill(charts, h("p", { class: "quiet" }, run.reason ?? "The run has made no step yet."));
+  }
+  more.addEventListener("toggle", draw);
+  draw();
+  follow(run, signal, draw);
+}
+
+/** Appends the lines that the trainer writes, as they come. */
+function follow(run, signal, draw) {
+  const address = `/api/runs/${path(run.name)}/events?generation=${run.generation}&metrics=${run.metrics.length}&timings=${run.timings.length}`;
+  const source = new EventSource(address);
+  signal.addEventListener("abort", () => source.close());
+  source.addEventListener("error", () => {
+    source.close();
+    if (!signal.aborted) setTimeout(() => !signal.aborted && follow(run, signal, draw), 3000);
+  });
+  source.addEventListener("message", (event) => {
+    const found = JSON.parse(event.data);
+    if (found.generation !== run.generation) [run.metrics, run.timings, run.generation] = [[], [], found.generation];
+    run.metrics.push(...found.metrics);
+    run.timings.push(...found.timings);
+    Object.assign(run, found.run);
+    requestAnimationFrame(draw);
+  });
+}
+
+function header(run) {
+  const facts = [
+    ["step", run.steps === null ? run.step : `${run.step} of ${run.steps}`],
+    ["phase", run.phase ?? "–"],
+    ["reward", number(run.reward)],
+    ["per step", run.seconds_per_step === null ? "–" : `${number(run.seconds_per_step)} s`],
+    ["time left", duration(run.seconds_left)],
+  ];
+  return h("div", {},
+    h("h1", {}, text(run.name), " ", state(run)),
+    run.reason && h("p", { class: "reason" }, text(run.reason)),
+    run.damaged > 0 && h("p", { class: "warning" }, `${run.damaged} lines of its files are damaged and were skipped.`),
+    run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
+    h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
+    run.sample_steps.length > 0 && h("p", {}, h("a", { class: "button", href: `#/samples/${path(run.name)}` }, "Samples")));
+}
+
+function alarm(run) {
+  if (!run.alarm) return null;
+  return h("div", { class: "warning", role: "alert" }, `A rule stopped the run at step ${run.alarm.step}. `,
+    (run.alarm.alarms ?? []).map((each) => h("p", {}, text(each.text ?? each.rule ?? ""))));
+}
+
+function evaluations(run) {
+  if (!run.evals.length) return null;
+  const columns = [...new Set(run.evals.flatMap((line) => Object.keys(line.table?.all ?? {})))].filter((name) => name !== "n");
+  const last = run.evals.at(-1);
+  const drawn = columns.slice(0, 6).map((column) => chart(
+    [{ name: column, points: run.evals.map((line) => [line.step, line.table?.all?.[column] ?? null]) }],
+    { caption: column, axis: "steps", dots: true }));
+  const rows = Object.entries(last.table ?? {}).map(([label, row]) => h("tr", {}, h("th", { scope: "row" }, text(label)), h("td", {}, row.n ?? "–"),
+    columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, number(row[column])))));
+  return h("section", {}, h("h2", {}, `Evaluation on ${last.split === "train" ? "trained-on" : "held-out"} tasks`), h("div", { class: "charts" }, drawn),
+    h("div", { class: "scroll" }, h("table", {}, h("caption", {}, `After step ${last.step}`),
+      h("thead", {}, h("tr", {}, ["", "n", ...columns].map((name) => h("th", { scope: "col" }, name)))), h("tbody", {}, rows))));
+}
+
+function interval(found) {
+  return Array.isArray(found) ? `95 % interval ${number(found[0])} to ${number(found[1])}` : null;
+}
+
+function checks(run) {
+  if (!run.preflight.length) return null;
+  return h("section", {}, h("h2", {}, "Checks before the first step"),
+    h("ul", {}, run.preflight.map((check) => h("li", {}, h("b", {}, check.ok ? "ok " : "failed "), text(check.text ?? check.name ?? "")))));
+}
+
+function recipe(run) {
+  return h("details", {}, h("summary", {}, "Recipe"), h("pre", {}, JSON.stringify(run.recipe, null, 2)));
+}

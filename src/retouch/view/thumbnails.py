@@ -1,0 +1,51 @@
+"""Small versions of images, made once and kept in memory."""
+
+import io
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from PIL import Image
+
+EDGE = 192
+_MOST_BYTES = 64 * 2**20
+
+
+class Thumbnails:
+    """PNG files of at most ``EDGE`` pixels an edge; the least recently used are dropped above 64 MiB."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, path: Path) -> bytes | None:
+        """The thumbnail of an image; None if the file is not an image."""
+        try:
+            key = path, path.stat().st_mtime_ns
+        except OSError:
+            return None
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = _make(path)
+        if made is not None:
+            with self._lock:
+                self._bytes += 0 if key in self._kept else len(made)
+                self._kept[key] = made
+                while self._bytes > _MOST_BYTES:
+                    self._bytes -= len(self._kept.popitem(last=False)[1])
+        return made
+
+
+def _make(path: Path) -> bytes | None:
+    try:
+        with Image.open(path) as opened:
+            opened.draft("RGB", (EDGE, EDGE))
+            opened.thumbnail((EDGE, EDGE))
+            content = io.BytesIO()
+            opened.convert("RGB").save(content, "PNG", compress_level=1)
+            return content.getvalue()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None

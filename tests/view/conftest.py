@@ -1,0 +1,55 @@
+"""A run's folder as a trainer writes it, and a client with the page's token."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from starlette.testclient import TestClient
+
+from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.summary import Summary
+from retouch.types import Sample, Task
+from retouch.view.app import build_app
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture
+def write_run(tmp_path: Path) -> Callable[..., RunFolder]:
+    def write(name: str, *, steps: int = 4, of: int = 4, instruction: str = "make it red") -> RunFolder:
+        folder = RunFolder(tmp_path / "runs" / name)
+        folder.write_recipe({"name": name, "steps": of, "tasks_per_step": 2, "group_size": 3})
+        for step in range(1, steps + 1):
+            folder.append_metrics(step, "main", {"reward/mean": 0.1 * step, "policy/loss": float("nan")})
+            folder.append_timings(step, {"time/step": 2.0, "time/rollout": 1.5})
+        for step in {0, steps}:
+            task = Task("task/1", instruction, images=(Image.new("RGB", (300, 200), "white"),))
+            record = SampleRecord(
+                sample=Sample(task, Image.new("RGB", (300, 200), "red")),
+                group=0,
+                slot=0,
+                scores={"share": 0.25 * step, "missing": float("nan")},
+                reward=0.25 * step,
+            )
+            folder.write_samples(step, "heldout", [record])
+            folder.write_eval(step, "heldout", table={"all": {"n": 1, "share": 0.25 * step}}, ci95={})
+        if steps == of:
+            folder.write_summary(Summary(column="share", on="held-out tasks", before=0.0, after=1.0, steps=of))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def anonymous(tmp_path: Path) -> Iterator[TestClient]:
+    """A browser that was not given the token."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    with TestClient(build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.02), base_url="http://127.0.0.1:8765") as client:
+        yield client
+
+
+@pytest.fixture
+def browser(anonymous: TestClient) -> TestClient:
+    assert anonymous.get(f"/?token={TOKEN}").status_code == 200
+    return anonymous

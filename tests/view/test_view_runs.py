@@ -1,0 +1,173 @@
+"""What the page is told about runs: finished, running, stopped, damaged; samples; and lines as a trainer appends them."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import Owner
+from retouch.view.live_run import LiveRun
+from retouch.view.tail import LineTail
+
+
+def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path: Path) -> None:
+    write_run("finished")
+    write_run("stopped", steps=2).log().write_text(
+        "2026-01-01 00:00:00,000  ValueError: the reward returned 3 scores for 4 images\n"
+    )
+    write_run("alarm", steps=3).write_alarm({"step": 3, "back_to": None, "alarms": [{"rule": "gap", "text": "a rule's words"}]})
+    running = write_run("running", steps=3)
+    (tmp_path / "runs" / "not-a-run").mkdir()
+    owner = Owner(running.root)
+    try:
+        found = {run["name"]: run for run in browser.get("/api/runs").json()["runs"]}
+    finally:
+        owner.close()
+    assert {name: run["state"] for name, run in found.items()} == {
+        "alarm": "alarm",
+        "finished": "finished",
+        "running": "running",
+        "stopped": "stopped",
+    }
+    assert found["finished"]["rewards"] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert (found["finished"]["step"], found["finished"]["steps"]) == (4, 4)
+    assert (found["running"]["seconds_per_step"], found["running"]["seconds_left"]) == (2.0, 2.0)
+    assert found["stopped"]["seconds_left"] is None
+    assert found["stopped"]["reason"] == "ValueError: the reward returned 3 scores for 4 images"
+    assert found["alarm"]["reason"] == "a rule's words"
+    assert found["finished"]["summary"]["gap_closed"] is None
+
+
+def test_a_runs_own_folder_can_be_opened(write_run) -> None:
+    from retouch.view.catalogue import Catalogue
+
+    assert list(Catalogue(write_run("only").root).runs()) == ["only"]
+
+
+def test_a_page_has_all_of_a_run(write_run, browser) -> None:
+    write_run("one")
+    found = browser.get("/api/runs/one").json()
+    assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4]
+    assert found["metrics"][0]["policy/loss"] is None
+    assert [line["step"] for line in found["evals"]] == [0, 4]
+    assert found["sample_steps"] == [0, 4]
+    assert found["recipe"]["group_size"] == 3
+    assert browser.get("/api/runs/other").status_code == 404
+
+
+def test_lines_come_as_the_trainer_appends_them(write_run) -> None:
+    folder = write_run("one", steps=2)
+    run = LiveRun(folder.root)
+    first = run.since(0, 0, 0)
+    assert [line["step"] for line in first["metrics"]] == [1, 2]
+    folder.append_metrics(3, "main", {"reward/mean": 0.5})
+    new = run.since(first["generation"], 2, 2)
+    assert ([line["step"] for line in new["metrics"]], new["timings"]) == ([3], [])
+    assert (new["run"]["step"], new["run"]["reward"]) == (3, 0.5)
+    folder.truncate_after(1)  # the run resumed from an earlier checkpoint
+    again = run.since(first["generation"], 3, 2)
+    assert again["generation"] != first["generation"]
+    assert [line["step"] for line in again["metrics"]] == [1]
+
+
+def test_an_open_page_is_sent_what_is_new(write_run, browser) -> None:
+    write_run("one")
+    with browser.stream("GET", "/api/runs/one/events?generation=0&metrics=3&timings=4") as reply:
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        line = next(line for line in reply.iter_lines() if line.startswith("data: "))
+    found = json.loads(line.removeprefix("data: "))
+    assert ([each["step"] for each in found["metrics"]], found["timings"]) == ([4], [])
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    tail = LineTail(path)
+    assert (tail.update(), tail.lines) == (False, [])
+    path.write_text('{"a": 1}\n{"a": ')
+    assert (tail.update(), tail.lines) == (False, [{"a": 1}])
+    with path.open("a") as file:
+        file.write('2}\nnot json\n[1]\n{"a": 3}\n')
+    tail.update()
+    assert (tail.lines, tail.damaged) == ([{"a": 1}, {"a": 2}, {"a": 3}], 2)
+    path.write_text('{"a": 9}\n')
+    assert (tail.update(), tail.lines, tail.damaged) == (True, [{"a": 9}], 0)
+    path.unlink()
+    assert (tail.update(), tail.lines) == (True, [])
+
+
+def test_samples_are_filtered_sorted_and_paged(write_run, browser) -> None:
+    write_run("one", instruction="Make it RED")
+
+    def ask(query: str) -> dict[str, Any]:
+        return browser.get(f"/api/runs/one/samples?{query}").json()
+
+    assert ask("")["total"] == 2
+    assert [line["step"] for line in ask("step=4")["samples"]] == [4]
+    assert ask("set=group")["total"] == 0
+    assert ask("search=red")["total"] == 2
+    assert ask("search=blue")["total"] == 0
+    assert [line["step"] for line in ask("sort=share:desc")["samples"]] == [4, 0]
+    assert [line["step"] for line in ask("sort=missing:desc")["samples"]] == [0, 4]
+    assert [line["step"] for line in ask("sort=share:desc&offset=1&limit=1")["samples"]] == [0]
+    assert ask("task=task/1&limit=99999999999999")["total"] == 2
+
+
+def test_images_and_their_thumbnails(write_run, browser) -> None:
+    write_run("one")
+    (line,) = browser.get("/api/runs/one/samples?step=4").json()["samples"]
+    whole, small = (browser.get(f"/{kind}/one/4/{line['image']}") for kind in ("images", "thumbnails"))
+    assert whole.headers["content-type"] == small.headers["content-type"] == "image/png"
+    sizes = []
+    for reply in (whole, small):
+        with Image.open(io.BytesIO(reply.content)) as image:
+            sizes.append(image.size)
+    assert sizes == [(300, 200), (192, 128)]
+
+
+@pytest.mark.parametrize(
+    "file", ["recipe.json", "metrics.jsonl", "timings.jsonl", "evals.jsonl", "summary.json", "alarm.json", "preflight.json"]
+)
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\0\xff{", b"[" * 100_000, b'"text"\n', b'{"step": "x"}\n', None],
+    ids=["empty", "binary", "deep", "text", "type", "gone"],
+)
+def test_a_damaged_file_makes_no_error(write_run, browser, file: str, damage: bytes | None) -> None:
+    folder = write_run("one")
+    if damage is None:
+        (folder.root / file).unlink(missing_ok=True)
+    else:
+        (folder.root / file).write_bytes(damage)
+    (line,) = browser.get("/api/runs/one/samples?step=4").json()["samples"]
+    (folder.samples(4) / line["image"]).write_bytes(b"not an image")
+    assert browser.get("/api/runs").json()["runs"][0]["name"] == "one"
+    assert browser.get("/api/runs/one").status_code == 200
+    assert browser.get(f"/thumbnails/one/4/{line['image']}").status_code == 404
+
+
+def test_an_empty_folder_and_one_that_appears_later(browser, write_run, tmp_path: Path) -> None:
+    assert browser.get("/api/runs").json()["runs"] == []
+    write_run("later", steps=0)
+    (run,) = browser.get("/api/runs").json()["runs"]
+    assert (run["name"], run["state"], run["step"], run["rewards"]) == ("later", "waiting", 0, [])
+    os.rename(tmp_path / "runs" / "later", tmp_path / "runs" / "renamed")
+    assert browser.get("/api/runs/later").status_code == 404
+    assert [each["name"] for each in browser.get("/api/runs").json()["runs"]] == ["renamed"]
+
+
+def test_the_page_changes_nothing(write_run, browser) -> None:
+    folder = write_run("one")
+
+    def state() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.root.rglob("*")}
+
+    before = state()
+    for address in ("/api/runs", "/api/runs/one", "/api/runs/one/samples"):
+        assert browser.get(address).status_code == 200
+    assert state() == before
+    assert isinstance(RunFolder(folder.root).read_recipe(), dict)

@@ -1,0 +1,152 @@
+"""What the page refuses: no token, other hosts and origins, changes, and every path outside the runs."""
+
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from conftest import TOKEN
+
+SECRET = "the secret"
+OUTSIDE = (
+    "../secret.png",
+    "..%2fsecret.png",
+    "%2e%2e/secret.png",
+    "%2e%2e%2fsecret.png",
+    "..%5csecret.png",
+    "..\\secret.png",
+    "%252e%252e%252fsecret.png",
+    "..%c0%afsecret.png",
+    "..%ef%bc%8fsecret.png",
+    "....//secret.png",
+    "..;/secret.png",
+    "./../secret.png",
+    "a/../../secret.png",
+    "/secret.png",
+    "//secret.png",
+    "%2fsecret.png",
+    "%00secret.png",
+    "secret.png%00.png",
+    "secret.png/",
+    "linked.png",
+    ".hidden.png",
+    "samples.jsonl",
+    "file:///secret.png",
+    "http:%2f%2f127.0.0.1%2fsecret.png",
+    "~/secret.png",
+    "C:%5csecret.png",
+    "CON.png",
+    "secret.PNG",
+    "x" * 5000 + ".png",
+    "\u202egnp.terces.png",
+    "%0d%0aSet-Cookie:x.png",
+)
+PLACES = ("/images/one/4/{}", "/thumbnails/one/4/{}")
+OTHER_PATHS = (
+    "/images/../one/4/a.png",
+    "/images/..%2fone/4/a.png",
+    "/images/%2e%2e/4/secret.png",
+    "/images/one/-1/a.png",
+    "/images/one/../../secret.png",
+    "/images/one/4e9/a.png",
+    "/images/one/99999999999999999999/a.png",
+    "/images/linked/4/secret.png",
+    "/api/runs/..",
+    "/api/runs/%2e%2e",
+    "/api/runs/..%2foutside",
+    "/api/runs/linked",
+    "/api/runs/one%00",
+    "/api/runs//etc/passwd",
+    "/static/../gate.py",
+    "/static/%2e%2e/gate.py",
+    "/static/..%2fgate.py",
+    "/static//etc/passwd",
+    "/static/%2fetc%2fpasswd",
+    "/.git/config",
+)
+
+
+@pytest.fixture
+def run(write_run, tmp_path: Path):
+    folder = write_run("one")
+    for place in (tmp_path, tmp_path / "runs", folder.root, folder.root / "samples"):
+        (place / "secret.png").write_text(SECRET)
+    (folder.samples(4) / "linked.png").symlink_to(tmp_path / "secret.png")
+    (folder.samples(4) / ".hidden.png").write_text(SECRET)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "recipe.json").write_text(f'{{"recipe": {{"name": "{SECRET}"}}}}')
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path / "outside")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "path", [*(place.format(name) for place in PLACES for name in OUTSIDE), *OTHER_PATHS], ids=lambda path: path[:60]
+)
+def test_no_path_outside_the_runs_is_served(run, browser, path: str) -> None:
+    reply = browser.get(quote(path, safe="/%:~;.\\-_"), follow_redirects=False)
+    assert reply.status_code in (404, 405, 307)
+    assert SECRET not in reply.text
+    assert "Set-Cookie" not in reply.headers
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/runs", "/api/runs/one", "/api/runs/one/events", "/images/one/4/heldout-0000-000.png", "/static/main.js"]
+)
+def test_nothing_is_served_without_the_token(run, anonymous, path: str) -> None:
+    for given in ({}, {"Cookie": "retouch_view=wrong"}, {"Cookie": "retouch_view="}, {"Authorization": f"Bearer {TOKEN}"}):
+        assert anonymous.get(path, headers=given).status_code == 401
+    assert anonymous.get(f"{path}?token=wrong").status_code == 401
+    assert anonymous.get(f"{path}?token=").status_code == 401
+
+
+def test_the_token_leaves_the_address_at_once(run, anonymous) -> None:
+    reply = anonymous.get(f"/?token={TOKEN}", follow_redirects=False)
+    assert (reply.status_code, reply.headers["location"]) == (303, "/")
+    cookie = reply.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    page = anonymous.get("/")
+    assert TOKEN not in page.text
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert page.headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "attacker.example"},
+        {"Host": "127.0.0.1.attacker.example"},
+        {"Host": "attacker.example:8765"},
+        {"Host": "[::1"},
+        {"Host": ""},
+        {"Origin": "https://attacker.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1.attacker.example"},
+    ],
+    ids=str,
+)
+def test_other_hosts_and_origins_are_refused(run, browser, headers: dict[str, str]) -> None:
+    assert browser.get("/api/runs", headers=headers).status_code == 421
+    assert browser.get(f"/?token={TOKEN}", headers=headers, follow_redirects=False).status_code == 421
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+def test_the_page_only_reads(run, browser, method: str) -> None:
+    assert browser.request(method, "/api/runs").status_code == 405
+
+
+def test_text_from_runs_is_only_data(write_run, browser) -> None:
+    """It goes to the page as JSON, whose type browsers do not render; the scripts set it as text."""
+    hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e" + "x" * 1_000_000
+    write_run("one", instruction=hostile)
+    reply = browser.get("/api/runs/one/samples")
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["x-content-type-options"] == "nosniff"
+    assert reply.json()["samples"][0]["instruction"] == hostile
+    static = Path(__file__).parents[2] / "src" / "retouch" / "view" / "static"
+    scripts = "".join(path.read_text() for path in static.glob("*.js"))
+    assert not any(
+        word in scripts for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
+    )
+    assert "<script>" not in (static / "index.html").read_text()
