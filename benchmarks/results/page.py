@@ -141,8 +141,8 @@ SECTIONS = (
 PHOTOGRAPHS = """## Ten photographs
 
 A LoRA of the built-in editor on ten photographs of one's own, by `recipes/photos.jsonnet` (DiffusionNFT, 40 steps of 48 images).
-The reward is preservation of the layout times closeness to a warm red; the ceiling is that of the photographs themselves, encoded and
-decoded. Three photographs with four instructions each are held out. Seed 0.
+The reward is preservation of the layout times closeness to a warm red; the ceiling is that of the photographs themselves, encoded
+and decoded. Three photographs with four instructions each are held out. Seed 0.
 
 | | before | after | gain (95 %) | ceiling | CPU |
 | --- | --- | --- | --- | --- | --- |
