@@ -15,12 +15,13 @@ from retouch.models.ip_adapter import files
 from retouch.models.ip_adapter.section import IpAdapter
 
 FORM = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")
+QFORMER = FORM.model_copy(update={"projection": "qformer"})
 
 
-def transformer(seed: int) -> torch.nn.Module:
+def transformer(seed: int, form: IpAdapter = FORM) -> torch.nn.Module:
     """A tiny Flux with the adapter of system B, with weights of its own."""
     made = tiny_models.flux_transformer(channels=64)
-    ip_adapter.attach(made, FORM, embed_width=12, seed=seed)
+    ip_adapter.attach(made, form, embed_width=12, seed=seed)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in ip_adapter.modules(made):
@@ -39,23 +40,68 @@ def parts(made: torch.nn.Module, folder: Path) -> tuple[dict[str, torch.Tensor],
     }
 
 
-@pytest.mark.parametrize("calligrapher", [False, True])
-def test_a_run_starts_from_a_converted_adapter(calligrapher: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_starts_from_a_converted_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = transformer(1)
     projection, attention = parts(one, tmp_path / "one")
-    stored = {"image_proj": projection, "ip_adapter": attention}
-    if calligrapher:
-        stored = {"image_proj_mlp": projection, "attn_adapter": attention, "image_proj_qformer": {"latents": torch.zeros(2)}}
-    torch.save(stored, tmp_path / "adapter.bin")
+    torch.save({"image_proj": projection, "ip_adapter": attention}, tmp_path / "adapter.bin")
     assert main(["convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
-    said = capsys.readouterr().out
-    assert "6 tokens, projection 'mlp'" in said
-    assert ("Q-Former is left out" in said) == calligrapher
+    assert "6 tokens, projection 'mlp'" in capsys.readouterr().out
     other = transformer(2)
     files.read(other, tmp_path / "made")
-    for theirs, ours in zip(ip_adapter.modules(one), ip_adapter.modules(other), strict=True):
-        for name, tensor in theirs.state_dict().items():
-            assert torch.equal(tensor, ours.state_dict()[name])
+    assert_same(ip_adapter.modules(one), ip_adapter.modules(other))
+
+
+def assert_same(theirs: list[torch.nn.Module], ours: list[torch.nn.Module]) -> None:
+    for one, other in zip(theirs, ours, strict=True):
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+
+
+def calligrapher(made: torch.nn.Module, file: Path) -> None:
+    """A file with the names of calligrapher.bin: an MLP, a Q-Former, and attention."""
+    projection, attention = parts(made, file.with_suffix(""))
+    halves = {
+        half: {name.removeprefix(f"{half}."): tensor for name, tensor in projection.items() if name.startswith(f"{half}.")}
+        for half in ("mlp", "qformer")
+    }
+    attention = {name: tensor for name, tensor in attention.items() if name.split(".")[0].isdigit()}
+    torch.save({**{f"image_proj_{half}": each for half, each in halves.items()}, "attn_adapter": attention}, file)
+
+
+def test_a_run_starts_from_calligraphers_adapter_with_its_qformer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = transformer(1, QFORMER)
+    calligrapher(one, tmp_path / "calligrapher.bin")
+    assert main(["convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
+    assert "6 tokens, projection 'qformer'" in capsys.readouterr().out
+    other, mlp = transformer(2, QFORMER), transformer(3)
+    for made in (other, mlp):
+        files.read(made, tmp_path / "made")
+    assert_same(ip_adapter.modules(one), ip_adapter.modules(other))
+    (projection, *attention), (theirs, *rest) = ip_adapter.modules(mlp), ip_adapter.modules(one)
+    assert_same(rest, attention)
+    assert_same([theirs.image_projection_layers[0].mlp], [projection.image_projection_layers[0]])
+
+
+def test_its_tokens_are_those_of_the_published_formula() -> None:
+    """Those of an MLP plus queries that attend to 32 vectors, with a norm of attended plus queries, and another one after it."""
+    projection = ip_adapter.modules(transformer(1, QFORMER))[0].image_projection_layers[0]
+    embeds = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+    state, attend = projection.qformer.state_dict(), projection.qformer.cross_attn
+    width = state["query_embeds"].shape[1]
+    keys = projection.qformer.id_proj(embeds).view(3, 32, width)
+    query, key, value = (
+        (states @ weight.T + bias).view(*states.shape[:-1], 8, width // 8).transpose(-2, -3)
+        for states, weight, bias in zip(
+            (state["query_embeds"], keys, keys),
+            state["cross_attn.in_proj_weight"].chunk(3),
+            state["cross_attn.in_proj_bias"].chunk(3),
+            strict=True,
+        )
+    )
+    mixed = (query @ key.transpose(-1, -2) / (width // 8) ** 0.5).softmax(dim=-1) @ value
+    attended = attend.out_proj(mixed.transpose(-2, -3).reshape(3, 6, width))
+    wanted = projection.qformer.norm(projection.qformer.cross_attn_norm(attended + state["query_embeds"]))
+    torch.testing.assert_close(projection(embeds) - projection.mlp(embeds), wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_without_an_adapter_leave_no_gap(tmp_path: Path) -> None:
@@ -79,6 +125,10 @@ def test_what_is_not_an_adapter_is_refused(tmp_path: Path, capsys: pytest.Captur
         ({"weights": attention}, "not an IP-Adapter; it should have image_proj and ip_adapter"),
         ({"image_proj": {"x": 3}, "ip_adapter": attention}, "image_proj should be a map of tensors"),
         ({"image_proj": {"layers.0.w": torch.zeros(1)}, "ip_adapter": attention}, "neither a linear layer nor an MLP"),
+        (
+            {"image_proj_mlp": projection, "attn_adapter": attention, "image_proj_qformer": {"latents": torch.zeros(2)}},
+            "Q-Former has 'latents'",
+        ),
         ({"image_proj": projection, "ip_adapter": {"0.to_q.weight": torch.zeros(1)}}, "has no to_k_ip and to_v_ip"),
         ({"image_proj": projection, "ip_adapter": {"0.to_k_ip.weight": torch.zeros(1)}}, r"has no ip_adapter\.0\.to_v_ip"),
     ]

@@ -21,24 +21,26 @@ from retouch.records.files import write_atomic
 _LAYOUTS = (("image_proj", "ip_adapter"), ("image_proj_mlp", "attn_adapter"))
 _QFORMER = "image_proj_qformer"
 _PROJECTION = re.compile(r"(proj\.\d+|proj|norm)\.(weight|bias)")
+_OF_QFORMER = re.compile(
+    r"query_embeds|(id_proj\.[02]|cross_attn\.out_proj|cross_attn_norm|norm)\.(weight|bias)|cross_attn\.in_proj_(weight|bias)"
+)
 _ATTENTION = re.compile(r"(?:.*\.)?(\d+)\.(to_[kv]_ip)(?:\.0)?\.(weight|bias)")
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertedAdapter:
     """``file``: what was written. ``tokens``, ``projection``, ``blocks``: of the adapter, for ``policy.train``; ``blocks`` is their
-    number. ``qformer``: the file has a Q-Former too, which was left out."""
+    number."""
 
     file: Path
     tokens: int
     projection: str
     blocks: int
-    qformer: bool
 
     def __str__(self) -> str:
         about = f"{self.tokens} tokens, projection '{self.projection}', {self.blocks} blocks"
-        left_out = "; its Q-Former is left out, as in system B's trainer" if self.qformer else ""
-        return f"{self.file}: {about}{left_out}. Use it with policy.train.init_from"
+        mlp = "; projection 'mlp' takes its MLP alone, as system B's trainer does" if self.projection == "qformer" else ""
+        return f"{self.file}: {about}. Use it with policy.train.init_from{mlp}"
 
 
 def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
@@ -57,7 +59,12 @@ def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
         expected = " or ".join(" and ".join(keys) for keys in _LAYOUTS)
         raise ValueError(f"{file}: not an IP-Adapter; it should have {expected}")
     projection, attention = (_tensors(file, part, stored[part]) for part in parts)
-    named = {f"image_proj.{name}": tensor for name, tensor in projection.items()} | _blocks(file, attention)
+    qformer = _tensors(file, _QFORMER, stored[_QFORMER]) if _QFORMER in stored else {}
+    if wrong := [name for name in qformer if not _OF_QFORMER.fullmatch(name)]:
+        raise ValueError(f"{file}: its Q-Former has {wrong[0]!r}, which Calligrapher's has not; it cannot be used here")
+    prefix = "image_proj.mlp." if qformer else "image_proj."
+    named = {f"{prefix}{name}": tensor for name, tensor in projection.items()} | _blocks(file, attention)
+    named |= {f"image_proj.qformer.{name}": tensor for name, tensor in qformer.items()}
     if wrong := [name for name in projection if not _PROJECTION.fullmatch(name)]:
         raise ValueError(
             f"{file}: its projection has {wrong[0]!r}, so it is neither a linear layer nor an MLP; it cannot be used here"
@@ -70,9 +77,8 @@ def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
     return ConvertedAdapter(
         folder / FILE,
         tokens=len(last) // len(projection["norm.weight"]),
-        projection="linear" if "proj.weight" in projection else "mlp",
+        projection="qformer" if qformer else "linear" if "proj.weight" in projection else "mlp",
         blocks=len({name.split(".")[1] for name in named if name.startswith("ip_adapter.")}),
-        qformer=_QFORMER in stored,
     )
 
 

@@ -18,6 +18,8 @@ from retouch.core.random import generator
 from retouch.models.ip_adapter.attention import Float32Linear, FluxReferenceAttention, QwenReferenceAttention
 
 _ROWS_OF_16_TOKENS = 65536
+_KEYS = 32
+_QFORMER_HEADS = 8
 
 
 @runtime_checkable
@@ -30,8 +32,8 @@ class AdapterSettings(Protocol):
         ...
 
     @property
-    def projection(self) -> Literal["linear", "mlp"]:
-        """The projection of the embedding to tokens: one layer, or an MLP with two."""
+    def projection(self) -> Literal["linear", "mlp", "qformer"]:
+        """The projection of the embedding to tokens: one layer, an MLP with two, or an MLP and a Q-Former."""
         ...
 
     @property
@@ -56,6 +58,39 @@ class MLPProjection(nn.Module):
 
     def forward(self, embeds: Float[Tensor, "r d"]) -> Float[Tensor, "r n w"]:
         tokens: Tensor = self.norm(self.proj(embeds).unflatten(-1, (self.tokens, -1)))
+        return tokens
+
+
+class QFormerProjection(nn.Module):
+    """The tokens of an MLP plus those of a Q-Former, as in Calligrapher (arXiv 2506.24123)."""
+
+    def __init__(self, embed_width: int, width: int, tokens: int) -> None:
+        super().__init__()
+        self.mlp = MLPProjection(embed_width, width, tokens)
+        self.qformer = _QFormer(embed_width, width, tokens)
+
+    def forward(self, embeds: Float[Tensor, "r d"]) -> Float[Tensor, "r n w"]:
+        tokens: Tensor = self.mlp(embeds) + self.qformer(embeds)
+        return tokens
+
+
+class _QFormer(nn.Module):
+    """A learned query for each token attends to ``_KEYS`` vectors that an MLP makes of the embedding. Names of parameters are those
+    of Calligrapher's checkpoint."""
+
+    def __init__(self, embed_width: int, width: int, tokens: int) -> None:
+        super().__init__()
+        self.query_embeds = nn.Parameter(torch.randn(tokens, width))
+        self.id_proj = nn.Sequential(nn.Linear(embed_width, 2 * embed_width), nn.GELU(), nn.Linear(2 * embed_width, _KEYS * width))
+        self.cross_attn = nn.MultiheadAttention(width, _QFORMER_HEADS, batch_first=True)
+        self.cross_attn_norm = nn.LayerNorm(width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, embeds: Float[Tensor, "r d"]) -> Float[Tensor, "r n w"]:
+        keys = self.id_proj(embeds).unflatten(-1, (_KEYS, -1))
+        queries = self.query_embeds.expand(len(embeds), -1, -1)
+        attended, _ = self.cross_attn(queries, keys, keys, need_weights=False)
+        tokens: Tensor = self.norm(self.cross_attn_norm(attended + queries))
         return tokens
 
 
@@ -86,7 +121,8 @@ def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: in
         if settings.projection == "linear":
             projection = ImageProjection(embed_width, cross_attention_dim=width, num_image_text_embeds=settings.tokens)
         else:
-            projection = MLPProjection(embed_width, width, settings.tokens)
+            kind = MLPProjection if settings.projection == "mlp" else QFormerProjection
+            projection = kind(embed_width, width, settings.tokens)
         processors = {
             name: base if name.startswith("single_") and settings.blocks == "double" else _processor(transformer, settings, base)
             for name, base in transformer.attn_processors.items()

@@ -3,6 +3,7 @@
     image_proj.proj.weight, .bias                  a linear projection, or
     image_proj.proj.0.weight, ... proj.2.bias      the two layers of an MLP
     image_proj.norm.weight, .bias                  LayerNorm of the tokens
+    image_proj.mlp. ..., image_proj.qformer. ...   an MLP and a Q-Former, whose tokens are added
     ip_adapter.<k>.to_k_ip.weight, .to_v_ip.weight keys and values of block k: double blocks first, then single ones
     ip_adapter.<k>.to_k_ip.bias, .to_v_ip.bias     only in the form that diffusers loads
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from retouch.models.ip_adapter import adapter as ip_adapter
 
 FILE = "ip_adapter.safetensors"
+_MLP, _QFORMER = "image_proj.mlp.", "image_proj.qformer."
 _XLABS_NAMES = (
     ("ip_adapter_proj_model.", "image_proj."),
     ("double_blocks.", "ip_adapter."),
@@ -39,7 +41,8 @@ def write(transformer: nn.Module, folder: Path) -> Path:
 
 @torch.no_grad()
 def read(transformer: nn.Module, path: Path) -> None:
-    """Load the weights of a file, or of ``ip_adapter.safetensors`` in a folder, into the transformer's adapter.
+    """Load the weights of a file, or of ``ip_adapter.safetensors`` in a folder, into the transformer's adapter. An adapter with an
+    MLP takes the MLP of a file that has a Q-Former too.
 
     Raises ValueError for a file of another kind, and for an adapter with other settings.
     """
@@ -51,6 +54,8 @@ def read(transformer: nn.Module, path: Path) -> None:
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
     own = _named(transformer)
+    if f"{_MLP}norm.weight" in stored and f"{_MLP}norm.weight" not in own:
+        stored = {name.replace(_MLP, "image_proj."): each for name, each in stored.items() if not name.startswith(_QFORMER)}
     differing = sorted(stored.keys() ^ own.keys()) or sorted(name for name in own if stored[name].shape != own[name].shape)
     if differing:
         raise ValueError(f"{file} is an adapter with other settings than the recipe's; the first difference is {differing[0]}")

@@ -37,8 +37,9 @@ class IpAdapter(TrainedPart):
     ``playground`` is the built-in one."""
     tokens: Count = 4
     """Number of tokens per reference; 4, 16 and 128 are usual."""
-    projection: Literal["linear", "mlp"] = "linear"
-    """Projection of the embedding to tokens: one layer, or an MLP with two."""
+    projection: Literal["linear", "mlp", "qformer"] = "linear"
+    """Projection of the embedding to tokens: one layer, an MLP with two, or the sum of such an MLP and a Q-Former, as in
+    Calligrapher."""
     blocks: Literal["double", "all"] = "double"
     """Blocks that attend to the tokens: those with a separate image stream, or Flux's single blocks too."""
     scale: Positive = 1.0
