@@ -25,7 +25,7 @@ PUBLISHED = {
     "ocr": "dataset/ocr/test.txt",
     "longtext": "X-Omni/LongText-Bench",
 }
-OWN_DATA = {"import", "playground", "preservation", "pickscore", "hpsv2", "aesthetic"}
+OWN_DATA = {"import", "playground", "preservation", "multi-turn", "pickscore", "hpsv2", "aesthetic"}
 
 
 def test_the_page_is_what_the_classes_say():

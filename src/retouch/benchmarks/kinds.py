@@ -19,6 +19,7 @@ SUITES = Kinds(
         "imgedit": "retouch.benchmarks.suites.editing.imgedit:ImgEditSuite",
         "imgedit-uge": "retouch.benchmarks.suites.editing.imgedit:ImgEditHardSuite",
         "imgedit-multi-turn": "retouch.benchmarks.suites.editing.imgedit:ImgEditMultiTurnSuite",
+        "multi-turn": "retouch.benchmarks.suites.editing.multi_turn:MultiTurnSuite",
         "complex-edit": "retouch.benchmarks.suites.editing.complex_edit:ComplexEditSuite",
         "earl": "retouch.benchmarks.suites.editing.earl:EarlSuite",
         "preservation": "retouch.benchmarks.suites.editing.preservation:PreservationSuite",

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from PIL import Image
 
 from canned_judge import numbered, saved
 from judge_double import KEY, Double, clean
@@ -74,3 +75,24 @@ def test_turns_run_to_their_rows(tmp_path, judge):
     assert result is not None
     restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
+
+
+def test_reward_and_preservation_of_each_turn(tmp_path, judge):
+    saved(tmp_path / "data" / "a.png", 100)
+    mask = Image.new("L", (8, 8), 0)
+    mask.paste(255, (0, 0, 4, 8))
+    mask.save(tmp_path / "data" / "mask.png")
+    rows = [
+        {"id": "a", "file_name": "a.png", "instruction": "red", "later": ["green"], "mask": "mask.png"},
+        {"id": "b", "file_name": "a.png", "instruction": "red", "later": []},
+    ]
+    (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    saved(tmp_path / "images" / "a.png", 151)
+    saved(tmp_path / "images" / "a-turn2.png", 49)
+    result = run("multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    assert result is not None
+    # each turn is compared with the turn before, in one of three channels
+    assert [result.table[f"turn {turn}"]["l1"]["mean"] for turn in (1, 2)] == pytest.approx([51 / 255 / 3, 102 / 255 / 3], abs=1e-6)
+    restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (151, 49)]
+    assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
+    assert ["later" in each["reason"] for each in result.about["broken"]] == [True]
