@@ -57,7 +57,7 @@ def stored(folder: Path, shift: float, *, judge: str = "own", columns: tuple[str
         rows.append(
             ImageRow(
                 item=item.id, category=item.category, cluster="", sample=0, turn=1,
-                prompt=item.prompt, image=str(path), source="", scores=scores,
+                prompt=item.prompt, image=str(path), scores=scores,
             )
         )  # fmt: skip
     about = {
@@ -73,7 +73,7 @@ def stored(folder: Path, shift: float, *, judge: str = "own", columns: tuple[str
         "missing": [],
         "broken": [],
     }
-    BenchmarkResult(folder / "scores" / judge, about, rows).write()
+    BenchmarkResult(folder / "scores" / judge, about, rows, items).write()
     return folder
 
 

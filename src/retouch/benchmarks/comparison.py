@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from retouch.benchmarks.kinds import find_suite
-from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values
+from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values, scored_items
 from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
 from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.records import files
@@ -56,12 +56,8 @@ def compare(
         if a.about[key] != b.about[key]:
             raise ValueError(f"the results cannot be compared: {key} is {a.about[key]} in {first} and {b.about[key]} in {second}")
     suite = find_suite(a.about["suite"]["name"], {key: value for key, value in a.about["suite"].items() if key != "name"})
-    items = common_items(a, b)
-    if not items:
-        raise ValueError(f"{first} and {second} have no item in common")
-    columns = list(a.rows[0].scores)
-    values = [item_values(items, _of(items, each), columns) for each in (a, b)]
-    table = {ALL: differences(suite, items, *values)}
+    items, cells, values = compared(suite, a, b)
+    table = {ALL: cells}
     categories = sorted({item.category for item in items if item.category})
     for category in categories if len(categories) > 1 else ():
         chosen = [index for index, item in enumerate(items) if item.category == category]
@@ -87,6 +83,17 @@ def compare(
     return found
 
 
+def compared(
+    suite: Suite, a: BenchmarkResult, b: BenchmarkResult
+) -> tuple[list[SuiteItem], dict[str, dict[str, Any]], list[dict[str, Float[ndarray, " n"]]]]:
+    """The items that both results have, the ``differences`` over them, and the values of each side by column."""
+    items = _common_items(a, b)
+    if not items:
+        raise ValueError(f"{a.folder} and {b.folder} have no item in common")
+    values = [item_values(items, _of(items, each), list(a.rows[0].scores)) for each in (a, b)]
+    return items, differences(suite, items, *values), values
+
+
 def differences(
     suite: Suite,
     items: Sequence[SuiteItem],
@@ -104,7 +111,7 @@ def differences(
     (one_a, one_b), (many_a, many_b) = ([suite.headline(items, side, weights) for side in sides] for weights in (once, counts))
     cells = {}
     for name in one_a:
-        known = ~np.isnan(both[name]) if name in both else ~np.any([np.isnan(each) for each in both.values()], axis=0)
+        known = scored_items(both, name)
         groups = cluster_numbers([cluster for cluster, scored in zip(clusters, known, strict=True) if scored])[1]
         interval = bootstrap_interval(many_b[name] - many_a[name], clusters=groups)
         cells[name] = {
@@ -119,11 +126,10 @@ def differences(
     return cells
 
 
-def common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
-    """The items of both results, as far as their rows describe them."""
-    others = {row.item for row in b.rows}
-    rows = {row.item: row for row in a.rows if row.item in others}
-    return [SuiteItem(id=row.item, prompt="", category=row.category, cluster=row.cluster) for row in rows.values()]
+def _common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
+    """The items of both results, in A's order."""
+    others = {item.id for item in b.items}
+    return [item for item in a.items if item.id in others]
 
 
 def _of(items: Sequence[SuiteItem], result: BenchmarkResult) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from retouch.report.markup import Html, join, tag
 from retouch.report.page import html_page
 from retouch.report.pictures import picture
 
+log = logging.getLogger("retouch")
 Values = Mapping[str, Float[ndarray, " n"]]
 
 
@@ -39,7 +41,7 @@ def write_page(
     order = np.argsort(-np.abs(np.nan_to_num(change, nan=0.0)), kind="stable")[:top]
     rows = [{row.item: row for row in reversed(result.rows)} for result in (a, b)]
     with tempfile.TemporaryDirectory() as folder:
-        sources = _Sources(suite, Path(folder))
+        sources = _Sources(suite, a.about.get("data"), Path(folder))
         cards = [_card([side[items[index].id] for side in rows], sources, column, change[index]) for index in order]
     header = tag(
         "header",
@@ -74,18 +76,24 @@ def _table(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Html:
 
 
 class _Sources:
-    """The source images of items; those of a suite that generates its tasks are written to ``folder``."""
+    """The source images of items, if the suite's data are where they were. They are written to ``folder``."""
 
-    def __init__(self, suite: Suite, folder: Path) -> None:
+    def __init__(self, suite: Suite, data: str | None, folder: Path) -> None:
         self._suite, self._folder = suite, folder
-        self._generated = {} if suite.needs_data else {item.id: item for item in suite.items(None)[0]}
+        self._items = {}
+        if suite.task == "editing" and (data is not None or not suite.needs_data):
+            try:
+                self._items = {item.id: item for item in suite.items(None if data is None else Path(data))[0]}
+            except ValueError as error:
+                log.warning("the page has no source images: %s", error)
 
     def __call__(self, row: ImageRow) -> Path | None:
-        if row.source:
-            return Path(row.source)
-        if row.item not in self._generated:
+        if row.item not in self._items:
             return None
-        images = self._suite.task_for(self._generated[row.item]).images
+        try:
+            images = self._suite.task_for(self._items[row.item]).images
+        except ValueError:
+            return None
         if not images:
             return None
         path = self._folder / "source.png"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
 from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.records import files
 
-RESULT, ROWS, TABLE = "result.json", "rows.jsonl", "table.md"
+RESULT, ROWS, ITEMS, TABLE = "result.json", "rows.jsonl", "items.jsonl", "table.md"
 ALL = "all"
 
 
@@ -24,7 +24,7 @@ ALL = "all"
 class ImageRow:
     """An image of a suite and its scores.
 
-    ``turn``: from 1. ``image`` and ``source``: files, empty if there is none. ``scores``: the suite's columns, NaN if missing, and
+    ``turn``: from 1. ``image``: its file, empty if there is none. ``scores``: the suite's columns, NaN if missing, and
     ``reason`` then says why. ``given``: the columns of the reward, from which the suite computed its own.
     """
 
@@ -35,7 +35,6 @@ class ImageRow:
     turn: int
     prompt: str
     image: str
-    source: str
     scores: Mapping[str, float]
     reason: str = ""
     given: Mapping[str, float] = field(default_factory=dict)
@@ -51,11 +50,15 @@ class ImageRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: one for each image."""
+    """``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: one for each image.
+
+    ``items``: the items, without their files.
+    """
 
     folder: Path
     about: Mapping[str, Any]
     rows: Sequence[ImageRow]
+    items: Sequence[SuiteItem]
 
     @property
     def table(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
@@ -82,6 +85,7 @@ class BenchmarkResult:
         """Write the rows, the result and the table into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write_lines(self.folder / ROWS, [asdict(row) for row in self.rows])
+        files.write_lines(self.folder / ITEMS, [_item_line(item) for item in self.items])
         files.write_json(self.folder / RESULT, self.about)
         files.write_atomic(self.folder / TABLE, (str(self) + "\n").encode())
 
@@ -91,7 +95,15 @@ class BenchmarkResult:
         if not (folder / RESULT).is_file():
             raise ValueError(f"{folder}: no {RESULT} there; name the --out folder of a benchmark that has ended")
         rows = [ImageRow.from_json(line) for line in files.read_lines(folder / ROWS)]
-        return cls(folder, files.read_json(folder / RESULT), rows)
+        items = [SuiteItem(**{**line, "later": tuple(line["later"])}) for line in files.read_lines(folder / ITEMS)]
+        return cls(folder, files.read_json(folder / RESULT), rows, items)
+
+
+_ITEM_KEYS = ("id", "prompt", "later", "category", "text", "cluster", "fields")
+
+
+def _item_line(item: SuiteItem) -> dict[str, Any]:
+    return {key: getattr(item, key) for key in _ITEM_KEYS}
 
 
 def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Float[ndarray, " n"]]:
@@ -105,6 +117,13 @@ def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: S
         counts[known, numbers[row.item]] += 1
     means = np.where(counts > 0, sums / np.maximum(counts, 1), math.nan)
     return dict(zip(columns, means, strict=True))
+
+
+def scored_items(values: Mapping[str, Float[ndarray, " n"]], name: str) -> Bool[ndarray, " n"]:
+    """Which items count in a column; in one that only the aggregate has, the items with a score in any column."""
+    columns = [values[name]] if name in values else list(values.values())
+    known: Bool[ndarray, " n"] = ~np.isnan(np.stack(columns)).all(axis=0)
+    return known
 
 
 def make_table(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> dict[str, dict[str, Any]]:
@@ -138,7 +157,7 @@ def _aggregates(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRo
     resampled = suite.headline(items, values, counts)
     cells = {}
     for name, estimate in means.items():
-        scored = ~np.isnan(values[name]) if name in values else ~np.any([np.isnan(column) for column in values.values()], axis=0)
+        scored = scored_items(values, name)
         known = [cluster for cluster, is_known in zip(clusters, scored, strict=True) if is_known]
         interval = bootstrap_interval(resampled[name], clusters=cluster_numbers(known)[1])
         cells[name] = {
@@ -163,9 +182,10 @@ def markdown(about: Mapping[str, Any]) -> str:
     """The result as a Markdown table, with what is missing below it."""
     table = about["table"]
     columns = list(table[ALL])
+    scorer = "its own scorer" if about["judge"]["name"] == "own" else about["judge"]["name"]
     of_all = f" of {about['size']}" if about["size"] else ""
     lines = [
-        f"**{about['title']}**, {about['model']['model']}, scored by {about['judge']['name']}; "
+        f"**{about['title']}**, {about['model']['model']}, scored by {scorer}; "
         f"{about['items']}{of_all} items, seed {about['seed']}. Means and 95 % intervals; "
         f"`{about['headline']}` is the headline.",
         "",

@@ -35,10 +35,14 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Items:
-    """The items that are used, each with its number in the whole suite, and the rows of the data that cannot be."""
+    """The items that are used, each with its number in the whole suite, and the rows of the data that cannot be.
+
+    ``data``: where the data are.
+    """
 
     chosen: Sequence[tuple[int, SuiteItem]]
     broken: Sequence[BrokenItem]
+    data: str | None = None
 
 
 def run(
@@ -108,9 +112,13 @@ def score(
     model: Mapping[str, Json],
     seed: int,
     ranks: Ranks,
+    ledger: Path | None = None,
     note: Note = lambda line: None,
 ) -> BenchmarkResult | None:
-    """Score the images and write the result to ``folder``; None on ranks other than the first. ``model``: what made the images."""
+    """Score the images and write the result to ``folder``; None on ranks other than the first. ``model``: what made the images.
+
+    ``ledger``: the folder of the ledger, by default the same.
+    """
     suite = scorer.suite
     folder.mkdir(parents=True, exist_ok=True)
     own = own_places(suite, items, ranks)
@@ -118,7 +126,7 @@ def score(
         scorer,
         own,
         images,
-        ledger=ledger_path(folder, ranks.rank),
+        ledger=ledger_path(folder if ledger is None else ledger, ranks.rank),
         device=ranks.device,
         noted=lambda done: note(f"scored {done} of {len(own)} images"),
     )
@@ -142,6 +150,7 @@ def score(
         "model": {key: value for key, value in model.items() if key != "recipe"},
         "judge": {"name": scorer.name, "own": scorer.own, "fingerprint": _fingerprint(scorer)},
         "seed": seed,
+        "data": items.data,
         "items": len(used),
         "headline": suite.headline_column if scorer.own else next(iter(scorer.columns)),
         "table": make_table(suite, used, rows),
@@ -149,7 +158,7 @@ def score(
         "broken": [asdict(each) for each in items.broken],
         "versions": versions(Path.cwd()),
     }
-    result = BenchmarkResult(folder, about, rows)
+    result = BenchmarkResult(folder, about, rows, used)
     result.write()
     return result
 
@@ -186,7 +195,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
             f"{suite.name}: its data are not part of this package; get them from {suite.source} and name them with --data"
         )
     items, broken = suite.items(None if data is None else Path(data))
-    numbered = list(enumerate(items))
+    numbered, place = list(enumerate(items)), None if data is None else str(data)
     if not numbered:
         raise ValueError(
             f"{suite.name}: no usable item in the data; the first of {len(broken)}: {broken[0].reason if broken else '-'}"
@@ -195,7 +204,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
     if times > 1:
         raise ValueError(f"{suite.name}: {times} items have the id {identity!r}")
     if subset is None or subset >= len(items):
-        return Items(numbered, broken)
+        return Items(numbered, broken, place)
     if subset < 1:
         raise ValueError(f"--subset {subset}: give at least one item")
     shuffled = list(numbered)
@@ -206,7 +215,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
         turn.append((seen.setdefault(item.category, 0), len(turn), number))
         seen[item.category] += 1
     chosen = {number for _, _, number in sorted(turn)[:subset]}
-    return Items([(number, item) for number, item in numbered if number in chosen], broken)
+    return Items([(number, item) for number, item in numbered if number in chosen], broken, place)
 
 
 def own_places(suite: Suite, items: Items, ranks: Ranks) -> list[ImagePlace]:

@@ -60,6 +60,13 @@ class Scorer:
         """The columns that every image must have; a diagnostic one may not apply to it."""
         return [name for name, column in self.columns.items() if not column.diagnostic]
 
+    @property
+    def direction(self) -> int:
+        """1 where more of the headline is better, else -1."""
+        name = self.suite.headline_column if self.own else next(iter(self.columns))
+        column = self.columns.get(name)
+        return 1 if column is None or column.higher_is_better else -1
+
 
 def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, *, name: str | None = None) -> Scorer:
     """The scorer that ``judge`` names.
@@ -228,7 +235,6 @@ def _row(scorer: Scorer, given: _Given, database: Database) -> ImageRow:
         turn=given.place.turn + 1,
         prompt=item.instruction(given.place.turn),
         image=given.file,
-        source="" if item.source is None else str(item.source),
         scores=scores,
         reason=reason,
         given=given.scores,

@@ -14,6 +14,7 @@ _FREE = re.compile(
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     # What a stream reads in advance.
     r"|(phases\.\d+\.)?data\.ahead"
+    r"|eval\.suites\.\d+\.(every|data|sigmas)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
 

@@ -27,6 +27,28 @@ LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
 
 
+class SuiteKeys(Section):
+    """A published benchmark that is run during training, on the policy as it is then. See docs/benchmarks.md.
+
+    An alarm is raised where its headline has fallen while the training reward has not; it is logged, and shown in the report.
+    """
+
+    suite: str
+    """The suite's name, as `retouch bench list` shows it."""
+    every: Cadence = 0
+    """Steps between two runs of the suite; 0 runs it only before the first and after the last step."""
+    subset: Count | None = 64
+    """Number of items, evenly from the categories; null is the whole suite."""
+    data: str | None = None
+    """Folder of the suite's published data."""
+    judge: dict[str, JsonValue] | None = None
+    """The vision-language model that answers the suite's questions, with the keys of a reward's ``judge``."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Fields of the suite."""
+    sigmas: Positive = 3.0
+    """Number of standard errors from which a fall below the best result so far raises an alarm."""
+
+
 class EvaluationKeys(Section):
     """Held-out evaluation: before and after the run, and during it as ``every`` says."""
 
@@ -51,6 +73,8 @@ class EvaluationKeys(Section):
     """Also measure the best of this many samples of the untrained policy; 0 does not."""
     batch: Count = 128
     """Rows sampled together."""
+    suites: tuple[SuiteKeys, ...] = Field(default=(), exclude_if=operator.not_)
+    """Published benchmarks to run during training."""
 
 
 class Samples(Section):

@@ -74,6 +74,7 @@ class RunFolder:
     metrics = FileOf("metrics.jsonl")
     timings = FileOf("timings.jsonl")
     evals = FileOf("evals.jsonl")
+    suites = FileOf("suites.jsonl")
     summary = FileOf("summary.json")
     preflight = FileOf("preflight.json")
     report = FileOf("report.html")
@@ -103,8 +104,8 @@ class RunFolder:
     def discard_attempt(self) -> None:
         """Remove what a run wrote before its first step, except its logs and the ledger, whose scores cost time or money."""
         self.require_owner()
-        results = (self.evals, self.saved, self.alarm, self.summary, self.report, self.tensorboard, self.watch)
-        for path in (*results, self.root / "evals", self.root / "samples", *self.checkpoints.glob("step-*")):
+        results = (self.evals, self.suites, self.saved, self.alarm, self.summary, self.report, self.tensorboard, self.watch)
+        for path in (*results, self.root / "evals", self.root / "samples", self.root / "suites", *self.checkpoints.glob("step-*")):
             remove(path)
 
     def require_owner(self) -> None:
@@ -154,6 +155,16 @@ class RunFolder:
         if lower_is_better:
             line["lower_is_better"] = list(lower_is_better)
         files.write_lines(self.evals, sorted([*others, line], key=lambda each: each["step"]))
+
+    def write_suite(self, step: int, suite: str, result: Mapping[str, Any], *, alarm: str | None) -> None:
+        """Store the result of a benchmark after a step, which replaces one of the same step and suite.
+
+        ``result``: ``headline`` and ``table``, see docs/benchmarks.md. ``alarm``: what was noticed, None if nothing was.
+        """
+        self.require_owner()
+        others = [line for line in self.read_suites() if (line["step"], line["suite"]) != (step, suite)]
+        line = {"step": step, "suite": suite, **result, "alarm": alarm}
+        files.write_lines(self.suites, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_samples(self, step: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         """Store images of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
@@ -214,6 +225,10 @@ class RunFolder:
     def read_evals(self) -> list[dict[str, Any]]:
         return files.read_lines(self.evals)
 
+    def read_suites(self) -> list[dict[str, Any]]:
+        """The results of ``write_suite``."""
+        return files.read_lines(self.suites)
+
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """The lines about a step's images; file names are relative to ``samples(step)``."""
         return files.read_lines(self.samples(step) / "samples.jsonl")
@@ -228,15 +243,16 @@ class RunFolder:
         Also removes doubled and unreadable lines. Returns what was wrong with the files, as sentences for the log.
         """
         self.require_owner()
-        for path in (self.metrics, self.timings, self.evals):
+        for path in (self.metrics, self.timings, self.evals, self.suites):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         notes = [
             *keep_until(self.metrics, step, every_step=True),
             *keep_until(self.timings, step),
             *keep_until(self.evals, step, key=("step", "split")),
+            *keep_until(self.suites, step, key=("step", "suite")),
         ]
-        for folder in self.root.glob("samples/step-*"):
+        for folder in (*self.root.glob("samples/step-*"), *self.root.glob("suites/*/step-*")):
             if _step(folder) > step:
                 remove(folder)
         return notes

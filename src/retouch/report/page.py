@@ -10,7 +10,7 @@ from typing import Any
 from retouch.records.files import write_atomic
 from retouch.records.folder import RunFolder
 from retouch.records.summary import split_label
-from retouch.report import curves, grids, headline, tables
+from retouch.report import curves, grids, headline, suites, tables
 from retouch.report.markup import Html, join, tag
 
 
@@ -92,6 +92,7 @@ def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[st
             _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
             *watched,
             _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
+            *suites.sections(folder.read_suites()),
             _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
             _section("Training groups", _groups(folder), "No images of training samples yet."),
             _section("Signals", _signals(metrics), "No metrics apart from the reward yet."),

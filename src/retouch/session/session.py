@@ -36,6 +36,7 @@ from retouch.training.preflight import require_passed
 if TYPE_CHECKING:
     from retouch.inference.publishing import Publisher
     from retouch.records.trackers import CompositeTracker
+    from retouch.session.suites import RunSuites
     from retouch.watch.alarms import Alarm
     from retouch.watch.watcher import Watcher
 
@@ -77,6 +78,11 @@ def open_session(
             log.warning("%s", warning)
         accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
+        opened = None
+        if recipe.eval.suites:
+            from retouch.session.suites import open_suites
+
+            opened = open_suites(recipe, world=ranks.world)
         publisher = None
         if recipe.push is not None:
             from retouch.inference.publishing import open_publisher
@@ -103,7 +109,12 @@ def open_session(
 
                     refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                     watcher = build_watcher(parts, folder, measures)
-                yield TrainingSession(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener())
+                suites = None
+                if opened is not None:
+                    from retouch.session.suites import RunSuites
+
+                    suites = RunSuites(opened, recipe, folder, parts)
+                yield TrainingSession(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener(), suites)
 
 
 def _log_plan(recipe: Recipe, parts: Assembly) -> None:
@@ -131,6 +142,7 @@ class TrainingSession:
     publisher: "Publisher | None"
     request: StopRequest
     listener: Listener
+    suites: "RunSuites | None" = None
     done: int = 0
     code: int = 0
 
@@ -194,6 +206,8 @@ class TrainingSession:
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
+            if self.suites is not None:
+                self.suites.after(0, {})
         elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
             self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
         if self.watcher is not None:
@@ -257,6 +271,13 @@ class TrainingSession:
                 raise
             self.watching = False
             metrics = {**metrics, **watch_metrics}
+        if self.suites is not None:
+            try:
+                with self.parts.clock("suites"):
+                    metrics = {**metrics, **self.suites.after(self.done, metrics)}
+            except BudgetSpent:
+                self._record(phase, collected, metrics)
+                raise
         self._record(phase, collected, metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
         self.listener.stepped(result)

@@ -1,0 +1,44 @@
+"""The results of the benchmarks that a run makes during training (``eval.suites``), and their alarms."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retouch.report.markup import Html, tag
+
+_ALL = "all"
+
+
+def sections(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """A section with a table for each suite: its headline and every category, step by step; none for a run without suites."""
+    names = list(dict.fromkeys(line["suite"] for line in lines))
+    if not names:
+        return []
+    note = "Means over items with 95 % intervals, on the policy as it was after each step. The rows are those of `retouch bench`."
+    tables = [_suite(name, [line for line in lines if line["suite"] == name]) for name in names]
+    return [tag("section", tag("h2", "Benchmarks"), tables, tag("p", note, class_="quiet"))]
+
+
+def _suite(name: str, lines: Sequence[Mapping[str, Any]]) -> Html:
+    column = lines[-1]["headline"]
+    rows = list(lines[-1]["table"])
+    head = tag("tr", tag("th", "step"), *(tag("th", row) for row in rows), tag("th", "missing"))
+    body = [
+        tag(
+            "tr",
+            tag("td", str(line["step"])),
+            *(tag("td", _cell(line["table"].get(row, {}).get(column))) for row in rows),
+            tag("td", str(line["missing"])),
+        )
+        for line in lines
+    ]
+    alarms = [f"after step {line['step']}, {line['alarm']}" for line in lines if line["alarm"] is not None]
+    warning = tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None
+    caption = tag("p", tag("b", name), f", {column}", class_="caption")
+    return tag("div", caption, tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll"), warning)
+
+
+def _cell(cell: Mapping[str, Any] | None) -> str:
+    if cell is None or cell["mean"] is None:
+        return "-"
+    between = "" if cell["low"] is None else f" ({cell['low']:.2f} to {cell['high']:.2f})"
+    return f"{cell['mean']:.2f}{between}"
