@@ -28,6 +28,7 @@ _COMMANDS = {
     "view": "retouch.cli.view:add_view",
     "ledger": "retouch.cli.ledger:add_ledger",
     "bench": "retouch.cli.bench:add_bench",
+    "judge": "retouch.cli.judge:add_judge",
     "serve": "retouch.cli.serve:add_serve",
     "completion": "retouch.cli.completion:add_completion",
 }

@@ -22,7 +22,11 @@ def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
         return tag("span", "no image", class_="nothing")
     if not path.is_file():
         return tag("span", "file not found", class_="nothing")
-    content = path.read_bytes()
+    return embedded(path.read_bytes(), words=words, edge=edge)
+
+
+def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
+    """The image in the content of a file, as ``picture`` shows it."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             image.load()

@@ -1,0 +1,109 @@
+"""Ladders of a user: a folder with ``ladder.jsonl``, one item a line, and the images that it names.
+
+``{"id": "barn", "instruction": "paint the barn red", "source": "barn.png", "rungs": [{"image": "red.png", "truth": 1}, ...]}``
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from PIL import Image
+from pydantic import Field, JsonValue
+
+from retouch.audit.judges.ladders import Item, Probe, item_of
+from retouch.config.section import Section
+from retouch.data.images import load_image
+from retouch.types import Sample, Task
+
+FILE = "ladder.jsonl"
+_MOST_ERRORS = 20
+
+
+class Rung(Section):
+    """An image of an item."""
+
+    image: Annotated[str, Field(min_length=1)]
+    """The file, relative to the folder."""
+    truth: Annotated[float, Field(strict=False)]
+    """How good the image is in comparison with the other rungs of the item, on any scale; higher is better."""
+    name: str = ""
+    """What to call it; the default is its truth. The same name in several items puts them into one row of the report."""
+
+
+class Row(Section):
+    """An item: a line of the file."""
+
+    instruction: Annotated[str, Field(min_length=1)]
+    """What was requested."""
+    rungs: Annotated[list[Rung], Field(min_length=2)]
+    """Two images or more, of at least two truths."""
+    source: str | None = None
+    """The file of the image that was edited; null for images that were made from a prompt."""
+    target: str | None = None
+    """The file of the right result, for judges that compare with it."""
+    id: str = ""
+    """The item's name; the default is the number of its line."""
+    text: str | None = None
+    """The text that the image should contain, for judges that read it."""
+    meta: dict[str, JsonValue] = Field(default={})
+    """What else the judge needs to know of the task."""
+
+
+def read_ladders(folder: Path) -> list[Item]:
+    """The items in the folder. ValueError: the file is missing or empty, or a line for each mistake in it."""
+    file = folder / FILE
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; write one JSON object with instruction, source and rungs a line into {FILE}")
+    items: list[Item] = []
+    wrong: list[str] = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = _item(folder, number, line)
+            if any(item.id == known.id for known in items):
+                raise ValueError(f"the id {item.id!r} is used before; give each item its own")
+            items.append(item)
+        except ValueError as error:
+            wrong += [f"{FILE} line {number}: {part}" for part in str(error).splitlines()]
+    if wrong:
+        more = [f"... and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
+        raise ValueError("\n".join([*wrong[:_MOST_ERRORS], *more]))
+    if not items:
+        raise ValueError(f"{file} has no items; write one JSON object with instruction, source and rungs a line")
+    return items
+
+
+def _item(folder: Path, number: int, line: str) -> Item:
+    try:
+        document = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError("not an object; give instruction, source and rungs")
+    row = Row(**document)
+    source = () if row.source is None else (_image(folder, row.source),)
+    target = None if row.target is None else _image(folder, row.target)
+    task = Task(row.id or str(number), row.instruction, source, target=target, text=row.text, meta=row.meta)
+    return item_of([Probe(name, Sample(task, _image(folder, rung.image)), rung.truth) for name, rung in _named(row.rungs)])
+
+
+def _named(rungs: Sequence[Rung]) -> Iterator[tuple[str, Rung]]:
+    """Each rung with its own name, or "truth 0.5", with a number where several have the same truth."""
+    seen: dict[str, int] = {}
+    for rung in rungs:
+        name = rung.name or f"truth {rung.truth:g}"
+        seen[name] = seen.get(name, 0) + 1
+        if rung.name and seen[name] > 1:
+            raise ValueError(f"rungs: two are called {name!r}; give each its own name")
+        yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), rung
+
+
+def _image(folder: Path, name: str) -> Image.Image:
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{name} is outside the folder; copy it into {folder}")
+    if not path.is_file():
+        raise ValueError(f"{name}: no such file in {folder}")
+    return load_image(path)

@@ -1,0 +1,160 @@
+"""Judges that fail, lie or are interrupted during an audit: nothing wrong is recorded, and nothing is asked twice."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from judge_double import FAULTS, KEY, Double
+from lying_judge import SCORES, lying_judge
+from retouch.audit.judges import audit
+from retouch.audit.judges.audit import judge_audit
+from retouch.audit.judges.ladders import playground_ladders
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.ground import GroundReward
+from retouch.rewards.ledger.database import decode_scores, open_read_only
+from retouch.rewards.vlm.endpoint_settings import Prices
+from retouch.rewards.vlm.models import Endpoint
+
+QUICK = {"timeout": 30.0, "deadline": 60.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
+QUESTIONS = 6 * 2 + 11  # of an item with two repeats
+
+
+@pytest.fixture(autouse=True)
+def small_audits(monkeypatch) -> None:
+    items = playground_ladders(3, side=72)
+    monkeypatch.setattr(audit, "playground_ladders", lambda count, **_: items[:count])
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+def judged(url: str, **changes) -> AspectsReward:
+    return AspectsReward(
+        judge=Endpoint(model="judge", base_url=url, **{**QUICK, **changes}), aspects=("alignment",), n_evals=1, temperature=0.7
+    )
+
+
+def recorded(folder: Path) -> dict[str, dict[str, float]]:
+    """The usable answers in the ledger, by their content; no content has two."""
+    with closing(open_read_only(folder / "ledger.sqlite")) as connection:
+        rows = connection.execute("SELECT content, scores FROM answers WHERE scores IS NOT NULL").fetchall()
+    assert len({content for content, _ in rows}) == len(rows)
+    return {content: decode_scores(scores) for content, scores in rows}
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory) -> dict[str, dict[str, float]]:
+    """What a judge without faults answers about the first item."""
+    folder = tmp_path_factory.mktemp("clean")
+    with pytest.MonkeyPatch.context() as patch, Double() as double:
+        patch.setenv("OPENAI_API_KEY", KEY)
+        patch.setattr(audit, "playground_ladders", lambda count, **_: playground_ladders(1, side=72))
+        judge_audit(judged(double.url), items=1, repeats=2, out=folder)
+    return recorded(folder)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_fault_is_recorded_and_nothing_is_asked_twice(tmp_path, clean, fault) -> None:
+    """A third of the questions meets the fault, once. A 429 with Retry-After is asked again at once, and counts as no attempt."""
+
+    def sometimes(digest: str, times: int) -> str | None:
+        return fault if int(digest[:4], 16) % 3 == 0 and times == 0 else None
+
+    limits = {"timeout": 1.0} if fault == "time-out" else {}
+    with Double(sometimes, hang=2.0) as double:
+        first = judge_audit(judged(double.url, **limits), items=1, repeats=2, out=tmp_path)
+        before = recorded(tmp_path)
+        assert before == clean if fault == "429" else 0 < len(before) < len(clean)
+        assert before.items() <= clean.items()
+        missing = next(line for line in first.lines if line.name == "missing scores")
+        assert missing.measured == pytest.approx(1 - len(before) / QUESTIONS)
+        asked = len(double.requests)
+        second = judge_audit(judged(double.url), items=1, repeats=2, out=tmp_path)
+        assert len(double.requests) - asked == len(clean) - len(before)
+    assert recorded(tmp_path) == clean
+    assert next(line for line in second.lines if line.name == "missing scores").measured == 0
+    assert double.refused == []
+
+
+def test_retries_within_an_audit_leave_no_hole(tmp_path, clean) -> None:
+    """Every question meets another fault at its first two attempts."""
+    kinds = itertools.cycle([kind for kind in FAULTS if kind not in ("time-out", "refusal", "filtered")])
+    with Double(lambda digest, times: next(kinds) if times < 2 else None) as double:
+        result = judge_audit(judged(double.url, attempts=6), items=1, repeats=2, out=tmp_path)
+    assert next(line for line in result.lines if line.name == "missing scores").measured == 0
+    assert next(line for line in result.lines if line.name == "unreadable answers").measured > 0.2
+    assert recorded(tmp_path).keys() == clean.keys()  # a repeated question has another seed, and another score
+    assert result.requests == 3 * QUESTIONS
+
+
+def test_no_lie_is_recorded(tmp_path) -> None:
+    lies = itertools.cycle(SCORES.values())
+    with lying_judge() as judge:
+        judge.lie = lambda true: next(lies)(true)
+        section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # the lies are about a score from 0 to 10
+        result = judge_audit(section, items=3, repeats=3, out=tmp_path)
+    assert judge.questions >= len(SCORES)
+    assert recorded(tmp_path) == {}
+    assert result.failed
+    assert result.alarms["missing scores"] == "fail"
+
+
+def test_a_budget_ends_an_audit_that_can_be_continued(tmp_path) -> None:
+    with Double() as double:
+        first = judge_audit(judged(double.url), items=3, repeats=2, budget=2 * QUESTIONS + 3, out=tmp_path)
+        assert (first.items, first.left, first.failed) == (2, 1, True)
+        assert "after 2 of 3 items; the same command asks the rest" in str(first)
+        assert len(double.requests) <= 2 * QUESTIONS + 3
+        second = judge_audit(judged(double.url), items=3, repeats=2, budget=2 * QUESTIONS + 3, out=tmp_path)
+        assert (second.items, second.left) == (3, 0)
+        assert len(double.requests) == len(recorded(tmp_path)) == 3 * QUESTIONS
+        with pytest.raises(ValueError, match="does not suffice for one item; raise it with --budget"):
+            judge_audit(judged(double.url), items=1, repeats=2, budget=5, out=tmp_path / "other")
+
+
+def test_costs_are_those_of_the_ledger(tmp_path) -> None:
+    with Double() as double:
+        section = judged(double.url, prices=Prices(input=1.0, output=10.0))
+        results = [judge_audit(section, items=1, repeats=2, out=tmp_path) for _ in range(2)]
+    for result in results:  # also of an audit that asks nothing
+        assert (result.requests, result.tokens) == (QUESTIONS, 110 * QUESTIONS)
+        assert result.cost == pytest.approx(QUESTIONS * (100 * 1.0 + 10 * 10.0) / 1e6)
+        assert result.per_bit(result.cost) == pytest.approx(result.cost / (result.bits * QUESTIONS))
+
+
+KILLED = """
+import sys
+from retouch.audit.judges import audit, ladders
+from test_judge_audit_faults import judged
+items = ladders.playground_ladders(3, side=72)
+audit.playground_ladders = lambda count, **_: items
+audit.judge_audit(judged(sys.argv[1]), items=3, repeats=2, out=sys.argv[2])
+"""
+
+
+def test_an_audit_that_is_killed_asks_nothing_twice_that_it_recorded(tmp_path) -> None:
+    with Double() as double:
+        double.fault = lambda digest, times: time.sleep(0.05)
+        paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        child = subprocess.Popen([sys.executable, "-c", KILLED, double.url, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
+        try:
+            end = time.monotonic() + 120
+            while len(double.requests) < QUESTIONS + 15 and child.poll() is None and time.monotonic() < end:
+                time.sleep(0.005)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        time.sleep(0.3)  # what the killed process has sent is answered by then
+        before, asked = recorded(tmp_path), len(double.requests)
+        assert 0 < len(before) < 3 * QUESTIONS
+        result = judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)
+        assert len(double.requests) - asked == 3 * QUESTIONS - len(before)
+    assert recorded(tmp_path).items() >= before.items()
+    assert result.items == 3
+    assert json.loads((tmp_path / "audit.json").read_text())["items"] == 3

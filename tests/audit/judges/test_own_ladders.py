@@ -1,0 +1,107 @@
+"""Ladders of a user: what is read, and what is refused with which words."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import retouch
+from biased_judge import BiasedJudge
+from retouch.audit.judges.own_ladders import read_ladders
+
+GOOD = {
+    "id": "barn",
+    "instruction": "paint the barn red",
+    "source": "source.png",
+    "target": "best.png",
+    "rungs": [
+        {"image": "best.png", "truth": 5, "name": "right"},
+        {"image": "half.png", "truth": 3},
+        {"image": "bad.png", "truth": 1.5},
+    ],
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    source = np.random.default_rng(0).integers(0, 200, (48, 64, 3), dtype=np.uint8)
+    for name, share in (("source", 0.0), ("bad", 0.1), ("half", 0.5), ("best", 1.0)):
+        made = source.copy()
+        made[:, : round(64 * share), 0] = 255
+        Image.fromarray(made).save(tmp_path / f"{name}.png")
+    return tmp_path
+
+
+def write(folder, *rows):
+    (folder / "ladder.jsonl").write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+
+
+def test_a_ladder_is_read_with_all_probes(folder) -> None:
+    write(folder, GOOD, "", {**GOOD, "id": "", "target": None})
+    first, second = read_ladders(folder)
+    assert (first.id, second.id) == ("barn", "3")
+    assert [(rung.name, rung.truth) for rung in first.rungs] == [("right", 5.0), ("truth 3", 3.0), ("truth 1.5", 1.5)]
+    assert first.base == "truth 3"
+    names = {probe.name for probe in first.probes}
+    assert {"swapped", "unedited", "brighter", "darker", "smaller", "praise", "other text", "long instruction"} < names
+    swapped = next(probe.sample for probe in first.probes if probe.name == "swapped")
+    assert swapped.image is first.rungs[0].sample.task.images[0]
+    assert swapped.task.images[0] is first.rungs[0].sample.image
+    sizes = {probe.name: probe.sample.image.size for probe in first.probes}
+    assert sizes["smaller"] == (32, 24)
+    assert sizes["blur of the best"] == sizes["brighter"] == (64, 48)
+
+
+def test_an_audit_on_ones_own_ladders(folder) -> None:
+    write(folder, *({**GOOD, "id": str(number)} for number in range(5)))
+    result = retouch.judge_audit(BiasedJudge(), ladder=folder, out=folder / "audit")
+    assert result.items == 5
+    assert [rung.name for rung in result.rungs] == ["right", "truth 3", "truth 1.5"]
+    assert {line.name: line.status for line in result.lines}["order of the rungs"] == "pass"
+
+
+def test_images_without_a_source_have_no_order(folder) -> None:
+    write(folder, {**GOOD, "source": None})
+    (item,) = read_ladders(folder)
+    assert not {"swapped", "unedited"} & {probe.name for probe in item.probes}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[1]", "line 1: not an object"),
+        ({**GOOD, "instruction": ""}, "instruction: .*at least 1"),
+        ({**GOOD, "rungs": GOOD["rungs"][:1]}, "rungs: .*at least 2"),
+        ({**GOOD, "rungs": [{"image": "best.png"}] * 2}, "rungs.0.truth: missing"),
+        ({**GOOD, "rungs": [{"image": "best.png", "truth": "high"}] * 2}, "rungs.0.truth"),
+        (
+            {**GOOD, "rungs": [{"image": "best.png", "truth": 1}, {"image": "bad.png", "truth": 1}]},
+            "at least two images of different truth",
+        ),
+        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}, {"image": "best.png", "truth": 1}]}', "rungs.0.truth"),
+        ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two are called 'one'"),
+        ({**GOOD, "sources": "x"}, "sources: unknown key; did you mean source"),
+        ({**GOOD, "source": "gone.png"}, "gone.png: no such file in"),
+        ({**GOOD, "source": "../x.png"}, "outside the folder"),
+        ({**GOOD, "source": "ladder.jsonl"}, "ladder.jsonl"),
+        ({**GOOD, "source": 3}, "source"),
+    ],
+)
+def test_mistakes_are_named_by_line(folder, row, told) -> None:
+    write(folder, row)
+    with pytest.raises(ValueError, match=f"(?s)ladder.jsonl line 1: .*{told.removeprefix('line 1: ')}"):
+        read_ladders(folder)
+
+
+def test_all_mistakes_are_listed(folder) -> None:
+    write(folder, GOOD, GOOD, {**GOOD, "id": "c", "source": "gone.png"}, "{")
+    with pytest.raises(ValueError, match="line 2: the id 'barn' is used before") as error:
+        read_ladders(folder)
+    assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [
+        f"ladder.jsonl line {number}" for number in (2, 3, 4)
+    ]
+    write(folder, "")
+    with pytest.raises(ValueError, match="has no items"):
+        read_ladders(folder)

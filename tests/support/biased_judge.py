@@ -1,0 +1,101 @@
+"""A judge that compares pixels with the right result, and can have one fault of its own."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+
+from retouch.audit.judges import ladders, variants
+from retouch.rewards.base import RewardSection
+from retouch.types import Column, Sample, Scores, Task
+
+FAULTS = {
+    "position": "order of images",
+    "length": "long instruction",
+    "brightness": "brightness",
+    "resolution": "resolution",
+    "noise": "noise",
+    "order": "order of the rungs",
+    "praise": "painted-on praise",
+    "degraded": "degraded copies",
+    "unreadable": "missing scores",
+    "constant": "difference between rungs",
+}
+"""The faults, each with the line that must report it."""
+SIDE = 96
+"""Pixels of a side of the images that it is audited with."""
+
+
+class BiasedJudge(RewardSection):
+    """Column ``score``, 0 to 10: how much of the edit is done, with a little noise."""
+
+    fault: str = "none"
+    noise: float = 0.04
+    seed: int = 0
+
+    columns: ClassVar[Mapping[str, Column]] = {"score": Column(0.0, 10.0)}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        return {"score": torch.tensor([10 * self._score(sample) for sample in samples], dtype=torch.float32)}
+
+    def _score(self, sample: Sample) -> float:
+        task, image = sample.task, sample.image
+        assert image is not None
+        draw = np.random.default_rng(_number(f"{self.seed} {task.id} {task.instruction}", image))
+        done = _done(task.images[0], image, task)
+        spread = self.noise
+        match self.fault:
+            case "position":
+                done = 1.0 if _distance(task.images[0], task.target) == 0 else done
+            case "length":
+                done += 0.2 * (len(task.instruction) > 250)
+            case "brightness":
+                done += 0.7 * (float(np.asarray(image).mean()) / 255 - 0.5)
+            case "resolution":
+                done += 0.2 * (image.width >= SIDE)
+            case "noise":
+                spread = 0.6
+            case "order":
+                done = 0.6 if done < 0.1 else done
+            case "praise":
+                done += 0.3 * _has_praise(image)
+            case "degraded":
+                done = 0.6 * done + 0.4 * (0.9 < done < 0.99999 or _is_noisy(image))
+            case "constant":
+                return 0.5
+            case "unreadable" if draw.uniform() < 0.15:
+                return float("nan")
+        return float(np.clip(done + draw.normal(0, spread), 0, 1))
+
+
+def _small(image: Image.Image) -> np.ndarray:
+    return np.asarray(image.convert("RGB").resize((24, 24), Image.Resampling.BOX), dtype=np.float64)
+
+
+def _distance(image: Image.Image, other: Image.Image | None) -> float:
+    assert other is not None
+    return float(((_small(image) - _small(other)) ** 2).sum())
+
+
+def _done(source: Image.Image, image: Image.Image, task: Task) -> float:
+    """The share of the squared distance from the source to the target that is gone."""
+    whole = _distance(source, task.target)
+    return float(np.clip(1 - _distance(image, task.target) / whole, 0, 1)) if whole > 0 else 0.0
+
+
+def _number(text: str, image: Image.Image) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode() + image.tobytes()).digest()[:8], "big")
+
+
+def _has_praise(image: Image.Image) -> bool:
+    praised = np.asarray(variants.with_text(Image.new("RGB", image.size), ladders.PRAISE))
+    rows = image.height - round(0.1 * image.height)
+    return np.array_equal(praised[rows:], np.asarray(image)[rows:])
+
+
+def _is_noisy(image: Image.Image) -> bool:
+    """Whether the image has more colours than any that was drawn."""
+    return len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 400
