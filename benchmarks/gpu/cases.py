@@ -95,7 +95,7 @@ QWEN = Case(
     # One chunk of four images, with three denoising steps, of which one trains.
     settings=(
         *("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1", "rollout.num_steps=3"),
-        *("rollout.window.size=1", "rollout.window.high=2"),
+        *("rollout.window.size=1", "rollout.window.high=2", "policy.compile=null"),  # compiling takes minutes
     ),
     changes={"text_encoder": {"config": _QWEN_ENCODER}},  # the encoder is frozen, and as large as a third of the transformer
     tiny={
@@ -112,7 +112,7 @@ QWEN = Case(
 )
 QWEN_SHORT = replace(
     QWEN,
-    settings=("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1"),
+    settings=("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1", "policy.compile=null"),
     changes={**QWEN.changes, "transformer": {"config": {"num_layers": 4}}},
     tiny_settings=(*QWEN.tiny_settings, "rollout.num_steps=4", "rollout.window.high=3"),
 )

@@ -21,6 +21,7 @@ local sampling = import 'lib/sampling.libsonnet';
       model: world.model,
       train: { kind: 'lora', rank: sizes.rank, alpha: 2 * sizes.rank },
       gradient_checkpointing: sizes.gradient_checkpointing,
+      [if 'compile' in sizes then 'compile']: sizes.compile,
     },
     rollout: sampling.window(sizes.num_steps, size=2, high=5, transition=sampling.sde(1.2)) + {
       guidance_scale: 4,

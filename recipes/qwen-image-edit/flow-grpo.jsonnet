@@ -26,6 +26,7 @@ qwen.flow_grpo(
     chunk: 2,
     microbatch: 1,
     gradient_checkpointing: true,
+    compile: 'regional',
     eval_every: 50,
     eval_tasks: 128,
     eval_steps: 50,

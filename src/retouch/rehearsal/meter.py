@@ -2,7 +2,8 @@
 
 Memory is what is requested from the allocator, in blocks of 512 bytes as torch's allocator gives them. Its peak is kept for each
 sort of allocation, so that two rehearsals of different depth can be compared (``retouch.rehearsal.depth``). Time is modelled kernel
-by kernel as the larger of FLOPs over the machine's rate and bytes over its bandwidth; nothing is fused or overlaps.
+by kernel as the larger of FLOPs over the machine's rate and bytes over its bandwidth. Kernels do not overlap, and only those of
+compiled blocks are fused (``retouch.rehearsal.fusion``).
 """
 
 import sys
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from retouch.rehearsal.fusion import Compiled, FusedKernel, is_fusible
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.tensors import DEVICE, FakeTensor
 
@@ -117,19 +119,22 @@ class Rise:
 
 
 class Meter:
-    """Observes an accelerator (``retouch.rehearsal.accelerator.Accelerator``). ``label``: what new tensors count as."""
+    """Observes an accelerator (``retouch.rehearsal.accelerator.Accelerator``). ``label``: what new tensors count as. ``compiled``:
+    where kernels count as fused."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.stages: dict[str, Stage] = {}
         self.label = "other"
         self.counting = True
+        self.compiled = Compiled(self._end_fused)
         self.host = 0
         self.host_peak = 0
         self._held: dict[int, Counter[str]] = {}
         self._sizes: Counter[int] = Counter()
         self._alive: dict[int, list[Any]] = {}
         self._rises: list[Rise] = []
+        self._fused: FusedKernel | None = None
         self._enter("other")
 
     # Stages and labels
@@ -319,6 +324,11 @@ class Meter:
             work.counts["copied"] += moved
             work.seconds["copies from and to the host"] += moved / self.machine.copy
             return
+        if self.compiled and is_fusible(func, tensors):
+            self._fused = self._fused or FusedKernel()
+            self._fused.add(given, made)
+            return
+        self._end_fused()
         work.counts["kernels"] += 1
         work.counts["bytes"] += moved
         memory = moved / self.machine.bandwidth
@@ -332,6 +342,14 @@ class Meter:
         name = f"{kind} {str(dtype).removeprefix('torch.')}"
         work.flops[name] += flops
         work.seconds[name] += max(flops / self.machine.rate(kind, dtype), memory)
+
+    def _end_fused(self) -> None:
+        """Count the operations since the last kernel of another kind as one kernel."""
+        if self._fused is not None:
+            moved, self._fused = self._fused.bytes(), None
+            self.work.counts["kernels"] += 1
+            self.work.counts["bytes"] += moved
+            self.work.seconds["fused kernels"] += moved / self.machine.bandwidth
 
 
 def place() -> str:

@@ -82,11 +82,12 @@ def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full
     """
     register()
     with tempfile.TemporaryDirectory() as folder:
+        compiled = recipe.policy.compile is not None
         recipe = fake_devices(without_paths(recipe, Path(folder)))
         depths = None if full_depth else choose_depths(stacks_of(recipe))
         if depths is None:
-            return _rehearse(recipe, machine, world, {})
-        first, second = (_rehearse(recipe, machine, world, blocks) for blocks in (depths.first, depths.second))
+            return _rehearse(recipe, machine, world, {}, compiled=compiled)
+        first, second = (_rehearse(recipe, machine, world, blocks, compiled=compiled) for blocks in (depths.first, depths.second))
         times = depths.times
         return replace(
             first,
@@ -97,7 +98,7 @@ def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full
         )
 
 
-def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Counts) -> Rehearsed:
+def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Counts, *, compiled: bool) -> Rehearsed:
     meter = Meter(machine)
     repeats = Repeats(meter)
     count = world or recipe.ranks or 1
@@ -108,7 +109,7 @@ def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Count
         stack.enter_context(fake_ranks(count, meter))
         stack.enter_context(fake_deepspeed(meter))
         stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=_Labels(meter, repeats)))
-        return _Rehearsal(recipe, meter, ranks, repeats).run()
+        return _Rehearsal(recipe, meter, ranks, repeats, compiled=compiled).run()
 
 
 class _Labels:
@@ -147,7 +148,7 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
     elif hasattr(train, "init_from"):
         train = train.model_copy(update={"init_from": None})
     model = _described(recipe.policy.model, folder, "policy.model")
-    # The fake accelerator has attention of its own and nothing to compile for.
+    # The fake accelerator has attention of its own and nothing to compile for: compiled blocks are modelled.
     changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
     if recipe.renderer is not None and recipe.renderer.image_model is not None:
         behind = _described(recipe.renderer.image_model, folder, "renderer.model")
@@ -177,8 +178,9 @@ def _described(model: Any, folder: Path, key: str) -> Any:
 
 
 class _Rehearsal:
-    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats) -> None:
+    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats, *, compiled: bool) -> None:
         self.recipe = recipe
+        self.compiled = compiled
         self.meter = meter
         self.ranks = ranks
         self.repeats = repeats
@@ -191,6 +193,8 @@ class _Rehearsal:
             placement = plan_placement(recipe, self.ranks)
             parts = connect(recipe, self.ranks, placement=placement, judge=made_up_judge(), sets=made_up_sets(recipe))
             self._label_weights(parts)
+            if self.compiled:
+                meter.compiled.watch(parts.model.module)
             stepper = parts.stepper()
             self._label_master_weights(stepper)
             self._take_first_step(stepper)

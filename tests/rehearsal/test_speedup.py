@@ -1,0 +1,99 @@
+"""Compiled blocks in a rehearsal, and the table of what makes Qwen-Image-Edit's Flow-GRPO faster."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.recipe.recipe import load
+from retouch.rehearsal.report import FREE_SHARE
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "rehearsal" / "speedup.py"
+KEPT: dict[str, dict[str, float]] = json.loads((SCRIPT.parent / "speedup.json").read_text(encoding="utf-8"))
+TABLE: dict[str, Any] = runpy.run_path(str(SCRIPT))
+FACTOR = 1.8
+FUSION = """
+import json
+
+import torch
+from torch import nn
+from retouch.rehearsal.accelerator import Accelerator
+from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.meter import Meter
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False, device="rehearsal:0")
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y * 2 + 1).relu() + x
+
+class Net(nn.Module):
+    _repeated_blocks = ["Block"]
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return self.block(x) * 3
+
+meter = Meter(MACHINES["h100"])
+with Accelerator(observe=meter.observe):
+    net = Net()
+    x = torch.empty(32, 64, device="rehearsal:0")
+    for name in ("eager", "compiled"):
+        if name == "compiled":
+            meter.compiled.watch(net)
+        with torch.no_grad(), meter.stage(name):
+            net(x)
+    with meter.stage("complex"), torch.no_grad():
+        z = torch.empty(4, 4, device="rehearsal:0", dtype=torch.complex64)
+        with meter.compiled._inside():
+            z * z
+size = 32 * 64 * 4
+print(json.dumps({name: (stage.work.counts["kernels"], stage.work.counts["bytes"] / size) for name, stage in meter.stages.items()}))
+print(meter.stages["compiled"].work.seconds["fused kernels"] * MACHINES["h100"].bandwidth / size)
+"""
+
+
+def test_the_page_shows_what_was_found() -> None:
+    assert TABLE["table"](KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    assert KEPT.keys() == set(TABLE["combinations"]())
+
+
+def test_the_recipe_is_modelled_faster_than_without_the_changes_and_fits() -> None:
+    assert KEPT[",".join(TABLE["CHANGES"])]["step"] / KEPT[""]["step"] >= FACTOR
+    assert KEPT[""]["peak"] <= (1 - FREE_SHARE) * 79.1 * 2**30
+    assert load(TABLE["RECIPE"]).policy.compile == "regional"
+
+
+def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
+    """Four of them read the product and x once each and write the sum; outside the block each reads and writes by itself."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FUSION], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    stages, fused = done.stdout.splitlines()
+    found = json.loads(stages)
+    weight = 64 / 32
+    product = 2 + weight
+    assert found["eager"] == [6, product + 2 + 2 + 2 + 3 + 2]
+    assert found["compiled"] == [3, product + 3 + 2]
+    assert found["complex"][0] == 1
+    assert float(fused) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["", ",".join(TABLE["CHANGES"])])
+def test_the_recipe_is_rehearsed_as_in_the_table(names: str) -> None:
+    code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_without']({names.split(',')!r})))"
+    code = code.replace("['']", "[]")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(KEPT[names], rel=0.01, abs=0.01)
