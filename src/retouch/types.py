@@ -11,7 +11,7 @@ This module imports no torch, because recipes are read without it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -162,6 +162,10 @@ class Trajectory:
 
     def __len__(self) -> int:
         return int(self.mask.shape[0])
+
+    def with_log_probs(self, log_probs: Float[Tensor, "b t"]) -> "Trajectory":
+        """The same actions with the log-probabilities of other weights."""
+        return replace(self, log_probs=log_probs)
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "Trajectory":
         """The given rows of all tensors, in the given order."""

@@ -87,9 +87,9 @@ ENGINES = (
     ),
     Mutant(
         "theirs over ours",
-        "policies/autoregressive/mismatch.py",
-        "return (policy - engine).masked_fill(~mask, 0.0).exp()",
-        "return (engine - policy).masked_fill(~mask, 0.0).exp()",
+        "core/surrogates.py",
+        "return (current - acting).masked_fill(~mask, 0.0).exp()",
+        "return (acting - current).masked_fill(~mask, 0.0).exp()",
         f"{MISMATCH}::test_the_weights_make_an_average_under_theirs_one_under_ours",
     ),
     Mutant(

@@ -40,6 +40,12 @@ def test_killed_in_a_warm_up_and_between_phases_and_in_a_rollout(tmp_path: Path)
     assert [place["done"] for place in found] == [1, 2, 2]
 
 
+def test_killed_while_rollouts_are_ahead_of_learning(tmp_path: Path) -> None:
+    found = killed_and_resumed(tmp_path, 3, "stale")
+    check(found, 3)
+    assert [place["done"] for place in found] == [2, 0, 2]
+
+
 def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)

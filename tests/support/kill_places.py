@@ -2,8 +2,8 @@
 
 A program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]` prints a
 JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes images beside a value
-head; or "phases", and it imitates before it acts. A place is a function and how often it was called before the kill, which comes
-before or after that call.
+head; "phases", and it imitates before it acts; or "stale", and rollouts run two steps ahead of learning. A place is a function and
+how often it was called before the kill, which comes before or after that call.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ from retouch.recipe.recipe import Recipe, parse
 
 STEPS = 4
 PHASES = "phases"
+STALE = "stale"
 PLACES = (
     ("retouch.training.checkpoint:write_tensors", 1, "before"),
     ("retouch.training.checkpoint:write_tensors", 3, "after"),
@@ -58,6 +59,13 @@ OF_PHASES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
     ("retouch.training.checkpoint:save", 1, "after"),
 )
+# With two rollouts in the queue that the checkpoint does not have; before the third is made; and after the third step, whose trial
+# step came first.
+OF_STALE = (
+    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.training.loop:begin_collecting", 3, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
+)
 
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
@@ -84,6 +92,9 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         imitates = {"name": "warm-up", "steps": 2, "objective": {"kind": "supervised"}, "group_size": 1}
         passed_over = {"name": "nothing", "steps": 0, "objective": {"kind": "nft"}}
         document |= {"steps": None, "phases": [imitates, passed_over, {"name": "learn", "steps": 2}], "epochs": 2}
+    elif writer == STALE:
+        document["rollout"]["staleness"] = 2
+        document["learning_rate"] = 1e-2  # so that other weights make other images
     elif writer is not None:
         document["policy"] |= {"kind": "autoregressive", "model": {"kind": "playground-writer", "path": writer}}
         document["rollout"] = {"kind": "tokens", "max_new_tokens": 5, "top_k": 20}
@@ -151,6 +162,8 @@ def bits(folder: Path) -> dict[str, str]:
 def places(writer: str | None) -> list[tuple[str, int, str]]:
     if writer == PHASES:
         return list(OF_PHASES)
+    if writer == STALE:
+        return list(OF_STALE)
     acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
     denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]

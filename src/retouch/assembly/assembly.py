@@ -25,7 +25,7 @@ from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import PolicyContext
 from retouch.policies.engines.base import ClosableEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
-from retouch.policies.weights import WeightCopies
+from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase, Rollout
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from retouch.policies.denoising.policy import DenoisingPolicy
     from retouch.training.evaluation import Evaluator
 
+_CPU = torch.device("cpu")
 _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
 
 
@@ -312,11 +313,15 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
         model, image_model = renderer.load(
             partial(policy.build_model, device=placement.policy),
-            device=torch.device("cpu") if placement.offload else placement.renderer,
+            device=_CPU if placement.offload else placement.renderer,
             base_frozen=policy.train.reference_is_base,
         )
     policy.make_trainable(model.module, seed=recipe.seed)
-    copies = WeightCopies(model.module, devices=placement.copy_devices)
+    devices = dict(placement.copy_devices)
+    for phase in recipe.resolved_phases():
+        if phase.rollout.staleness:
+            devices |= dict.fromkeys(stale_copies(phase.rollout.staleness), _CPU)
+    copies = WeightCopies(model.module, devices=devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import shard
         from retouch.distributed.sharded_copies import ShardedCopies

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from retouch.data.sampler import (
     tasks_for_step,
 )
 from retouch.distributed.ranks import Ranks
+from retouch.policies.weights import stale_copies
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
@@ -118,6 +120,11 @@ def build_phase(
             drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
         return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
 
+    ahead = None
+    if phase.rollout.staleness and not phase.imitates:
+        from retouch.training.staleness import collect_ahead
+
+        ahead = partial(collect_ahead, staleness=phase.rollout.staleness, truncate_at=phase.rollout.truncate_at)
     objective = phase.objective
     entropy = recipe.policy.entropy
     return Phase(
@@ -135,6 +142,7 @@ def build_phase(
         minibatches=recipe.minibatches,
         learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
         trained_kinds=lambda step: objective.trained_kinds(step - steps.start),
+        ahead=ahead,
         demonstrate=objective.demonstrate,
     )
 
@@ -146,4 +154,6 @@ def copies_needed(recipe: Recipe) -> set[str]:
         needed |= recipe.renderer.weight_copies
     for phase in recipe.resolved_phases():
         needed |= phase.objective.weight_copies
+        if phase.rollout.staleness and not phase.imitates:
+            needed |= set(stale_copies(phase.rollout.staleness))
     return needed

@@ -13,7 +13,15 @@ from typing import Any
 _FUNCTIONS = {
     "advantages": ("batch_relative", "check_reward_range", "group_relative", "rescale_rewards", "zero_std_groups"),
     "gae": ("clipped_value_loss", "discounted_returns", "explained_variance", "whiten"),
-    "surrogates": ("approx_kl", "cispo", "clip_fraction", "clipped_surrogate", "reinforce", "sequence_log_ratio"),
+    "surrogates": (
+        "approx_kl",
+        "cispo",
+        "clip_fraction",
+        "clipped_surrogate",
+        "importance_weights",
+        "reinforce",
+        "sequence_log_ratio",
+    ),
 }
 __all__ = sorted([*_FUNCTIONS, *(name for names in _FUNCTIONS.values() for name in names)])
 

@@ -84,6 +84,19 @@ def reinforce(
     return -advantages.float() * _masked(log_probs, mask)
 
 
+def importance_weights(
+    current: Float[Tensor, "b t"], acting: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
+) -> Float[Tensor, "b t"]:
+    """The current over the acting probability of each action, from 0 to ``cap``; 1 where ``mask`` is False. The arguments are
+    log-probabilities.
+
+    Weighted by it, a mean over actions that one policy sampled is one over those of another. The cap keeps its variance finite and
+    lets actions that have become much likelier count too little. Source: truncated importance sampling (Ionides 2008), as TRL and
+    verl apply it to a rollout engine with other numerics.
+    """
+    return (current - acting).masked_fill(~mask, 0.0).exp().clamp(max=cap)
+
+
 def sequence_log_ratio(
     log_ratio: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gradient: Literal["sequence", "token"] = "sequence"
 ) -> Float[Tensor, "b t"]:

@@ -1,15 +1,41 @@
-"""What a run gives the section of a policy that builds it."""
+"""What policies of both kinds share in a recipe's rollout, and what a run gives the section that builds a policy.
+
+Recipes import this file, so it imports no torch.
+"""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from retouch.config.section import Section
 
 if TYPE_CHECKING:
     from retouch.policies.engines.base import Engine
     from retouch.policies.value_heads import LatentValues, TokenValues
     from retouch.policies.weights import WeightCopies
+
+
+TRUNCATE_AT = 2.0
+
+
+class StaleRollout(Section):
+    """How far rollouts may run ahead of learning."""
+
+    staleness: Annotated[int, Field(ge=0, le=16)] = Field(default=0, exclude_if=operator.not_)
+    """Steps by which rollouts run ahead of learning: the samples of a step are made, and their scoring begins, under the weights
+    of up to this many steps before, so slow rewards answer while the policy learns. 0 samples every step with the current weights.
+    Above 0, as many copies of the trained weights are kept in CPU memory and in checkpoints, and each step computes the
+    log-probabilities of its samples once more."""
+    truncate_at: Annotated[float, Field(ge=1.0)] = Field(default=TRUNCATE_AT, exclude_if=partial(operator.eq, TRUNCATE_AT))
+    """With ``staleness``: the loss of each action is weighted by its probability under the weights at the start of the step over
+    that under the weights that sampled it, at most by this (truncated importance sampling). For transitions it is the ratio of the
+    objective, of log-probabilities reduced as ``reduction`` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from retouch.models.common.parts import page_locked, to_device
 
 
+def stale_copies(staleness: int) -> tuple[str, ...]:
+    """The names of the copies of the weights with which the last ``staleness`` steps began; step s has that at s % staleness."""
+    return tuple(f"sampling-{place}" for place in range(staleness))
+
+
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
 

@@ -147,6 +147,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
+            if phase.rollout.staleness:
+                yield from _staleness(recipe, phase, at)
         yield from reward_data_problems(recipe, phase, at["data"])
         yield from picture_problems(recipe, phase, at["data"])
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
@@ -171,6 +173,19 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
+
+
+def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Whether the actions of stale rollouts can be weighted."""
+    key, objective = f"{at['rollout']}.staleness", phase.objective
+    if not objective.needs_log_probs:
+        yield f"{key}: {objective.label} has no probabilities that stale samples could be weighted by; use 0, or policy_gradient"
+    elif objective.one_ratio_per_row:
+        yield f"{key}: the weights are those of single actions, and gspo has one ratio per row; use 0, or surrogate clip"
+    if objective.needs_acting_means:
+        yield f"{key}: {at['objective']}.ratio_norm needs the means under the weights that sampled; use 0, or remove ratio_norm"
+    if recipe.advantage.value_head is not None:
+        yield f"{key}: the predictions of a value head would be stale too; use 0, or an advantage without value head"
 
 
 def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Phase:
     the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no reward).
     ``reward_range``: smallest and largest possible reward. ``normalise`` and ``max_length``: see ``core/weights.py``.
     ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0. ``demonstrate``:
-    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves.
+    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves. ``ahead``:
+    for rollouts that run ahead of learning (``staleness.py``), what each step learns from, from a given step on.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Phase:
     minibatches: int
     learning_rate: Callable[[int], float]
     trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
+    ahead: "Callable[[Run, Phase, int], Iterator[Collected]] | None" = None
     demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
 
 
@@ -101,7 +104,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """This rank's rows of a step with their advantages. ``valid``: the row has a reward. ``returns``: targets of a value head."""
+    """This rank's rows of a step with their advantages. ``valid``: the row has a reward. ``returns``: targets of a value head.
+    ``importance``: importance weights of actions that other weights sampled."""
 
     batch: Batch
     trajectory: Trajectory
@@ -111,24 +115,42 @@ class Collected:
     judged: ScoredBatch | None = None
     images: Sequence[Image | None] = ()
     returns: Float[Tensor, "b t"] | None = None
+    importance: Float[Tensor, "b t"] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolledOut:
+    """A step's samples, of which the rewards are being computed. ``pending``: one for each chunk."""
+
+    batch: Batch
+    trajectory: Trajectory
+    images: Sequence[Image | None]
+    pending: "Sequence[Future[ScoredBatch]]"
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
     """Train the phase's steps from ``start`` on; yields (step, what was collected, metrics) after each."""
-    for step in range(max(start, phase.steps.start), phase.steps.stop):
-        collected = collect(run, phase, step)
+    steps = range(max(start, phase.steps.start), phase.steps.stop)
+    every = map(partial(collect, run, phase), steps) if phase.ahead is None else phase.ahead(run, phase, steps.start)
+    for step, collected in zip(steps, every, strict=True):
         metrics = update(run, phase, step, collected)
         yield step, collected, {**collected.metrics, **metrics}
 
 
 def collect(run: Run, phase: Phase, step: int) -> Collected:
     """Sample, render, score and compute advantages; for an objective that imitates, encode the targets instead."""
-    batch = phase.batch(step)
     if phase.advantage is None:
+        batch = phase.batch(step)
         with run.clock("encode"):
             trajectory = phase.demonstrate(run.policy, batch)
         ones = torch.ones(trajectory.mask.shape)
         return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
+    return finish_collecting(run, phase, begin_collecting(run, phase, step))
+
+
+def begin_collecting(run: Run, phase: Phase, step: int) -> RolledOut:
+    """Sample and render, and start scoring."""
+    batch = phase.batch(step)
     parts, images, pending = [], [], []
     for first in range(0, len(batch), run.chunk):
         chunk = batch.take(slice(first, first + run.chunk))
@@ -140,14 +162,20 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
         images += rendered
         samples = [Sample(*made) for made in zip(tasks, rendered, run.completions(parts[-1]), strict=True)]
         pending.append(run.judge(chunk, samples))
+    return RolledOut(batch, type(parts[0]).concat(parts), images, pending)
+
+
+def finish_collecting(run: Run, phase: Phase, made: RolledOut) -> Collected:
+    """Wait for the rewards and compute advantages."""
+    assert phase.advantage is not None
     with run.clock("judge"):
-        judged = wait_for_rewards(run.ranks, pending)
+        judged = wait_for_rewards(run.ranks, made.pending)
     row_advantages, metrics = compute_advantages(run, phase, judged)
-    trajectory = type(parts[0]).concat(parts)
+    trajectory = made.trajectory
     credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
     metrics |= {**credit.metrics, **run.describe(trajectory)}
     valid = ~judged.rewards.isnan()
-    return Collected(batch, trajectory, credit.advantages, valid, metrics, judged, images, credit.returns)
+    return Collected(made.batch, trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
@@ -256,7 +284,10 @@ def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, ep
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
     device = trajectory.mask.device
-    advantages, weights = (to_device(each, device) for each in (collected.advantages[rows], weights))
+    advantages = collected.advantages[rows]
+    if collected.importance is not None:  # every surrogate is proportional to the advantage, so this weights it
+        advantages = advantages * collected.importance[rows]
+    advantages, weights = (to_device(each, device) for each in (advantages, weights))
     returns = None if collected.returns is None else collected.returns[rows].to(device)
     return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns)
 

@@ -10,10 +10,11 @@ import tiny_policies
 import tiny_writers
 import tiny_writing
 from retouch.core.random import generator
+from retouch.core.surrogates import importance_weights
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.mismatch import check_mismatch, importance_weights
+from retouch.policies.autoregressive.mismatch import check_mismatch
 from retouch.policies.autoregressive.rollout import CachedEngine
 from retouch.policies.engines.base import EngineFault
 from retouch.training.completions import completion_metrics

@@ -2,7 +2,7 @@
 
 An engine with other kernels, batches or number types samples from a slightly different distribution than the one that is trained.
 The gradient stays unbiased if each token's loss is weighted by p_policy / p_engine; the weights are truncated at a cap, which keeps
-them finite (truncated importance sampling, Ionides 2008; for engines of language models, Yao et al. 2025).
+them finite (``retouch.core.surrogates.importance_weights``; for engines of language models, Yao et al. 2025).
 """
 
 from collections.abc import Callable
@@ -18,16 +18,6 @@ def log_prob_difference(
 ) -> Float[Tensor, " n"]:
     """log p_policy - log p_engine of each sampled token, in nats."""
     return (policy - engine)[mask]
-
-
-def importance_weights(
-    policy: Float[Tensor, "b t"], engine: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
-) -> Float[Tensor, "b t"]:
-    """p_policy / p_engine of each sampled token, from 0 to ``cap``; 1 elsewhere. The arguments are log-probabilities.
-
-    Source: truncated importance sampling (Ionides 2008), as TRL and verl apply it to a rollout engine with other numerics.
-    """
-    return (policy - engine).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 
 
 def check_mismatch(

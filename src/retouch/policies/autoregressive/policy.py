@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retouch.core.divergences import k3
+from retouch.core.surrogates import importance_weights
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.demonstrations import demonstrate
 from retouch.policies.autoregressive.log_probs import scatter, token_log_probs
-from retouch.policies.autoregressive.mismatch import check_mismatch, importance_weights
+from retouch.policies.autoregressive.mismatch import check_mismatch
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.policies.engines.base import Engine, Generation

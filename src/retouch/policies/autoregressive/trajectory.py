@@ -27,6 +27,12 @@ class AutoregressiveTrajectory(Trajectory):
     group: Int[Tensor, " b"]
     behaviour_log_probs: Float[Tensor, "b t"] | None
 
+    def with_log_probs(self, log_probs: Float[Tensor, "b t"]) -> "AutoregressiveTrajectory":
+        """The engine's own log-probabilities change by as much, so that the weight of its mismatch stays as it is."""
+        behaviour = self.behaviour_log_probs
+        shifted = None if behaviour is None else behaviour + (log_probs - self.log_probs)
+        return replace(self, log_probs=log_probs, behaviour_log_probs=shifted)
+
     def take(self, rows: slice | Int[Tensor, " r"]) -> "AutoregressiveTrajectory":
         outputs = self.outputs[rows] if isinstance(rows, slice) else tuple(self.outputs[row] for row in rows.tolist())
         return replace(

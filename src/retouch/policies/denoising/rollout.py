@@ -7,12 +7,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.config.section import Count, Section
+from retouch.config.section import Count
+from retouch.policies.context import StaleRollout
 from retouch.policies.denoising.transitions import TRANSITIONS, Transition
 from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
 
 
-class DenoisingRollout(Section):
+class DenoisingRollout(StaleRollout):
     """How a denoising policy samples during training."""
 
     num_steps: Annotated[int, Field(ge=1)]
