@@ -148,6 +148,20 @@ MUTANTS = (
     ),
     # Judging and comparing
     Mutant(
+        "stale actions count fully",
+        "training/loop.py",
+        "advantages = advantages * collected.importance[rows]",
+        "pass",
+        "tests/training/test_staleness.py::test_the_gradient_of_a_stale_step_is_that_of_the_formula",
+    ),
+    Mutant(
+        "the queue of a resumed run is sampled with the newest weights",
+        "training/staleness.py",
+        "nullcontext() if acting == step else copies.using(names[acting % staleness])",
+        "nullcontext()",
+        "tests/session/test_resume.py::test_killed_while_rollouts_are_ahead_of_learning",
+    ),
+    Mutant(
         "a missing score counts as zero",
         "training/loop.py",
         "rewards = gathered[:, 0]\n",

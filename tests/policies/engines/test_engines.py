@@ -167,6 +167,27 @@ def test_a_server_that_stays_away_stops_the_run_which_then_goes_on(make: Make, w
     assert len(folder.read_metrics()) == 2
 
 
+def test_a_server_may_write_ahead_of_learning_and_the_run_goes_on_after_a_fault(make: Make, writer: Path, tmp_path: Path) -> None:
+    with served(writer) as (double, section):
+        engine = {**section, "max_mismatch": 1e-3}
+        document = make(steps=3, learning_rate=0.05, rollout__engine=engine, rollout__staleness=1, checkpoints={"every": 0})
+        double.fault = lambda path: "503" if len(double.loaded) == 2 and path.endswith("generate") else None
+        with pytest.raises(EngineFault, match="did not answer"):
+            run(parse(document), fresh=False)
+        folder = RunFolder(tmp_path / "written")
+        found = checkpoint.latest(folder.checkpoints)
+        assert found is not None
+        assert checkpoint.load(found).step == 1
+        double.fault = at_first()
+        assert run(parse(document), fresh=False) == 0
+    first, second, *_ = double.loaded
+    assert double.loaded == [first, second, first, second]  # the queue is written again by the weights of before
+    for step, line in enumerate(folder.read_metrics()):
+        assert line["staleness/steps"] == float(step > 0)
+        assert 0 < line["engine/mismatch"] <= line["engine/mismatch_max"] < 1e-3
+        assert line["policy/ratio_max_first"] <= 1e-5
+
+
 def test_a_server_with_other_weights_stops_the_run_before_its_first_step(make: Make, writer: Path, tmp_path: Path) -> None:
     with served(writer) as (double, section):
         for parameter in double.base.get_output_embeddings().parameters():
