@@ -48,6 +48,7 @@ def test_the_full_size_recipe_and_its_twin_differ_only_in_world_and_sizes() -> N
         "learning_rate",
         "microbatch",
         "policy.gradient_checkpointing",
+        "policy.compile",
     }
     sizes |= {"policy.train.rank", "policy.train.alpha", "rollout.num_steps", "rollout.chunk", "eval.num_steps", "eval.batch"}
     assert differing - world - sizes == set()

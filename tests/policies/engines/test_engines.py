@@ -181,7 +181,8 @@ def test_a_server_may_write_ahead_of_learning_and_the_run_goes_on_after_a_fault(
         double.fault = at_first()
         assert run(parse(document), fresh=False) == 0
     first, second, *_ = double.loaded
-    assert double.loaded == [first, second, first, second]  # the queue is written again by the weights of before
+    # The trial step is written by the newest weights, the queue again by those of before.
+    assert double.loaded == [first, second, second, first, second]
     for step, line in enumerate(folder.read_metrics()):
         assert line["staleness/steps"] == float(step > 0)
         assert 0 < line["engine/mismatch"] <= line["engine/mismatch_max"] < 1e-3
