@@ -142,7 +142,7 @@ def imgedit_folder(tmp_path, rows, name="basic_edit.json"):
 def test_imgedit_averages_types(tmp_path):
     rows = {
         "1082": {"id": "animal/1.png", "prompt": "make the shell smooth", "edit_type": "adjust"},
-        "1068": {"id": "animal/2.png", "prompt": "darken the fur", "edit_type": "adjust"},
+        "1068": {"id": "animal/2.png", "prompt": "darken the fur", "edit_type": "alter"},
         "673": {"id": "style/3.png", "prompt": "as a woodcut", "edit_type": "style"},
     }
     suite = ImgEditSuite()

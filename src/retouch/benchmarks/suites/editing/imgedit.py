@@ -22,6 +22,7 @@ from retouch.types import Column, Sample
 _FIVE = Scale(1, 5, whole=True)
 _ASPECTS = ("compliance", "naturalness", "integrity")
 _TYPES = ("add", "adjust", "extract", "replace", "remove", "background", "style", "compose", "action")
+_RENAMED = {"alter": "adjust"}  # as the file has it, and as the page of the benchmark and its rubrics call it
 _SOURCE = "https://github.com/PKU-YuanGroup/ImgEdit"
 _LICENCE = "not stated for the benchmark"
 _OURS = "The judge's prompt is our wording of the published criteria and scale; the published one is for gpt-4o."
@@ -90,7 +91,8 @@ class ImgEditSuite(RowSuite):
 
     def item(self, row: Row) -> SuiteItem | None:
         """The row, in the category of its type. Raises ValueError for an unknown type."""
-        kind = published(row, "edit_type")
+        given = published(row, "edit_type")
+        kind = _RENAMED.get(given, given)
         if kind not in _TYPES:
             raise ValueError(f"'edit_type': {kind!r} is not one of {', '.join(_TYPES)}")
         return SuiteItem(

@@ -96,6 +96,7 @@ class DpgSuite(RowSuite):
         "A vision-language model answers, with our wording around the published question; the published one is mPLUG-large.",
         "Shares are quoted from 0 to 1; the published ones are percentages.",
         "The published script skips the first question of the file; here it counts.",
+        "Categories count all images of a prompt; the published script counts the last one.",
         "A missing answer makes the image's score missing; the published script counts everything but yes as no.",
     )
     task = "text-to-image"
