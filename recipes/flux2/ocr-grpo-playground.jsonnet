@@ -1,4 +1,4 @@
-// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes of 6 to 9 objects, and the exact judge
+// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes of 8 and 9 objects, and the exact judge
 // scores them. It is the same run as that of sd3/ocr-grpo-playground.jsonnet, under another name.
 //
 //   retouch train recipes/flux2/ocr-grpo-playground.jsonnet
@@ -8,12 +8,12 @@ local sd3 = import '../lib/sd3.libsonnet';
 sd3.flow_grpo(
   world={
     model: playground.text_to_image,
-    tasks: playground.crowded([6, 7, 8, 9]),
+    tasks: playground.crowded([8, 9]),
     judge: playground.painting_judge,
   },
   sizes={
     name: 'flux2-klein-ocr-grpo-playground',
-    steps: 60,
+    steps: 40,
     tasks_per_step: 8,
     group_size: 12,
     learning_rate: 1e-3,
@@ -23,7 +23,7 @@ sd3.flow_grpo(
     num_steps: 5,
     guidance_scale: 1,
     chunk: 96,
-    every: 30,
+    every: 10,
     eval_tasks: 128,
     eval_steps: 6,
     eval_batch: 128,
