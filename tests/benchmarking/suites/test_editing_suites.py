@@ -224,8 +224,9 @@ def earl_folder(tmp_path):
             }
         ],
     )
-    parquet(tmp_path / "emuedit.parquet", [{"idx": 1, "image": encoded(1), "instruction": "e", "task": "add", "split": "test"}])
-    parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "output": encoded(2), "source": "ag"}])
+    emu = {"instruction": "e", "image": encoded(1), "task": "add", "split": "test", "idx": 1, "hash": "x"}
+    parquet(tmp_path / "emuedit.parquet", [{**emu, "input_caption": "a room", "output_caption": "a room with a cat"}])
+    parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])
     vismin = {"source_image": encoded(1), "edit_instruction": "edit_instruction: v", "edited_image": encoded(2), "id": "7"}
     parquet(tmp_path / "vismin" / "counting.parquet", [vismin])
     saved(tmp_path / "magicbrush" / "images" / "242679" / "242679-input.png", 1)
