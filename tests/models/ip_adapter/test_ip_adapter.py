@@ -38,6 +38,7 @@ from retouch.types import Conditioning, Task
 SMALL = IpAdapter(encoder="playground", tokens=4, projection="linear", blocks="double")
 LARGE = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")
 QWEN = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="double")
+QFORMER = IpAdapter(encoder="playground", tokens=6, projection="qformer", blocks="all")
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_of_two_towers_it_takes_the_one_that_sees(encoders, name, kind):
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip", "two-clip", "two-siglip"])
-@pytest.mark.parametrize("form", [SMALL, LARGE])
+@pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
 def test_its_size_is_known_before_it_is_loaded(encoders, name, form):
     described = vision_part(read_description(encoders / name))
     assert parameter_count(described) == sum(weight.numel() for weight in encoder(encoders, name).model.parameters())
@@ -183,8 +184,8 @@ def test_another_kind_of_encoder_is_refused(tmp_path):
 
 EVERY = pytest.mark.parametrize(
     "model",
-    [flux, lambda **o: flux(FluxFill, **o), lambda **o: flux(form=LARGE, **o), qwen],
-    ids=["flux", "fill", "flux-large", "qwen"],
+    [flux, lambda **o: flux(FluxFill, **o), lambda **o: flux(form=LARGE, **o), lambda **o: flux(form=QFORMER, **o), qwen],
+    ids=["flux", "fill", "flux-large", "flux-qformer", "qwen"],
 )
 
 
@@ -442,7 +443,7 @@ def test_it_begins_alike_for_a_seed_and_takes_no_draw_from_elsewhere():
     torch.random.set_rng_state(before)
 
 
-@pytest.mark.parametrize("form", [SMALL, LARGE])
+@pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
 def test_in_bf16_it_keeps_fp32_weights_and_close_numbers(form, encoders):
     exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}
