@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
         if run is None:
             return _missing("run")
-        chosen = await run_in_threadpool(lambda: _select(run.samples(), request.query_params))
+        step = _integer(request, "step", -1)
+        chosen = await run_in_threadpool(lambda: _select(run.samples(None if step < 0 else step), request.query_params))
         start = _integer(request, "offset")
         end = start + min(_integer(request, "limit", 100), _MOST_SAMPLES)
         return _json({"total": len(chosen), "samples": chosen[start:end]})
@@ -68,6 +70,13 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         made = None if path is None else await run_in_threadpool(thumbnails.get, path)
         return _missing("image") if made is None else Response(made, media_type="image/png", headers=_KEPT)
 
+    @asynccontextmanager
+    async def reading_ahead(app: Starlette) -> AsyncIterator[None]:
+        """Reads all runs while the user still opens the address, so that the first page has to read only what is new."""
+        task = asyncio.create_task(run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()]))
+        yield
+        await task
+
     routes = [
         Route("/", page),
         Route("/api/runs", runs),
@@ -78,7 +87,7 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         Route("/thumbnails/{name}/{step:int}/{file}", thumbnail),
         Mount("/static", StaticFiles(packages=[("retouch.view", "static")])),
     ]
-    return Starlette(routes=routes, middleware=[Middleware(Gate, token=token, hosts=hosts)])
+    return Starlette(routes=routes, lifespan=reading_ahead, middleware=[Middleware(Gate, token=token, hosts=hosts)])
 
 
 async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:
@@ -101,13 +110,11 @@ async def _follow(request: Request, run: LiveRun, counts: list[int], poll_second
 
 
 def _select(samples: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """The samples of a ``set``, ``step``, ``task`` or with a ``search`` text, in the order of a ``sort`` column."""
+    """The samples of a ``set`` or ``task``, or with a ``search`` text, in the order of a ``sort`` column."""
     found = list(samples)
     for name in ("set", "task"):
         if query.get(name):
             found = [line for line in found if line[name] == query[name]]
-    if query.get("step", "").isdecimal():
-        found = [line for line in found if line["step"] == int(query["step"])]
     if query.get("search"):
         text = query["search"].casefold()
         found = [line for line in found if text in f"{line['instruction']}\n{line.get('text', '')}\n{line['task']}".casefold()]

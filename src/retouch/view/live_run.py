@@ -89,11 +89,13 @@ class LiveRun:
                 "timings": self._timings.lines[timings:],
             }
 
-    def samples(self) -> list[dict[str, Any]]:
-        """The lines of all stored samples, in the order of their steps."""
+    def samples(self, only: int | None = None) -> list[dict[str, Any]]:
+        """The lines of all stored samples, in the order of their steps; of one step, if it is given."""
         with self._lock:
             found = []
             for step in self.folder.sample_steps():
+                if only not in (None, step):
+                    continue
                 path = self.folder.samples(step) / "samples.jsonl"
                 try:
                     stamp = path.stat().st_mtime_ns

@@ -100,7 +100,7 @@ export async function samplesPage(main, signal, name) {
     if (line) open(line, index);
   });
 
-  const columns = await scoreColumns(name);
+  const columns = await scoreColumns(name, query.get("step"));
   if (signal.aborted) return;
   fill(main,
     h("h1", {}, "Samples of ", h("a", { href: `#/run/${path(name)}` }, text(name))),
@@ -115,8 +115,8 @@ export async function samplesPage(main, signal, name) {
   draw();
 }
 
-async function scoreColumns(name) {
-  const { samples } = await load(`/api/runs/${path(name)}/samples?limit=1`);
+async function scoreColumns(name, step) {
+  const { samples } = await load(`/api/runs/${path(name)}/samples?limit=1&step=${step}`);
   return Object.keys(samples[0]?.scores ?? {});
 }
 

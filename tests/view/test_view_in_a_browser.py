@@ -1,0 +1,141 @@
+"""The page in a real browser: Debian's Chromium, driven by Playwright, where both are installed."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from conftest import TOKEN
+
+from retouch.records.folder import RunFolder
+from retouch.view.app import build_app
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[playwright.Browser]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    app = build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.1)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=30)
+
+
+@pytest.fixture
+def tab(chromium, address: str, request) -> Iterator[playwright.Page]:
+    """A tab that has the token. Any error in the page fails the test."""
+    options = getattr(request, "param", {})
+    context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **options})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{address}/?token={TOKEN}")
+    yield page
+    context.close()
+    assert errors == []
+
+
+def fits(page: playwright.Page) -> bool:
+    """Whether the page is no wider than its window."""
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+
+def test_an_empty_folder_says_how_to_start(tab) -> None:
+    tab.get_by_text("No runs here yet").wait_for()
+    assert TOKEN not in tab.url
+
+
+@pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+def test_every_page_of_finished_runs(write_run, tab, address: str) -> None:
+    write_run("one")
+    write_run("two", of=8)
+    tab.goto(f"{address}/#/")
+    tab.get_by_label("select one").check()
+    tab.get_by_label("select two").check()
+    assert fits(tab)
+    tab.get_by_role("link", name="Compare 2 runs").click()
+    tab.get_by_role("heading", name="Comparison").wait_for()
+    tab.get_by_role("row", name="steps 4 8").wait_for()
+    assert tab.get_by_text("make it red").count() == 1
+    assert fits(tab)
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_role("img", name="reward/mean over steps").wait_for()
+    assert fits(tab)
+    tab.get_by_text("All metrics").click()
+    tab.get_by_role("img", name="time/step over steps").wait_for()
+    tab.get_by_role("link", name="Samples").click()
+    tab.locator(".sample").first.click()
+    tab.get_by_role("heading", name="make it red").wait_for()
+    tab.get_by_label("difference").check()
+    tab.get_by_text("step 0: 0").wait_for()
+    assert fits(tab)
+
+
+def test_a_run_that_is_training_is_followed(write_run, tab, address: str) -> None:
+    folder = write_run("one", steps=2, of=9)
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_text("2 of 9").wait_for()
+    folder.append_metrics(3, "main", {"reward/mean": 0.75})
+    tab.get_by_text("3 of 9").wait_for(timeout=5000)
+    assert "last: reward/mean 0.75" in tab.get_by_role("img", name="reward/mean").get_attribute("aria-label")
+
+
+def test_the_keyboard_is_enough(write_run, tab, address: str) -> None:
+    write_run("one")
+    tab.goto(f"{address}/#/samples/one")
+    tab.locator(".sample").first.wait_for()
+    tab.locator(".sample").first.focus()
+    tab.keyboard.press("Enter")
+    tab.get_by_role("heading", name="make it red").wait_for()
+    tab.keyboard.press("Escape")
+    tab.get_by_role("heading", name="make it red").wait_for(state="hidden")
+    assert tab.evaluate("document.activeElement.className") == "sample"
+
+
+def test_hostile_text_stays_text(write_run, tab, address: str) -> None:
+    write_run("one", instruction=HOSTILE)
+    for place in ("#/samples/one", "#/compare/one,one"):
+        tab.goto(f"{address}/{place}")
+        tab.get_by_text("bold").first.wait_for()
+        assert tab.locator("#planted").count() == 0
+        assert tab.title() != "planted"
+        assert fits(tab)
+
+
+def test_a_broken_run_says_what_is_wrong(write_run, tab, address: str) -> None:
+    folder: RunFolder = write_run("one")
+    folder.recipe.write_text("{}")
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_text("was changed and holds no recipe").wait_for()
+
+
+def test_a_run_that_is_gone_leads_back(tab, address: str, write_run) -> None:
+    write_run("one")
+    tab.goto(f"{address}/#/")
+    tab.get_by_role("link", name="one", exact=True).wait_for()
+    reply = tab.request.get(f"{address}/api/runs/other")
+    assert (reply.status, reply.json()) == (404, {"error": "there is no such run"})
