@@ -182,10 +182,12 @@ def markdown(about: Mapping[str, Any]) -> str:
     """The result as a Markdown table, with what is missing below it."""
     table = about["table"]
     columns = list(table[ALL])
+    model, lora = about["model"]["model"], about["model"].get("lora")
+    maker = f"{model} with {lora['path']}" if lora else model
     scorer = "its own scorer" if about["judge"]["name"] == "own" else about["judge"]["name"]
     of_all = f" of {about['size']}" if about["size"] else ""
     lines = [
-        f"**{about['title']}**, {about['model']['model']}, scored by {scorer}; "
+        f"**{about['title']}**, {maker}, scored by {scorer}; "
         f"{about['items']}{of_all} items, seed {about['seed']}. Means and 95 % intervals; "
         f"`{about['headline']}` is the headline.",
         "",

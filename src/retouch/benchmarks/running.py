@@ -190,10 +190,6 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
 
     Raises ValueError if the data are not there, have no usable item, or have two items of one id.
     """
-    if data is None and suite.needs_data:
-        raise ValueError(
-            f"{suite.name}: its data are not part of this package; get them from {suite.source} and name them with --data"
-        )
     items, broken = suite.items(None if data is None else Path(data))
     numbered, place = list(enumerate(items)), None if data is None else str(data)
     if not numbered:

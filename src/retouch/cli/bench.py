@@ -76,7 +76,9 @@ def _list() -> int:
     from retouch.benchmarks.kinds import all_suites
 
     for suite in all_suites():
-        print(f"{suite.name:<18} {suite.task:<14} {suite.size or '-':>5} items  {suite.licence:<12} {suite.title}, {suite.source}")
+        print(
+            f"{suite.name:<18} {suite.task:<14} {suite.size or '-':>5} items  {suite.title}; {suite.source}; licence: {suite.licence}"
+        )
     return 0
 
 
