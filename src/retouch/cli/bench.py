@@ -76,9 +76,8 @@ def _list() -> int:
     from retouch.benchmarks.kinds import all_suites
 
     for suite in all_suites():
-        print(
-            f"{suite.name:<18} {suite.task:<14} {suite.size or '-':>5} items  {suite.title}; {suite.source}; licence: {suite.licence}"
-        )
+        size = suite.size or "-"
+        print(f"{suite.name:<18} {suite.task:<14} {size:>5} items  {suite.title}; {suite.source}; {suite.licence}")
     return 0
 
 
