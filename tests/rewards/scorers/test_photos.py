@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.protocols import Reward
+from retouch.recipe.recipe import load
 from retouch.rewards.scorers.photos import PhotosReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
@@ -139,3 +140,18 @@ def test_refuses_what_it_cannot_judge():
     for preserve in [-1.0, math.nan, math.inf]:
         with pytest.raises(ValueError, match="preserve"):
             PhotosReward(colour=RED, preserve=preserve)
+
+
+def test_14_the_recipes_reward_can_be_reached_through_the_editors_autoencoder():
+    """At its own size a photograph is lost in the autoencoder, so that no edit could score; in small, its layout is kept."""
+    recipe = load("recipes/photos.jsonnet")
+    model = recipe.policy.model.build(device=torch.device("cpu"))
+    size = recipe.policy.model.size
+    sources = [photo(seed, *size) for seed in range(6)]
+    decoded = model.latents.decode(model.latents.encode(model.latents.pixels(sources, size)), size)
+    options = {"side": recipe.reward.side, "colour": recipe.reward.colour}
+    at_side, at_size = (
+        [score(source, image, **each)["preservation"] for source, image in zip(sources, decoded, strict=True)]
+        for each in (options, {**options, "side": None})
+    )
+    assert np.mean(at_side) > 0.5 > 0.4 > np.mean(at_size)
