@@ -92,7 +92,12 @@ def test_no_path_outside_the_runs_is_served(run, browser, path: str) -> None:
     "path", ["/", "/api/runs", "/api/runs/one", "/api/runs/one/events", "/images/one/4/heldout-0000-000.png", "/static/main.js"]
 )
 def test_nothing_is_served_without_the_token(run, anonymous, path: str) -> None:
-    for given in ({}, {"Cookie": "retouch_view=wrong"}, {"Cookie": "retouch_view="}, {"Authorization": f"Bearer {TOKEN}"}):
+    for given in (
+        {},
+        {"Cookie": "retouch_view_8765=wrong"},
+        {"Cookie": "retouch_view_8765="},
+        {"Authorization": f"Bearer {TOKEN}"},
+    ):
         assert anonymous.get(path, headers=given).status_code == 401
     assert anonymous.get(f"{path}?token=wrong").status_code == 401
     assert anonymous.get(f"{path}?token=").status_code == 401
@@ -104,6 +109,7 @@ def test_the_token_leaves_the_address_at_once(run, anonymous) -> None:
     cookie = reply.headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
+    assert cookie.startswith("retouch_view_8765=")  # two pages on two ports keep their tokens
     page = anonymous.get("/")
     assert TOKEN not in page.text
     policy = page.headers["content-security-policy"]

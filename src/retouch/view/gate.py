@@ -1,7 +1,8 @@
 """Who may read the page: whoever has the token, from this machine's own addresses.
 
 The token is in the address that ``retouch view`` prints. The first request exchanges it for a cookie that scripts cannot read and
-other sites cannot send, and continues at an address without the token.
+other sites cannot send, and continues at an address without the token. The cookie's name has the port, because browsers share
+cookies between the ports of a host, and several pages may be open.
 """
 
 import hmac
@@ -13,7 +14,6 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-COOKIE = "retouch_view"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
     "Content-Security-Policy": (
@@ -52,14 +52,14 @@ class Gate:
         elif self._has_cookie(headers):
             reply = self._app
         elif self._is_token(parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]):
-            reply = self._welcome()
+            reply = self._welcome(headers)
         else:
             reply = PlainTextResponse("Open the address that `retouch view` printed; it contains the token.", 401)
         await reply(scope, receive, send_with_headers)
 
-    def _welcome(self) -> RedirectResponse:
+    def _welcome(self, headers: Headers) -> RedirectResponse:
         reply = RedirectResponse("/", 303)
-        reply.set_cookie(COOKIE, self._token.decode(), httponly=True, samesite="strict", path="/")
+        reply.set_cookie(_cookie_name(headers), self._token.decode(), httponly=True, samesite="strict", path="/")
         return reply
 
     def _is_own_host(self, headers: Headers) -> bool:
@@ -74,10 +74,15 @@ class Gate:
 
     def _has_cookie(self, headers: Headers) -> bool:
         try:
-            found = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
+            found = SimpleCookie(headers.get("cookie", "")).get(_cookie_name(headers))
         except CookieError:
             return False
         return found is not None and self._is_token(found.value)
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token)
+
+
+def _cookie_name(headers: Headers) -> str:
+    port = headers["host"].rpartition(":")[2]
+    return f"retouch_view_{port if port.isascii() and port.isdecimal() else 80}"
