@@ -1,0 +1,112 @@
+"""Pipelines of diffusers in a benchmark: noise by item, several images and turns, call arguments, and what does not fit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_pipelines
+from retouch.benchmarks.running import run
+from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
+from retouch.rewards.base import RewardSection
+from retouch.rewards.scorers.pixels import ShareReward
+from retouch.types import Column
+
+
+class TurnSuite(Suite):
+    """Three edits of red images, one of them with a second turn, and an item whose source is damaged; two images of each."""
+
+    folder: str
+
+    name: ClassVar[str] = "turns"
+    title: ClassVar[str] = "Turns"
+    source: ClassVar[str] = "https://example.org"
+    licence: ClassVar[str] = "MIT"
+    size: ClassVar[int] = 4
+    protocol: ClassVar[str] = "The share of red."
+    task = "editing"
+    needs_data = False
+    turns = 2
+    images_per_item = 2
+    columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
+    headline_column: ClassVar[str] = "share"
+
+    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+        root = Path(self.folder)
+        Image.new("RGB", (8, 8), "red").save(root / "red.png")
+        (root / "damaged.png").write_bytes(b"no image")
+        items = [
+            SuiteItem(id="a/1", prompt="less", source=root / "red.png", cluster="red"),
+            SuiteItem(id="b", prompt="less", later=("still less",), source=root / "red.png", cluster="red"),
+            SuiteItem(id="c", prompt="less", source=root / "damaged.png"),
+        ]
+        return items, []
+
+    def reward(self, judge: object) -> RewardSection:
+        return ShareReward(channel="red")
+
+
+class Fading:
+    """A pipeline that mixes its source with grey, and draws a number from its noise into the first pixel."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float]] = []
+
+    def __call__(self, prompt: str, image: Image.Image, generator: torch.Generator, strength: float = 0.5) -> Any:
+        drawn = float(torch.rand(1, generator=generator))
+        self.calls.append((prompt, drawn))
+        made = Image.blend(image, Image.new("RGB", image.size, "grey"), strength)
+        made.putpixel((0, 0), (int(255 * drawn), 0, 0))
+        return SimpleNamespace(images=[made])
+
+
+def test_turns_edit_the_image_before_and_every_image_has_noise_of_its_own(tmp_path: Path) -> None:
+    suite, pipeline = TurnSuite(folder=str(tmp_path)), Fading()
+    found = run(suite, model=pipeline, out=tmp_path / "out", call={"strength": 0.25})
+    assert found is not None
+    names = sorted(path.name for path in (tmp_path / "out" / "images").iterdir())
+    assert names == ["a%2F1-0.png", "a%2F1-1.png", "b-0-turn2.png", "b-0.png", "b-1-turn2.png", "b-1.png"]
+    assert [prompt for prompt, _ in pipeline.calls] == ["less"] * 4 + ["still less"] * 2
+    assert len({drawn for _, drawn in pipeline.calls}) == 6
+    shares = {(row.item, row.turn, row.sample): row.scores["share"] for row in found.rows}
+    assert shares["b", 2, 0] < shares["b", 1, 0]
+    assert {each["item"] for each in found.missing} == {"c"}
+    assert "damaged.png" in found.missing[0]["reason"]
+    assert set(found.table) == {"all", "turn 1", "turn 2"}
+    assert (found.table["all"]["share"]["n"], found.table["turn 2"]["share"]["n"]) == (2, 1)
+    assert found.table["all"]["share"]["low"] is None, "both items share one source image"
+    with pytest.raises(ValueError, match="images of another seed"):
+        run(suite, model=Fading(), seed=1, out=tmp_path / "out", call={"strength": 0.25})
+    (tmp_path / "out" / "images" / "b-1.png").unlink()
+    again = Fading()
+    run(suite, model=again, out=tmp_path / "out", call={"strength": 0.25})
+    assert again.calls == [pipeline.calls[3]]
+
+
+class PromptSuite(TurnSuite):
+    """A prompt for an image."""
+
+    task = "text-to-image"
+    turns = images_per_item = 1
+
+    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+        return [SuiteItem(id=str(row), prompt="a red circle") for row in range(2)], []
+
+
+def test_a_diffusers_pipeline_makes_images_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    pipeline, suite = tiny_pipelines.sd3(), PromptSuite(folder=str(tmp_path))
+    call = {"num_inference_steps": 1, "height": 16, "width": 16}
+    found = run(suite, model=pipeline, out=tmp_path / "out", call=call)
+    assert found is not None
+    assert found.about["model"]["model"] == "a loaded StableDiffusion3Pipeline"
+    images = [Image.open(tmp_path / "out" / "images" / f"{row}.png") for row in range(2)]
+    assert [image.size for image in images] == [(16, 16), (16, 16)]
+    assert images[0].tobytes() != images[1].tobytes()
+    with pytest.raises(ValueError, match="takes no such argument"):
+        run(suite, model=pipeline, out=tmp_path / "other", call={"steps": 1})
+    with pytest.raises(ValueError, match="edits images, and StableDiffusion3Pipeline takes none"):
+        run(TurnSuite(folder=str(tmp_path)), model=pipeline, out=tmp_path / "other")
