@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from judge_double import FAULTS, KEY, Double
-from lying_judge import SCORES, lying_judge
+from lying_judge import SCORES, _json, lying_judge
 from retouch.audit.judges import audit
 from retouch.audit.judges.audit import judge_audit
 from retouch.audit.judges.ladders import playground_ladders
@@ -94,15 +94,45 @@ def test_retries_within_an_audit_leave_no_hole(tmp_path, clean) -> None:
 
 
 def test_no_lie_is_recorded(tmp_path) -> None:
-    lies = itertools.cycle(SCORES.values())
+    """The first answer is true: an audit ends if no image of its first item has a score."""
+    lies = itertools.chain([_json], itertools.cycle(SCORES.values()))
     with lying_judge() as judge:
         judge.lie = lambda true: next(lies)(true)
         section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # the lies are about a score from 0 to 10
         result = judge_audit(section, items=3, repeats=3, out=tmp_path)
-    assert judge.questions >= len(SCORES)
-    assert recorded(tmp_path) == {}
+    assert judge.questions > len(SCORES)
+    assert list(recorded(tmp_path).values()) == [{"score": 7.0}]
     assert result.failed
     assert result.alarms["missing scores"] == "fail"
+
+
+def test_a_dead_judge_ends_the_audit_at_once(tmp_path) -> None:
+    with Double(lambda digest, times: "503") as double:
+        with pytest.raises(ValueError, match=r"no image of the first item got a score \(23 HTTP 503\); correct the judge"):
+            judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)
+        assert len(double.requests) == QUESTIONS
+
+
+@pytest.mark.parametrize(("kind", "questions"), [("viescore", 44), ("win_rate", 60), ("several", 44)])
+def test_every_kind_of_judge_is_asked_once(tmp_path, kind, questions) -> None:
+    """Two of the 23 samples share another one's image, whose quality is asked for once; ``win_rate`` compares pairs of rungs."""
+    with Double(words={"first": 0.3, "second": 0.6}) as double:
+        one = {"kind": "aspects", "aspects": ["alignment"], "n_evals": 1, "temperature": 0.7}
+        document = {"kind": kind, "temperature": 0.7}
+        model = judged(double.url).judge.model_dump(mode="json")
+        if kind == "several":
+            two = {**one, "aspects": ["quality"], "judge": model}
+            document = {
+                "kind": kind,
+                "rewards": {"a": {**one, "judge": model}, "b": two},
+                "combine": "sqrt(a_alignment * b_quality)",
+            }
+        else:
+            document["judge"] = model
+        results = [judge_audit(json.dumps(document), items=1, repeats=2, out=tmp_path) for _ in range(2)]
+        assert len(double.requests) == len(recorded(tmp_path)) == questions
+    assert results[0].to_json() == results[1].to_json()
+    assert (kind == "win_rate") == (results[0].samples == 12)
 
 
 def test_a_budget_ends_an_audit_that_can_be_continued(tmp_path) -> None:

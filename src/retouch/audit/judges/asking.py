@@ -58,6 +58,12 @@ class Spending:
     cost: float | None = None
 
     @property
+    def faults(self) -> str:
+        """The most common reasons for which requests failed, in words."""
+        wrong = Counter({fault: count for fault, count in self.attempts.items() if fault})
+        return ", ".join(f"{count} {fault}" for fault, count in wrong.most_common(3))
+
+    @property
     def received(self) -> int:
         """The requests to which the judge replied with an answer, usable or not."""
         return self.attempts[""] + self.unreadable
@@ -150,7 +156,8 @@ def ask(
     """Score every rung ``repeats`` times and every probe once, item by item.
 
     ``ledger``: the file that keeps the answers. ``budget``: the most requests to each endpoint in this call. ``progress``: called
-    with the finished items and their number. ValueError: the ledger is another judge's, or what the reward raises.
+    with the finished items and their number. ValueError: the ledger is another judge's, no image of the first item got a score, or
+    what the reward raises.
     """
     asking = _Asking()
     scored: list[ItemScores] = []
@@ -164,6 +171,11 @@ def ask(
             for item in items:
                 scored.append(_score_item(reward, combination, item, asking, repeats=repeats, grouped=grouped))
                 progress(len(scored), len(items))
+                if len(scored) == 1 and all(math.isnan(value) for values in scored[0].scores.values() for value in values):
+                    raise ValueError(
+                        f"no image of the first item got a score ({_spending(database).faults or 'no reason is known'}); "
+                        "correct the judge and start the audit again"
+                    )
         except BudgetSpent:
             pass
         finally:

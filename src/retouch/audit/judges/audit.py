@@ -47,7 +47,8 @@ def judge_audit(
     ``combine``. ``budget``: the most requests to each endpoint of the judge in this call, retries included. ``out``: a folder of
     its own for each judge; an audit that was interrupted continues in it. ``progress``: called with the items done and in all.
 
-    Raises ValueError if an argument is out of range, the ladder or the judge has mistakes, or nothing could be scored.
+    Raises ValueError if an argument is out of range, the ladder or the judge has mistakes, or no image of the first item got a
+    score.
 
     Example::
 
@@ -60,7 +61,7 @@ def judge_audit(
             "difference between them), 1 item, a precision from 0 to 1, and a budget of at least 1"
         )
     section = judge if isinstance(judge, RewardSection) else parse_reward(read_combined(judge), allow_imports=modules_typed(judge))
-    name = section.name if isinstance(judge, RewardSection) else default_name(judge)
+    name = section.name if isinstance(judge, RewardSection) or judge.lstrip().startswith("{") else default_name(judge)
     folder = Path("runs/judge-audits", name) if out is None else Path(out)
     made = _items(section, ladder, items, seed)
     audited: list[Combination] = []

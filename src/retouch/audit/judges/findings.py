@@ -89,7 +89,7 @@ def findings(asked: Asked) -> list[Line]:
     scored = asked.scored
     scale = Scale.of(scored)
     return [
-        _missing(scored),
+        _missing(asked),
         *_unreadable(asked),
         _signal(scale),
         _noise(scale),
@@ -108,14 +108,14 @@ def _share(name: str, count: int, of: int, what: str, advice: str) -> Line:
     low, high = measures.share_interval(count, of, SHOWN)
     sure = measures.share_interval(count, of, SURE)
     status = limits.status(sure)
-    why = f"{count} of {of} {what}" + (f"; {advice}" if status in ("warning", "fail") else "")
+    why = f"{count} of {of} {what}" + (f"; {advice}" if advice and status in ("warning", "fail") else "")
     return Line(name, status, count / of if of else math.nan, low, high, why, limits.text)
 
 
-def _missing(scored: Sequence[ItemScores]) -> Line:
-    values = [value for one in scored for given in one.scores.values() for value in given]
+def _missing(asked: Asked) -> Line:
+    values = [value for one in asked.scored for given in one.scores.values() for value in given]
     missing = sum(math.isnan(value) for value in values)
-    return _share("missing scores", missing, len(values), "scores are missing", "`retouch ledger` and the log name the causes")
+    return _share("missing scores", missing, len(values), "scores are missing", asked.spending.faults)
 
 
 def _unreadable(asked: Asked) -> Iterator[Line]:
@@ -147,13 +147,15 @@ def _noise(scale: Scale) -> Line:
     measured = _root(noise.mean)
     status = limits.status((_root(sure[0]), _root(sure[1])))
     why = f"repeated scores of an image differ by a standard deviation of {_percent(measured)} of the span"
-    if status in ("warning", "fail"):
+    if scale.noise.count == 0:
+        why = "no image was scored twice"
+    elif status in ("warning", "fail"):
         why += "; average more answers (n_evals) or lower the temperature"
     return Line("noise", status, measured, low, high, why, limits.text)
 
 
 def _root(value: float) -> float:
-    return math.sqrt(value) if value > 0 else value * 0
+    return math.sqrt(value) if value > 0 else abs(value * 0)
 
 
 def _monotony(scored: Sequence[ItemScores], scale: Scale) -> Line:
@@ -165,6 +167,8 @@ def _monotony(scored: Sequence[ItemScores], scale: Scale) -> Line:
     if order.tau.count == 0:
         return Line("order of the rungs", "not measured", order.right.mean, low, high, "all rungs have the same score", threshold)
     status = limits.status(order.wrong.interval(SURE))
+    if status == "pass" and not scale.signal.interval(SURE)[0] > 0:
+        status = "not measured"
     why = f"{_percent(order.right.mean)} of pairs are in the right order, Kendall's tau is {order.tau.mean:.2f}"
     if status in ("warning", "fail"):
         why += f"; {_percent(order.wrong.mean)} are in the wrong order, which is no noise: {_inversion(scored)}"

@@ -169,7 +169,7 @@ def _bits(parts: Sequence[Float[ndarray, "n 2"]], most: float) -> float:
     truth, score = (rows - rows.mean(axis=0)).T
     scale = float((truth**2).sum() * (score**2).sum())
     square = float((truth @ score) ** 2) / scale if scale > 1e-18 else 0.0
-    return most if square >= 1 - 4.0**-most else -math.log2(1 - square) / 2
+    return most if square >= 1 - 4.0**-most else abs(math.log2(1 - square)) / 2
 
 
 def length_correlation(answers: Sequence[GivenAnswer]) -> tuple[float, int]:

@@ -99,9 +99,11 @@ class JudgeAudit:
             share = f"{100 * self.precision:g} %"
             said.append(f"For a precision of {share} of the span, average {self.repeats_needed} answers.")
         if self.requests:
-            price = "" if self.cost is None else f", ${self.cost:.4f}, ${self.per_bit(self.cost):.6f} per useful bit"
-            tokens = f"{self.tokens} tokens, {self.per_bit(self.tokens):.0f} per useful bit"
-            said.append(f"{self.requests} requests, {tokens}{price}.")
+            spent = f"{self.requests} requests, {self.tokens} tokens" + ("" if self.cost is None else f", ${self.cost:.4f}")
+            dollars = "" if self.cost is None else f" or ${self.per_bit(self.cost):.2g}"
+            each = self.per_bit(self.tokens)
+            useful = f"a useful bit costs {each:.0f} tokens{dollars}" if math.isfinite(each) else "no useful bit"
+            said.append(f"{spent}; {useful}.")
         if self.left:
             said.append(
                 f"The budget ended the audit after {self.items} of {self.items + self.left} items; the same command asks the rest."
