@@ -1,6 +1,7 @@
 """The page of an audit: its lines, its ladder and the images of one item, in one file that works offline."""
 
 import io
+import math
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -46,7 +47,7 @@ def _page(audit: JudgeAudit, example: Item) -> Html:
         tag("p", f"The judge {audit.headline}.", class_="verdict"),
         [tag("p", sentence, class_="context") for sentence in audit.summary],
     )
-    ladder = bars((f"{rung.name} ({rung.truth:g})", rung.mean, _interval(rung.mean, rung.low, rung.high)) for rung in audit.rungs)
+    ladder = bars((f"{rung.name} ({rung.truth:.3g})", rung.mean, _interval(rung.mean, rung.low, rung.high)) for rung in audit.rungs)
     main = tag(
         "main",
         _section("Lines", _table(audit.lines), f"{audit.items} items, each rung scored {audit.repeats} times."),
@@ -77,6 +78,8 @@ def _table(lines: Iterable[Line]) -> Html:
 
 
 def _interval(mean: float, low: float, high: float) -> str:
+    if math.isnan(low):
+        return format_score(mean, 3)
     return f"{format_score(mean, 3)} ({format_score(low, 3)} to {format_score(high, 3)})"
 
 

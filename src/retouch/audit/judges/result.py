@@ -77,7 +77,7 @@ class JudgeAudit:
         rows += [(line.status, *_numbers(line), f"{line.name}: {line.why}") for line in self.lines]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         table = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        ladder = [f"  {rung.mean:6.3f}  {rung.name} (truth {rung.truth:g})" for rung in self.rungs]
+        ladder = [f"  {rung.mean:6.3f}  {rung.name} (truth {rung.truth:.3g})" for rung in self.rungs]
         parts = [f"{self.judge}, {self.scored}: {self.headline}", "", *table, "", "mean score of each rung (share of the range)"]
         return "\n".join([*parts, *ladder, "", *self.summary, f"{self.folder / 'audit.html'}"])
 
