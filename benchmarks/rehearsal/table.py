@@ -12,6 +12,8 @@ import os
 import sys
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("rehearsed.json")
 PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- rehearsed -->"
-FOLDERS = ("sd3", "flux2", "flux-fill", "qwen-image-edit", "qwen-image-2", "emu3")
-LEFT_OUT = ("-playground", "tiny", "-published")
-"""Small twins, and recipes with the sizes of a publication, which differ from another one in them."""
-MACHINES_OF = {"flux-fill/ip-adapter-nft": "h200", "qwen-image-edit/ip-adapter-grpo": "h200"}
+FOLDERS = ("sd3", "flux2", "flux-fill", "flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-2", "emu3")
+LEFT_OUT = ("-playground", "tiny")
+"""Small twins."""
+_ON_H200 = (
+    *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
+    *("qwen-image/writer-grpo-published", "qwen-image-edit/ip-adapter-grpo"),
+    *("qwen-image-edit/writer-grpo-published", "qwen-image-edit/writer-grpo-full-published"),
+)
+MACHINES_OF = dict.fromkeys(_ON_H200, "h200")
 """The GPU that a recipe names, if it is not an H100 with 80 GB."""
 VARIABLES = {
     **{"APP__DATA_DIR": "data", "APP__BASE_EXP_DIR": "runs", "APP__RUN_NAME": "run"},
@@ -110,6 +117,12 @@ def rehearse_one(name: str) -> dict[str, Any]:
     }
 
 
+def _in_own_process(name: str) -> dict[str, Any]:
+    """``rehearse_one``, because what torch knows of the fake accelerator stays for the life of a process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(rehearse_one, name).result()
+
+
 def _plain(stage: str) -> str:
     """The stage without the name of its phase."""
     return stage.rpartition(": ")[2]
@@ -143,7 +156,7 @@ def main(chosen: list[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     for name, members in groups(chosen).items():
-        found = {**rehearse_one(name), "same": [each for each in members if each != name]}
+        found = {**_in_own_process(name), "same": [each for each in members if each != name]}
         rows = {**(json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}), name: found}
         order = names()
         rows = {each: rows[each] for each in sorted(rows, key=order.index)}

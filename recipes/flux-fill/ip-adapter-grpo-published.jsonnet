@@ -1,6 +1,7 @@
 // The values of system B's GRPO script (its train_grpo.sh) in ip-adapter-grpo.jsonnet: 12 images per task in 20 steps, of which the
 // first half trains, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, an average of the weights with a
-// decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 80 GB.
+// decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 141 GB (H200):
+// the average of the weights takes 10.6 GB more than ip-adapter-grpo.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-grpo-published.jsonnet --set data.path=DIR
 //

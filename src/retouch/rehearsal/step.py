@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -344,14 +345,25 @@ class _Rehearsal:
 
     @contextmanager
     def _few_parts(self, policy: Any) -> Iterator[None]:
-        names = [name for name in ("microbatches", "row_slices") if hasattr(policy, name)]
-        for name in names:
-            setattr(policy, name, self.repeats.parts(getattr(policy, name)))
-        try:
-            yield
-        finally:
-            for name in names:
+        few = {name: self.repeats.parts(getattr(policy, name)) for name in ("microbatches", "row_slices") if hasattr(policy, name)}
+        rollout = policy.rollout
+
+        def whole(batch: Batch) -> Any:
+            """A rollout joins what it evaluates, so all parts of it run."""
+            for name in few:
                 delattr(policy, name)
+            try:
+                return rollout(batch)
+            finally:
+                vars(policy).update(few)
+
+        with patch.object(policy, "rollout", whole):
+            vars(policy).update(few)
+            try:
+                yield
+            finally:
+                for name in few:
+                    delattr(policy, name)
 
 
 def _innermost(model: Any) -> Any:
