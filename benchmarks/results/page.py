@@ -142,6 +142,7 @@ SECTIONS = (
         (
             Entry("GRPO", "recipes/flux-fill/ip-adapter-grpo-playground.jsonnet"),
             Entry("DiffusionNFT", "recipes/flux-fill/ip-adapter-nft-playground.jsonnet", (0,)),
+            Entry("PPO, batch-relative", "recipes/flux-fill/ip-adapter-ppo-playground.jsonnet", (0,)),
         ),
         columns=("ocr/correctness", "signs/style", "signs/paper", "signs/ink"),
         tag="letters",
@@ -175,11 +176,6 @@ WITHOUT_RESULT = (
         "`qwen-image-edit/flow-grpo-playground`, `qwen-image-2/flow-grpo-playground`",
         "Not run to the end. The editor, the tasks with two and three edits and the judge are those of the quickstart, whose base "
         "scores 6.96 and which GRPO trains to 8.29 to 8.43. Here a LoRA is trained with Flow-GRPO's values, for 100 steps.",
-    ),
-    (
-        "`flux-fill/ip-adapter-ppo-playground`",
-        "Not run to the end. It differs from the GRPO row of the last table only in the advantage, which is relative to all images "
-        "of a step. On text rendering without a reference, this advantage closes 0.48 of the gap, as GRPO does.",
     ),
     (
         "`qwen-image-edit/ip-adapter-grpo-playground`",

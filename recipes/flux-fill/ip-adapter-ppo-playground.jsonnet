@@ -2,8 +2,7 @@
 //
 //   retouch train recipes/flux-fill/ip-adapter-ppo-playground.jsonnet
 //
-// A healthy run looks like that of GRPO, whose figures are in ip-adapter-grpo-playground.jsonnet; this recipe was not run to its
-// end.
+// A healthy run looks like that of GRPO, whose figures are in ip-adapter-grpo-playground.jsonnet; docs/results.md has those of both.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
