@@ -48,6 +48,7 @@ def preemptions(client):
     return float(found[1])
 
 
+@pytest.mark.timeout(3600)  # ten thousand tokens by Triton's interpreter, on a machine that may be busy
 def test_no_token_breaks_the_grammar(server, folder, tmp_path):
     """Also for prompts that are read in parts, and requests that are set aside and taken up again."""
     editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
