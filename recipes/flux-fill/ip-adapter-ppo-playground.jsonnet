@@ -2,7 +2,7 @@
 //
 //   retouch train recipes/flux-fill/ip-adapter-ppo-playground.jsonnet
 //
-// A healthy run looks like that of GRPO, whose figures are in ip-adapter-grpo-playground.jsonnet; docs/results.md has those of both.
+// A healthy run looks like that of GRPO, whose figures are in ip-adapter-grpo-playground.jsonnet; docs/results.md has both.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
