@@ -179,9 +179,9 @@ WITHOUT_RESULT = (
     ),
     (
         "`qwen-image-edit/ip-adapter-grpo-playground`",
-        "Not run to the end. Its base is the editor, which was never trained on letters: on 150 held-out signs it starts from an OCR "
-        "correctness of 0.006, where the FLUX.1-Fill model starts from 0.37, so RL finds no letters to reinforce, and only the half "
-        "of the reward that is the style (0.24 at first) can be learned.",
+        "Not run to the end. Its base is the editor, which was never trained on letters: on 150 held-out signs it starts from an "
+        "OCR correctness of 0.006, where the FLUX.1-Fill model starts from 0.37, so RL finds no letters to reinforce, and only the "
+        "half of the reward that is the style (0.24 at first) can be learned.",
     ),
     (
         "`emu3/sft_think_s*-playground`, `emu3/sft_sc2stage*-playground`",
