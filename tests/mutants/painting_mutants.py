@@ -59,7 +59,7 @@ PAINTING = (
     Mutant(
         "all lines of a list start from one noise",
         "inference/sampling.py",
-        "group_ids=tuple(rows)",
+        "group_ids=tuple(ids[row] for row in rows)",
         "group_ids=(0,) * len(rows)",
         f"{USING}::test_lines_of_a_list_start_from_noise_of_their_own",
     ),
