@@ -174,3 +174,25 @@ def test_only_an_accelerator_is_fused_by_default() -> None:
         return bool(made.optimizer.param_groups[0]["fused"])
 
     assert [chosen("cpu", None), chosen("cpu", True), chosen("meta", None), chosen("meta", False)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_sharded_and_replicated_weights_are_in_groups_of_their_own(fused: bool) -> None:
+    """On an accelerator, AdamW takes all weights of a group at once, and fails if only some of them are sharded."""
+
+    def made(sharded: set[str]) -> ReplicatedStepper:
+        torch.manual_seed(0)
+        module = nn.Linear(3, 2)
+        for name, weight in module.named_parameters():
+            if name in sharded:
+                weight.to_local = weight.detach
+        return ReplicatedStepper(module, Ranks(), fused=fused)
+
+    mixed, plain = made({"weight"}), made(set())
+    groups = mixed.optimizer.param_groups
+    assert [[hasattr(weight, "to_local") for weight in group["params"]] for group in groups] == [[True], [False]]
+    for each in (mixed, plain):
+        each.backward(each.module(torch.ones(3)).square().sum())
+        each.step(0.1)
+    assert len(plain.optimizer.param_groups) == 1
+    assert all(torch.equal(weight, weights(plain)[name]) for name, weight in weights(mixed).items())

@@ -23,12 +23,12 @@ from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 NAMES = {
     "AWM", "BatchAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "FullWeights", "GAEAdvantage", "GRPO",
     "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "PolicyGradient", "REINFORCE", "Recipe",
-    "SDETransition", "Supervised", "Trainer", "core", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
+    "SDETransition", "Supervised", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
     "serve", "testing",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "check_reward_range", "cispo", "clip_fraction", "clipped_surrogate",
-    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "reinforce", "rescale_rewards",
+    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "importance_weights", "reinforce", "rescale_rewards",
     "sequence_log_ratio", "surrogates", "whiten", "zero_std_groups",
 }  # fmt: skip
 
@@ -66,7 +66,7 @@ def test_the_import_is_fast_and_imports_no_torch() -> None:
 
 
 def test_every_package_that_is_public_says_what_it_is() -> None:
-    for name in ("core", "models", "rewards", "testing"):
+    for name in ("benchmarks", "core", "models", "rewards", "testing"):
         assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
 
 

@@ -93,6 +93,12 @@ def importance_weights(
     Weighted by it, a mean over actions that one policy sampled is one over those of another. The cap keeps its variance finite and
     lets actions that have become much likelier count too little. Source: truncated importance sampling (Ionides 2008), as TRL and
     verl apply it to a rollout engine with other numerics.
+
+    Example::
+
+        >>> current, acting = torch.tensor([[-1.0, -1.0, -1.0]]), torch.tensor([[-1.0, -3.0, -9.0]])
+        >>> retouch.core.importance_weights(current, acting, torch.tensor([[True, True, False]]), cap=2.0)
+        tensor([[1., 2., 1.]])
     """
     return (current - acting).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 

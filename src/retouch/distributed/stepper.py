@@ -64,11 +64,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local
 
 
-def fused_adamw(weights: Collection[Tensor], **options: Any) -> torch.optim.AdamW:
-    """AdamW over ``weights`` in one kernel. torch's default has one for each operation, and on the CPU a loop over weights."""
-    # The kernel takes no mixture of sharded and replicated weights.
+def adamw(weights: Collection[Tensor], *, fused: bool, **options: Any) -> torch.optim.AdamW:
+    """AdamW over ``weights``. ``fused``: in one kernel; otherwise one per operation, and on the CPU a loop over weights."""
+    # On an accelerator, both take lists of weights, in which sharded and replicated ones may not be mixed.
     groups = [[weight for weight in weights if hasattr(weight, "to_local") == sharded] for sharded in (True, False)]
-    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True, **options)
+    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True if fused else None, **options)
 
 
 def step_count(count: Tensor, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
@@ -120,8 +120,7 @@ class ReplicatedStepper:
 
             self.optimizer = StoredMomentsAdamW(self.weights.values(), moments=moments, local=local_shard, **settings)
         else:
-            make = fused_adamw if (ranks.device.type != "cpu" if fused is None else fused) else torch.optim.AdamW
-            self.optimizer = make(self.weights.values(), **settings)
+            self.optimizer = adamw(self.weights.values(), fused=ranks.device.type != "cpu" if fused is None else fused, **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from retouch.distributed.gathering import GatheredTensors, Part
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import MASTER, NonFiniteGradient, fused_adamw, step_count
+from retouch.distributed.stepper import MASTER, NonFiniteGradient, adamw, step_count
 
 _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
@@ -69,8 +69,8 @@ class ZeroStepper:
             earlier.destroy()
         weights = list(self.parameters.values())
         accelerated = ranks.device.type != "cpu"
-        kind = fused_adamw if (accelerated if fused is None else fused) else torch.optim.AdamW
-        optimizer = kind(weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+        fused = accelerated if fused is None else fused
+        optimizer = adamw(weights, fused=fused, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
         config = {
             # DeepSpeed requires batch sizes, although it never sees a batch.
             "train_micro_batch_size_per_gpu": 1,

@@ -52,8 +52,12 @@ def judge_audit(
 
     Example::
 
-        >>> audit = retouch.judge_audit("recipes/qwen-image-edit/writer-grpo.jsonnet", budget=2000)
+        >>> audit = retouch.judge_audit("playground", items=2, repeats=2)
         >>> print(audit)
+        playground, 1 x overall: passes
+        ...
+        >>> audit.failed
+        False
     """
     if repeats < 2 or (items is not None and items < 1) or not 0 < precision <= 1 or (budget is not None and budget < 1):
         raise ValueError(

@@ -57,7 +57,7 @@ class PhotosReward(RewardSection):
     """Red, green and blue to come close to, 0 to 255."""
     preserve: NonNegative = 1.0
     """Power to which the preservation is raised: 0 ignores the source, more keeps more of it."""
-    side: Count | None = None
+    side: Count | None = Field(default=None, exclude_if=lambda side: side is None)
     """Both images are shrunk to this many pixels on the shorter side before their structure is compared, so that the layout counts
     and fine detail does not; null compares at the image's own size."""
 
