@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
@@ -248,8 +249,10 @@ class _Rehearsal:
     def _take_first_step(self, stepper: Stepper) -> None:
         """Moments exist from the first optimizer step on, so that every stage is measured with them, as in a run that resumes."""
         trained = [each for each in stepper.module.parameters() if each.requires_grad]
+        # Shards as plain tensors: added to sharded ones, a replicated weight would get a sharded gradient.
+        shards = [each.to_local() if isinstance(each, DTensor) else each for each in trained]
         with self.meter.paused():
-            stepper.backward(sum((each.float().flatten()[:1].sum() for each in trained), torch.zeros((), device=self.ranks.device)))
+            stepper.backward(sum((each.float().flatten()[:1].sum() for each in shards), torch.zeros((), device=self.ranks.device)))
             stepper.step(1e-6)
         self._label_moments(stepper)
 
