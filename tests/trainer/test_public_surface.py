@@ -23,13 +23,13 @@ from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 NAMES = {
     "AWM", "BatchAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "FullWeights", "GAEAdvantage", "GRPO",
     "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "PolicyGradient", "REINFORCE", "Recipe",
-    "SDETransition", "Supervised", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
-    "serve", "testing",
+    "SDETransition", "Supervised", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward",
+    "rewards", "sample", "score", "serve", "testing",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "check_reward_range", "cispo", "clip_fraction", "clipped_surrogate",
-    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "importance_weights", "reinforce", "rescale_rewards",
-    "sequence_log_ratio", "surrogates", "whiten", "zero_std_groups",
+    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "importance_weights",
+    "reinforce", "rescale_rewards", "sequence_log_ratio", "surrogates", "whiten", "zero_std_groups",
 }  # fmt: skip
 
 
