@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +15,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 TIMEOUT = "RETOUCH_RANK_TIMEOUT"
+_RELEASE_SECONDS = 0.2
 _LOST = re.compile(
     r"closed by peer|connection reset|timed out waiting|timeout|broken pipe|connect(?:ion)? (?:refused|failed)", re.IGNORECASE
 )
@@ -108,9 +110,14 @@ def lost_contact(error: RuntimeError) -> bool:
 
 
 def destroy_distributed() -> None:
-    """Destroy the process group. At interpreter exit gloo's threads would still hold tensors and abort the process."""
+    """Destroy the process group. At interpreter exit gloo's threads would still hold tensors and abort the process.
+
+    After FSDP2, torch keeps references to the group, and its threads stay. A thread that releases the tensors of the last
+    collective needs the interpreter's lock, and gets time for it here: a thread that has to wait for it at exit aborts the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(_RELEASE_SECONDS)
 
 
 def find_device(device: str) -> torch.device:

@@ -67,8 +67,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 def adamw(weights: Collection[Tensor], *, fused: bool, **options: Any) -> torch.optim.AdamW:
     """AdamW over ``weights``. ``fused``: in one kernel; otherwise one per operation, and on the CPU a loop over weights."""
     # On an accelerator, both take lists of weights, in which sharded and replicated ones may not be mixed.
-    groups = [[weight for weight in weights if hasattr(weight, "to_local") == sharded] for sharded in (True, False)]
-    return torch.optim.AdamW([{"params": group} for group in groups if group], fused=True if fused else None, **options)
+    groups: dict[bool, dict[str, Any]] = {}
+    for weight in weights:
+        groups.setdefault(hasattr(weight, "to_local"), {"params": []})["params"].append(weight)
+    return torch.optim.AdamW(list(groups.values()), fused=True if fused else None, **options)
 
 
 def step_count(count: Tensor, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
@@ -105,12 +107,13 @@ class ReplicatedStepper:
         self.module = module
         self.ranks = ranks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
-        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.weights: dict[str, Tensor] = {
-            name: parameter.detach().float().requires_grad_() if parameter.dtype in _HALF else parameter
-            for name, parameter in self.parameters.items()
-        }
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.weights: dict[str, Tensor] = {}
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self.parameters[name] = parameter
+                self.weights[name] = parameter.detach().float().requires_grad_() if parameter.dtype in _HALF else parameter
         self._nonfinite_loss = False
         self.moments = moments
         settings: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -120,7 +123,11 @@ class ReplicatedStepper:
 
             self.optimizer = StoredMomentsAdamW(self.weights.values(), moments=moments, local=local_shard, **settings)
         else:
-            self.optimizer = adamw(self.weights.values(), fused=ranks.device.type != "cpu" if fused is None else fused, **settings)
+            accelerated = ranks.device.type != "cpu"
+            if accelerated or fused:
+                self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
+            else:  # on the CPU, torch steps one weight after the other, of either kind
+                self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
