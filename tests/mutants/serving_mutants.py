@@ -194,16 +194,16 @@ SERVING = (
     ),
     Mutant(
         "any Host",
-        "serving/middleware.py",
-        'if len(hosts) != 1 or len(origins) > 1 or not self._is_own(f"http://{hosts[0]}"):',
-        "if len(hosts) != 1 or len(origins) > 1:",
+        "rewards/wire/hosts.py",
+        '(f"http://{hosts[0]}", *origins)',
+        "origins",
         f"{CONNECTIONS}::test_another_host_is_no_way_in_without_a_token",
     ),
     Mutant(
         "pages of any origin",
-        "serving/middleware.py",
-        "return all(self._is_own(origin) for origin in origins)",
-        "return True",
+        "rewards/wire/hosts.py",
+        '(f"http://{hosts[0]}", *origins)',
+        '(f"http://{hosts[0]}",)',
         f"{CONNECTIONS}::test_another_host_is_no_way_in_without_a_token",
     ),
     Mutant(

@@ -22,8 +22,8 @@ import torch
 
 from live_server import body_of, remote, samples_of
 from retouch import cli
+from retouch.rewards.wire.hosts import is_loopback
 from retouch.serving.replica import bind
-from retouch.serving.requests.request_body import is_loopback
 from retouch.serving.supervisor import _reserved_ports
 from served_rewards import digest_score
 

@@ -1,7 +1,7 @@
 """``retouch view``."""
 
 import argparse
-import sys
+from functools import partial
 from pathlib import Path
 
 from retouch.cli.arguments import Commands, debug_option
@@ -26,9 +26,4 @@ def add_view(commands: Commands) -> None:
 def _view(arguments: argparse.Namespace) -> int:
     from retouch.view.command import view
 
-    return view(arguments.folder, port=arguments.port, hosts=arguments.hosts, report=_print_line)
-
-
-def _print_line(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    return view(arguments.folder, port=arguments.port, hosts=arguments.hosts, report=partial(print, flush=True))

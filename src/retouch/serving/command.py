@@ -22,9 +22,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
+    from retouch.rewards.wire.hosts import is_loopback
     from retouch.serving.replica import ServerSettings
     from retouch.serving.requests.limits import Limits
-    from retouch.serving.requests.request_body import is_loopback
     from retouch.serving.requests.single_score import SingleScore
     from retouch.serving.supervisor import serve
 

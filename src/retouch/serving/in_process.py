@@ -34,7 +34,7 @@ def serve(
 
     if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
         raise ValueError(f"serving needs {missing[0]}: pip install 'retouch[serve]'")
-    from retouch.serving.requests.request_body import is_loopback
+    from retouch.rewards.wire.hosts import is_loopback
 
     if not rewards:
         raise ValueError("give at least one reward")

@@ -3,15 +3,15 @@
 import hmac
 import time
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
+from retouch.rewards.wire.hosts import is_from_own_host, is_loopback
 from retouch.serving.metrics import Metrics
-from retouch.serving.requests.request_body import is_loopback, request_id
+from retouch.serving.requests.request_body import request_id
 
 _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
@@ -70,17 +70,10 @@ class RequestMiddleware:
     def _is_own_host(self, headers: Headers) -> bool:
         if self._token is not None:
             return True
-        hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        if len(hosts) != 1 or len(origins) > 1 or not self._is_own(f"http://{hosts[0]}"):
-            return False
-        return all(self._is_own(origin) for origin in origins)
+        return is_from_own_host(headers.getlist("host"), headers.getlist("origin"), self._is_own)
 
-    def _is_own(self, url: str) -> bool:
-        """Whether the URL's host is this machine or one of the names that the user gave."""
-        try:
-            host = urlsplit(url).hostname or ""
-        except ValueError:
-            return False
+    def _is_own(self, host: str) -> bool:
+        """Whether the host is this machine or one of the names that the user gave."""
         return host in self._hosts or is_loopback(host)
 
     def _is_authorized(self, path: str, headers: Headers) -> bool:

@@ -261,23 +261,19 @@ class TrainingSession:
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
         """Record the step, save and evaluate when due; also returns whether the run was asked to stop. Raises AlarmStop."""
         alarms: list[Alarm] = []
-        if self.watcher is not None:
-            self.watching = True
-            try:
+        try:
+            if self.watcher is not None:
+                self.watching = True
                 with self.parts.clock("watch"):
                     watch_metrics, alarms = self.watcher.after(self.done, collected)
-            except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
-                self._record(phase, collected, metrics)
-                raise
-            self.watching = False
-            metrics = {**metrics, **watch_metrics}
-        if self.suites is not None:
-            try:
+                self.watching = False
+                metrics = {**metrics, **watch_metrics}
+            if self.suites is not None:
                 with self.parts.clock("suites"):
                     metrics = {**metrics, **self.suites.after(self.done, metrics)}
-            except BudgetSpent:
-                self._record(phase, collected, metrics)
-                raise
+        except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
+            self._record(phase, collected, metrics)
+            raise
         self._record(phase, collected, metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
         self.listener.stepped(result)

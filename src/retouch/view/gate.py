@@ -8,11 +8,13 @@ cookies between the ports of a host, and several pages may be open.
 import hmac
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from retouch.rewards.wire.hosts import is_from_own_host
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HEADERS = {
@@ -45,7 +47,7 @@ class Gate:
             await send(message)
 
         headers = Headers(scope=scope)
-        if not self._is_own_host(headers):
+        if not is_from_own_host(headers.getlist("host"), headers.getlist("origin"), self._hosts.__contains__):
             reply: ASGIApp = PlainTextResponse("This server answers only to its own address.", 421)
         elif scope["method"] not in ("GET", "HEAD"):
             reply = PlainTextResponse("This page only reads.", 405)
@@ -61,16 +63,6 @@ class Gate:
         reply = RedirectResponse("/", 303)
         reply.set_cookie(_cookie_name(headers), self._token.decode(), httponly=True, samesite="strict", path="/")
         return reply
-
-    def _is_own_host(self, headers: Headers) -> bool:
-        hosts, origins = headers.getlist("host"), headers.getlist("origin")
-        return len(hosts) == 1 and all(self._is_own(url) for url in (f"http://{hosts[0]}", *origins))
-
-    def _is_own(self, url: str) -> bool:
-        try:
-            return (urlsplit(url).hostname or "") in self._hosts
-        except ValueError:
-            return False
 
     def _has_cookie(self, headers: Headers) -> bool:
         try:

@@ -2,7 +2,7 @@
 
 import statistics
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -27,6 +27,7 @@ class LiveRun:
         self._metrics, self._timings = LineTail(self.folder.metrics), LineTail(self.folder.timings)
         self._evals = LineTail(self.folder.evals)
         self._samples: dict[int, tuple[int, list[dict[str, Any]]]] = {}
+        self._documents: dict[Path, tuple[tuple[int, int, int], Any, str | None]] = {}
         self._generation = 0
 
     def overview(self) -> dict[str, Any]:
@@ -115,16 +116,26 @@ class LiveRun:
 
     def _recipe(self) -> tuple[Mapping[str, Any], str | None]:
         """The resolved recipe, and what is wrong with its file."""
-        try:
-            return self.folder.read_recipe()["recipe"], None
-        except (OSError, ValueError, RecursionError) as error:
-            return {}, str(error)
+        record, problem = self._read(self.folder.recipe, self.folder.read_recipe)
+        return ({} if record is None else record["recipe"]), problem
 
     def _json(self, path: Path) -> Any:
+        return self._read(path, lambda: files.read_json(path) if path.is_file() else None)[0]
+
+    def _read(self, path: Path, read: Callable[[], Any]) -> tuple[Any, str | None]:
+        """A file's content, and what is wrong with it. It is read again only after it has changed."""
         try:
-            return files.read_json(path) if path.is_file() else None
-        except (OSError, ValueError, RecursionError):
-            return None
+            stat = path.stat()
+            stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        except OSError:
+            stamp = (0, 0, 0)
+        if self._documents.get(path, (None,))[0] != stamp:
+            try:
+                found, problem = read(), None
+            except (OSError, ValueError, RecursionError) as error:
+                found, problem = None, str(error)
+            self._documents[path] = stamp, found, problem
+        return self._documents[path][1:]
 
     def _state(self, step: int, steps: int | None, problem: str | None) -> tuple[State, str | None]:
         owner = current_owner(self.folder.root)
@@ -185,10 +196,9 @@ def _thin(values: Sequence[float | None]) -> list[float | None]:
 
 def _changed(folder: RunFolder) -> float | None:
     """When the run last wrote, in seconds since 1970."""
-    times = []
     for path in (folder.metrics, folder.recipe, folder.root):
         try:
-            times.append(path.stat().st_mtime)
+            return path.stat().st_mtime
         except OSError:
             continue
-    return times[0] if times else None
+    return None

@@ -11,7 +11,7 @@ from biased_judge import FAULTS, SIDE, BiasedJudge
 from html_check import read
 from retouch import cli
 from retouch.audit.judges import audit, measures
-from retouch.audit.judges.asking import Asked, GivenAnswer, ItemScores, Spending
+from retouch.audit.judges.asking import Asked, GivenAnswer, ProbeScores, Spending
 from retouch.audit.judges.findings import alarms, findings
 from retouch.audit.judges.ladders import Item, playground_ladders
 from retouch.audit.judges.measures import Estimate
@@ -63,7 +63,7 @@ def simulated(items, draw, *, noise: float, repeats: int = 3) -> Asked:
             name: [float(np.clip(value + draw.normal(0, noise), 0, 1)) for _ in range(repeats if name in rungs else 1)]
             for name, value in true.items()
         }
-        scored.append(ItemScores(item, scores))
+        scored.append(ProbeScores(item, scores))
     return Asked(scored, [], Spending(), 0)
 
 
@@ -86,7 +86,7 @@ def test_intervals_cover_as_often_as_they_say() -> None:
 def test_measures_by_hand(items) -> None:
     item = items[0]
     names = [rung.name for rung in item.rungs]
-    one = ItemScores(
+    one = ProbeScores(
         item, dict(zip(names, [[0.9, 0.7], [0.9, 0.9], [0.2, 0.2], [0.3, 0.3], [0.1, 0.1], [0.1, math.nan]], strict=True))
     )
     assert measures.noise_variance([one]).mean == pytest.approx(0.02 / 5)  # five rungs have two scores
@@ -95,7 +95,7 @@ def test_measures_by_hand(items) -> None:
     assert order.wrong.mean == pytest.approx(2 / 12)
     assert measures.Order.of([one], noise=0.02).wrong.mean == 0.0
     assert measures.repeats_for(0.01, 0.05) == 16  # (1.96 x 0.1 / 0.05)^2 = 15.4
-    perfect = ItemScores(item, {rung.name: [rung.truth, rung.truth] for rung in item.rungs})
+    perfect = ProbeScores(item, {rung.name: [rung.truth, rung.truth] for rung in item.rungs})
     assert measures.useful_bits([perfect] * 3)[0] == 2.0  # four truths
     assert measures.signal_variance([perfect]).mean == pytest.approx(np.var([rung.truth for rung in item.rungs], ddof=1))
 

@@ -31,7 +31,7 @@ _UNREADABLE = ("unusable answer", "refusal", "unreadable reply")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ItemScores:
+class ProbeScores:
     """The combined scores of an item's probes by name, each over its repeats; NaN where the judge gave none."""
 
     item: Item
@@ -78,7 +78,7 @@ class Spending:
 class Asked:
     """The result of asking. ``left``: items that the budget did not suffice for."""
 
-    scored: Sequence[ItemScores]
+    scored: Sequence[ProbeScores]
     answers: Sequence[GivenAnswer]
     spending: Spending
     left: int
@@ -160,7 +160,7 @@ def ask(
     what the reward raises.
     """
     asking = _Asking()
-    scored: list[ItemScores] = []
+    scored: list[ProbeScores] = []
     grouped = any(getattr(part, "compares_groups", False) for _, _, part in section.parts())
     with closing(Database(ledger)) as database:
         cache = AnswerCache(database)
@@ -186,7 +186,7 @@ def ask(
 
 def _score_item(
     reward: Reward, combination: Combination, item: Item, asking: _Asking, *, repeats: int, grouped: bool
-) -> ItemScores:
+) -> ProbeScores:
     """``grouped``: the reward compares images with each other, so that only the rungs are in the group."""
     values: dict[str, list[float]] = {}
     for repeat in range(repeats):
@@ -195,7 +195,7 @@ def _score_item(
         scores = scores_of(reward, [_numbered(probe, repeat) for probe in probes])
         for probe, value in zip(probes, _scaled(combination, scores), strict=True):
             values.setdefault(probe.name, []).append(value)
-    return ItemScores(item, values)
+    return ProbeScores(item, values)
 
 
 def _numbered(probe: Probe, repeat: int) -> Sample:

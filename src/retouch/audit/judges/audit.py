@@ -8,12 +8,12 @@ import torch
 
 from retouch.audit.judges import measures
 from retouch.audit.judges.asking import Asked, ask
-from retouch.audit.judges.findings import Scale, findings, rung_means
+from retouch.audit.judges.findings import JudgeScale, findings, rung_means
 from retouch.audit.judges.ladders import PLAYGROUND_SIDE, Item, playground_ladders
 from retouch.audit.judges.measures import SHOWN
 from retouch.audit.judges.own_ladders import read_ladders
 from retouch.audit.judges.page import write_page
-from retouch.audit.judges.result import JudgeAudit, Rung
+from retouch.audit.judges.result import JudgeAudit, RungMean
 from retouch.audit.rescoring import default_name
 from retouch.playground.world.scenes import SIZE
 from retouch.protocols import Reward
@@ -109,10 +109,10 @@ def _combination(section: RewardSection, reward: Reward, column: str | None) -> 
 
 
 def _result(name: str, scored: str, asked: Asked, *, repeats: int, precision: float, folder: Path) -> JudgeAudit:
-    scale = Scale.of(asked.scored)
+    scale = JudgeScale.of(asked.scored)
     truths = {rung.name: rung.truth for one in asked.scored for rung in one.item.rungs}
     rungs = [
-        Rung(name=rung, truth=truths[rung] or 0.0, mean=found.mean, low=found.interval(SHOWN)[0], high=found.interval(SHOWN)[1])
+        RungMean(name=rung, truth=truths[rung] or 0.0, mean=found.mean, low=found.interval(SHOWN)[0], high=found.interval(SHOWN)[1])
         for rung, found in rung_means(asked.scored).items()
     ]
     bits, interval = measures.useful_bits(asked.scored)

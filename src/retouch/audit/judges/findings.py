@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from retouch.audit.judges import measures
-from retouch.audit.judges.asking import Asked, ItemScores
+from retouch.audit.judges.asking import Asked, ProbeScores
 from retouch.audit.judges.measures import SHOWN, SURE, Estimate, Order, ScoreOf, score_of
 
 Status: TypeAlias = Literal["pass", "warning", "fail", "unclear", "not measured"]
@@ -20,7 +20,7 @@ _UNCLEAR = 0.25  # half of an interval, from which it says nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class AuditLine:
     """One line. ``measured``, ``low``, ``high``: the value and its 95 % interval, NaN where it was not measured. ``why``: in words.
     ``thresholds``: when it warns and fails."""
 
@@ -61,7 +61,7 @@ class _Limits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scale:
+class JudgeScale:
     """The judge's own scale, as shares of its declared range. ``span``: between the best and the worst rung; the whole range where
     the judge does not tell the rungs apart. ``noise``: variance of repeated scores. ``signal``: variance between rungs."""
 
@@ -70,7 +70,7 @@ class Scale:
     signal: Estimate
 
     @classmethod
-    def of(cls, scored: Sequence[ItemScores]) -> "Scale":
+    def of(cls, scored: Sequence[ProbeScores]) -> "JudgeScale":
         """From the scores of all items."""
         noise, signal = measures.noise_variance(scored), measures.signal_variance(scored)
         means = [row.mean for row in rung_means(scored).values() if not math.isnan(row.mean)]
@@ -78,16 +78,16 @@ class Scale:
         return cls(span if signal.interval(SURE)[0] > 0 and span > 0 else 1.0, noise, signal)
 
 
-def rung_means(scored: Sequence[ItemScores]) -> dict[str, Estimate]:
+def rung_means(scored: Sequence[ProbeScores]) -> dict[str, Estimate]:
     """The mean score of every rung over the items that have it, by name."""
     names = dict.fromkeys(rung.name for one in scored for rung in one.item.rungs)
     return {name: Estimate.of([score_of(name)(one) for one in scored]) for name in names}
 
 
-def findings(asked: Asked) -> list[Line]:
+def findings(asked: Asked) -> list[AuditLine]:
     """All lines."""
     scored = asked.scored
-    scale = Scale.of(scored)
+    scale = JudgeScale.of(scored)
     return [
         _missing(asked),
         *_unreadable(asked),
@@ -103,43 +103,43 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g} %"
 
 
-def _share(name: str, count: int, of: int, what: str, advice: str) -> Line:
+def _share(name: str, count: int, of: int, what: str, advice: str) -> AuditLine:
     limits = _Limits(0.01, 0.05)
     low, high = measures.share_interval(count, of, SHOWN)
     sure = measures.share_interval(count, of, SURE)
     status = limits.status(sure)
     why = f"{count} of {of} {what}" + (f"; {advice}" if advice and status in ("warning", "fail") else "")
-    return Line(name, status, count / of if of else math.nan, low, high, why, limits.text)
+    return AuditLine(name, status, count / of if of else math.nan, low, high, why, limits.text)
 
 
-def _missing(asked: Asked) -> Line:
+def _missing(asked: Asked) -> AuditLine:
     values = [value for one in asked.scored for given in one.scores.values() for value in given]
     missing = sum(math.isnan(value) for value in values)
     return _share("missing scores", missing, len(values), "scores are missing", asked.spending.faults)
 
 
-def _unreadable(asked: Asked) -> Iterator[Line]:
+def _unreadable(asked: Asked) -> Iterator[AuditLine]:
     spent = asked.spending
     if spent.received:
         advice = "constrain the answers (typed, guided), raise the limit of tokens, or ask in plainer words"
         yield _share("unreadable answers", spent.unreadable, spent.received, "answers could not be read", advice)
 
 
-def _signal(scale: Scale) -> Line:
+def _signal(scale: JudgeScale) -> AuditLine:
     threshold = "the 99.5 % interval includes 0: fail"
     low, high = (_root(end) for end in scale.signal.interval(SHOWN))
     measured = _root(scale.signal.mean)
     sure = scale.signal.interval(SURE)[0]
     if scale.signal.count < _FEWEST:
-        return Line("difference between rungs", "unclear", measured, low, high, "too few items have scores", threshold)
+        return AuditLine("difference between rungs", "unclear", measured, low, high, "too few items have scores", threshold)
     if sure > 0:
         why = f"the rungs differ by a standard deviation of {_percent(measured)} of the range"
-        return Line("difference between rungs", "pass", measured, low, high, why, threshold)
+        return AuditLine("difference between rungs", "pass", measured, low, high, why, threshold)
     why = "the judge does not tell good from bad images: it gives all of them about the same score"
-    return Line("difference between rungs", "fail", measured, low, high, why, threshold)
+    return AuditLine("difference between rungs", "fail", measured, low, high, why, threshold)
 
 
-def _noise(scale: Scale) -> Line:
+def _noise(scale: JudgeScale) -> AuditLine:
     limits = _Limits(0.15, 0.30)
     noise = scale.noise.scaled(1 / scale.span**2)
     low, high = (_root(end) for end in noise.interval(SHOWN))
@@ -151,31 +151,33 @@ def _noise(scale: Scale) -> Line:
         why = "no image was scored twice"
     elif status in ("warning", "fail"):
         why += "; average more answers (n_evals) or lower the temperature"
-    return Line("noise", status, measured, low, high, why, limits.text)
+    return AuditLine("noise", status, measured, low, high, why, limits.text)
 
 
 def _root(value: float) -> float:
     return math.sqrt(value) if value > 0 else abs(value * 0)
 
 
-def _monotony(scored: Sequence[ItemScores], scale: Scale) -> Line:
+def _monotony(scored: Sequence[ProbeScores], scale: JudgeScale) -> AuditLine:
     limits = _Limits(0.02, 0.05)
     noise = 0.0 if math.isnan(scale.noise.mean) else scale.noise.mean
     order = Order.of(scored, noise=noise)
     low, high = (min(max(end, 0.0), 1.0) if end == end else end for end in order.right.interval(SHOWN))
     threshold = f"of pairs in the wrong order by more than noise explains, {limits.text}"
     if order.tau.count == 0:
-        return Line("order of the rungs", "not measured", order.right.mean, low, high, "all rungs have the same score", threshold)
+        return AuditLine(
+            "order of the rungs", "not measured", order.right.mean, low, high, "all rungs have the same score", threshold
+        )
     status = limits.status(order.wrong.interval(SURE))
     if status == "pass" and not scale.signal.interval(SURE)[0] > 0:
         status = "not measured"
     why = f"{_percent(order.right.mean)} of pairs are in the right order, Kendall's tau is {order.tau.mean:.2f}"
     if status in ("warning", "fail"):
         why += f"; {_percent(order.wrong.mean)} are in the wrong order, which is no noise: {_inversion(scored)}"
-    return Line("order of the rungs", status, order.right.mean, low, high, why, threshold)
+    return AuditLine("order of the rungs", status, order.right.mean, low, high, why, threshold)
 
 
-def _inversion(scored: Sequence[ItemScores]) -> str:
+def _inversion(scored: Sequence[ProbeScores]) -> str:
     """The two rungs whose means are furthest in the wrong order, in words."""
     means, worst, found = rung_means(scored), 0.0, "it depends on the item which ones"
     truths = {rung.name: rung.truth for one in scored for rung in one.item.rungs if rung.truth is not None}
@@ -199,16 +201,16 @@ class _Comparison:
     problem: str
 
 
-def _base(one: ItemScores) -> float:
+def _base(one: ProbeScores) -> float:
     return score_of(one.item.base)(one)
 
 
-def _best(one: ItemScores) -> float:
+def _best(one: ProbeScores) -> float:
     top = max(rung.truth for rung in one.item.rungs if rung.truth is not None)
     return measures.mean([score_of(rung.name)(one) for rung in one.item.rungs if rung.truth == top])
 
 
-def _degraded(one: ItemScores) -> float:
+def _degraded(one: ProbeScores) -> float:
     return measures.mean([score_of(name)(one) for name in DEGRADED])
 
 
@@ -264,13 +266,13 @@ _COMPARISONS = (
 )
 
 
-def _biases(scored: Sequence[ItemScores], scale: Scale) -> Iterator[Line]:
+def _biases(scored: Sequence[ProbeScores], scale: JudgeScale) -> Iterator[AuditLine]:
     for one in _COMPARISONS:
         limits = _Limits(0.05, 0.10, sides=one.sides)
         found = measures.difference(scored, one.first, one.second)
         if found.count == 0:
             nothing = "there are no images for it, or no scores"
-            yield Line(one.name, "not measured", math.nan, math.nan, math.nan, nothing, limits.text)
+            yield AuditLine(one.name, "not measured", math.nan, math.nan, math.nan, nothing, limits.text)
             continue
         inner = found.scaled(1 / scale.span)
         status = limits.status(inner.interval(SURE)) if found.count >= _FEWEST else "unclear"
@@ -280,22 +282,22 @@ def _biases(scored: Sequence[ItemScores], scale: Scale) -> Iterator[Line]:
             why += f"; {one.problem}"
         elif status == "unclear":
             why += "; audit more items to know"
-        yield Line(one.name, status, inner.mean, low, high, why, limits.text)
+        yield AuditLine(one.name, status, inner.mean, low, high, why, limits.text)
 
 
-def _answer_length(asked: Asked) -> Line:
+def _answer_length(asked: Asked) -> AuditLine:
     threshold = "the 99.5 % interval of the correlation is beyond +/-0.3: warning"
     correlation, freedom = measures.length_correlation(asked.answers)
     if math.isnan(correlation) or freedom < 20:
         why = "no answers, or repeated answers never differ in length or score"
-        return Line("length of the answer", "not measured", math.nan, math.nan, math.nan, why, threshold)
+        return AuditLine("length of the answer", "not measured", math.nan, math.nan, math.nan, why, threshold)
     low, high = measures.correlation_interval(correlation, freedom, SHOWN)
     sure = measures.correlation_interval(correlation, freedom, SURE)
     status: Status = "warning" if max(sure[0], -sure[1]) > 0.3 else "pass"
     why = f"among answers to one question, length and score correlate by {correlation:+.2f}"
-    return Line("length of the answer", status, correlation, low, high, why, threshold)
+    return AuditLine("length of the answer", status, correlation, low, high, why, threshold)
 
 
-def alarms(lines: Sequence[Line]) -> Mapping[str, Status]:
+def alarms(lines: Sequence[AuditLine]) -> Mapping[str, Status]:
     """The lines that warn or fail, by name."""
     return {line.name: line.status for line in lines if line.status in ("warning", "fail")}

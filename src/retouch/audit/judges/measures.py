@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.audit.judges.asking import GivenAnswer, ItemScores
+from retouch.audit.judges.asking import GivenAnswer, ProbeScores
 from retouch.benchmarks.statistics import t_quantile
 from retouch.core.agreement import kendall
 
@@ -24,7 +24,7 @@ SURE = 0.995
 """The level of the intervals that decide, so that ten lines together raise a false alarm in at most one audit of twenty."""
 _RESAMPLES = 500
 
-ScoreOf: TypeAlias = Callable[[ItemScores], float]
+ScoreOf: TypeAlias = Callable[[ProbeScores], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def difference(scored: Sequence[ItemScores], first: ScoreOf, second: ScoreOf) -> Estimate:
+def difference(scored: Sequence[ProbeScores], first: ScoreOf, second: ScoreOf) -> Estimate:
     """The mean over the items of first - second."""
     return Estimate.of([first(one) - second(one) for one in scored])
 
@@ -71,12 +71,12 @@ def score_of(name: str) -> ScoreOf:
     return lambda one: mean(one.scores.get(name, ()))
 
 
-def noise_variance(scored: Sequence[ItemScores]) -> Estimate:
+def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """The variance of repeated scores of the same image: of each item, the mean over its rungs."""
     return Estimate.of([mean([_variance(one.scores[rung.name]) for rung in one.item.rungs]) for one in scored])
 
 
-def signal_variance(scored: Sequence[ItemScores]) -> Estimate:
+def signal_variance(scored: Sequence[ProbeScores]) -> Estimate:
     """The variance between the rungs of an item without that of noise: the covariance of the rungs' scores in different repeats."""
     return Estimate.of([_covariance([one.scores[rung.name] for rung in one.item.rungs]) for one in scored])
 
@@ -106,14 +106,14 @@ class Order:
     wrong: Estimate
 
     @classmethod
-    def of(cls, scored: Sequence[ItemScores], *, noise: float) -> "Order":
+    def of(cls, scored: Sequence[ProbeScores], *, noise: float) -> "Order":
         """From scores with this variance of noise."""
         rows = [_order(one, noise) for one in scored]
         right, tau, wrong = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(Estimate.of(right), Estimate.of(tau), Estimate.of(wrong))
 
 
-def _order(one: ItemScores, noise: float) -> tuple[float, float, float]:
+def _order(one: ProbeScores, noise: float) -> tuple[float, float, float]:
     known = [
         (rung.truth, mean(one.scores[rung.name]), sum(not math.isnan(value) for value in one.scores[rung.name]))
         for rung in one.item.rungs
@@ -143,7 +143,7 @@ def share_interval(count: int, of: int, level: float) -> tuple[float, float]:
     return max(0.0, (centre - spread) / (of + z * z)), min(1.0, (centre + spread) / (of + z * z))
 
 
-def useful_bits(scored: Sequence[ItemScores]) -> tuple[float, tuple[float, float]]:
+def useful_bits(scored: Sequence[ProbeScores]) -> tuple[float, tuple[float, float]]:
     """What one score says of the truth, in bits, and its 95 % interval (bootstrap over items).
 
     -log2(1 - r^2) / 2 with the correlation r of scores and truths, as of a Gaussian channel; at most log2 of the number of truths.
@@ -157,7 +157,7 @@ def useful_bits(scored: Sequence[ItemScores]) -> tuple[float, tuple[float, float
     return _bits(parts, most), (float(low), float(high))
 
 
-def _truths_and_scores(one: ItemScores) -> Float[ndarray, "n 2"]:
+def _truths_and_scores(one: ProbeScores) -> Float[ndarray, "n 2"]:
     rows = [(rung.truth, score) for rung in one.item.rungs for score in one.scores[rung.name] if not math.isnan(score)]
     return np.array(rows, dtype=np.float64).reshape(-1, 2)
 

@@ -20,7 +20,7 @@ FILE = "ladder.jsonl"
 _MOST_ERRORS = 20
 
 
-class Rung(Section):
+class LadderRung(Section):
     """An image of an item."""
 
     image: Annotated[str, Field(min_length=1)]
@@ -31,12 +31,12 @@ class Rung(Section):
     """What to call it; the default is its truth. The same name in several items puts them into one row of the report."""
 
 
-class Row(Section):
+class LadderRow(Section):
     """An item: a line of the file."""
 
     instruction: Annotated[str, Field(min_length=1)]
     """What was requested."""
-    rungs: Annotated[list[Rung], Field(min_length=2)]
+    rungs: Annotated[list[LadderRung], Field(min_length=2)]
     """Two images or more, of at least two truths."""
     source: str | None = None
     """The file of the image that was edited; null for images that were made from a prompt."""
@@ -82,14 +82,14 @@ def _item(folder: Path, number: int, line: str) -> Item:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(document, dict):
         raise ValueError("not an object; give instruction, source and rungs")
-    row = Row(**document)
+    row = LadderRow(**document)
     source = () if row.source is None else (_image(folder, row.source),)
     target = None if row.target is None else _image(folder, row.target)
     task = Task(row.id or str(number), row.instruction, source, target=target, text=row.text, meta=row.meta)
     return item_of([Probe(name, Sample(task, _image(folder, rung.image)), rung.truth) for name, rung in _named(row.rungs)])
 
 
-def _named(rungs: Sequence[Rung]) -> Iterator[tuple[str, Rung]]:
+def _named(rungs: Sequence[LadderRung]) -> Iterator[tuple[str, LadderRung]]:
     """Each rung with its own name, or "truth 0.5", with a number where several have the same truth."""
     seen: dict[str, int] = {}
     for rung in rungs:

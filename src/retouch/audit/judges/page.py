@@ -3,21 +3,20 @@
 import io
 import math
 from collections.abc import Iterable
-from importlib.resources import files
 from pathlib import Path
 
 from PIL import Image
 
-from retouch.audit.judges.findings import Line
+from retouch.audit.judges.findings import AuditLine
 from retouch.audit.judges.ladders import Item
 from retouch.audit.judges.result import JudgeAudit
 from retouch.records.files import write_atomic
 from retouch.report.charts import bars
-from retouch.report.markup import Html, tag
+from retouch.report.markup import Html, join, tag
 from retouch.report.numbers import format_score
+from retouch.report.page import html_page
 from retouch.report.pictures import embedded
 
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 _STYLES = {"pass": "good", "fail": "bad", "warning": "bad"}
 _SIGNS = {"pass": "\u2713 ", "fail": "\u2717 ", "warning": "! "}
 
@@ -30,16 +29,6 @@ def write_page(audit: JudgeAudit, example: Item) -> Path:
 
 
 def _page(audit: JudgeAudit, example: Item) -> Html:
-    style = Html(files("retouch.report").joinpath("style.css").read_text(encoding="utf-8"))
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", f"{audit.judge} \u00b7 Retouch"),
-        tag("style", style),
-    )
     header = tag(
         "header",
         tag("p", "Retouch \u00b7 audit of a judge", class_="kicker"),
@@ -48,20 +37,19 @@ def _page(audit: JudgeAudit, example: Item) -> Html:
         [tag("p", sentence, class_="context") for sentence in audit.summary],
     )
     ladder = bars((f"{rung.name} ({rung.truth:.3g})", rung.mean, _interval(rung.mean, rung.low, rung.high)) for rung in audit.rungs)
-    main = tag(
-        "main",
+    main = [
         _section("Lines", _table(audit.lines), f"{audit.items} items, each rung scored {audit.repeats} times."),
         _section("Ladder", ladder, "Mean scores as shares of the judge's range, with 95 % intervals; the truth in brackets."),
         _section("Images of one item", _images(example), example.rungs[0].sample.task.instruction),
-    )
-    return tag("html", head, tag("body", header, main), lang="en")
+    ]
+    return html_page(audit.judge, header, join(main))
 
 
 def _section(title: str, content: Html, note: str) -> Html:
     return tag("section", tag("h2", title), tag("p", note, class_="quiet"), content)
 
 
-def _table(lines: Iterable[Line]) -> Html:
+def _table(lines: Iterable[AuditLine]) -> Html:
     rows = [
         tag(
             "tr",

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.audit.judges.findings import Line, alarms
+from retouch.audit.judges.findings import AuditLine, alarms
 from retouch.records.files import jsonable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rung:
+class RungMean:
     """The mean score of a rung over the items, as a share of the judge's range, with its 95 % interval."""
 
     name: str
@@ -36,8 +36,8 @@ class JudgeAudit:
     items: int
     left: int
     repeats: int
-    lines: Sequence[Line]
-    rungs: Sequence[Rung]
+    lines: Sequence[AuditLine]
+    rungs: Sequence[RungMean]
     bits: float
     bits_interval: tuple[float, float]
     precision: float
@@ -111,7 +111,7 @@ class JudgeAudit:
         return said
 
 
-def _numbers(line: Line) -> tuple[str, str]:
+def _numbers(line: AuditLine) -> tuple[str, str]:
     """The value and its interval as percentages; dashes where it was not measured."""
     value = "-" if math.isnan(line.measured) else f"{100 * line.measured:.1f} %"
     return value, "-" if math.isnan(line.low) else f"{100 * line.low:.1f} to {100 * line.high:.1f} %"

@@ -1,6 +1,5 @@
 """Chooses a server for each request: the one with the fewest samples in progress, and not one that failed on it before."""
 
-import ipaddress
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ import torch
 from retouch.core.random import generator
 from retouch.rewards.client.overload import CircuitBreaker
 from retouch.rewards.client.transport import RequestFault
+from retouch.rewards.wire.hosts import is_loopback
 
 
 @dataclass(slots=True, eq=False)
@@ -25,11 +25,7 @@ class EndpointState:
     @property
     def local(self) -> bool:
         """Whether it is on this machine, where sending raw pixels is faster than compressing them."""
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(urlsplit(self.url).hostname or "")
 
 
 class EndpointPool:

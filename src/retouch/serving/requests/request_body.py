@@ -1,7 +1,6 @@
 """Reads a request's body and headers. A body never takes more memory than the limit allows."""
 
 import asyncio
-import ipaddress
 import math
 import re
 import secrets
@@ -55,16 +54,6 @@ def read_deadline(request: Request, *, longest: float) -> float:
     if not math.isfinite(seconds) or seconds <= 0:
         raise RequestError("bad_deadline")
     return min(seconds, longest)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server at this address is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def request_id(stated: str | None) -> str:
