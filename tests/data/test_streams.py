@@ -151,6 +151,24 @@ def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
     assert done.returncode == 0
 
 
+def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_path, tar):
+    """Such a thread may abort the process at its exit. Handlers run in reverse order, so this one is after the stream's own."""
+    script = tmp_path / "drops.py"
+    script.write_text(
+        "import atexit, sys, threading, time\n"
+        "atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name == 'stream-items']))\n"
+        "import stream_kills\n"
+        "from retouch.data import stream_loader\n"
+        "load = stream_loader.load_task\n"
+        "stream_loader.load_task = lambda *given, **named: (time.sleep(1.0), load(*given, **named))[1]\n"
+        "stream_kills.main(sys.argv[1], sys.argv[2], 0, 1, 1, 0)\n"
+    )
+    command = [sys.executable, "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
+
+
 def test_the_process_that_reads_ahead_ends_with_a_run_that_is_killed(tmp_path, tar):
     """Also while it writes to a pipe that is full, since it reads far ahead."""
     script = tmp_path / "killed.py"

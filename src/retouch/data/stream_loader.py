@@ -68,19 +68,19 @@ class _NextItems:
     def __init__(self, items: Iterator[Drawn], count: int) -> None:
         self._found: list[Drawn] = []
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._take, args=(items, count), daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._take, args=(items, count), name="stream-items", daemon=True)
+        self.thread.start()
 
     def result(self) -> list[Drawn]:
         """The items, fewer if the last one is an error. Raises what the iterator raised."""
-        self._thread.join()
+        self.thread.join()
         if self._error is not None:
             raise self._error
         return self._found
 
     def stop(self) -> None:
         """Wait for the thread, but not for long."""
-        self._thread.join(_STOP_SECONDS)
+        self.thread.join(_STOP_SECONDS)
 
     def _take(self, items: Iterator[Drawn], count: int) -> None:
         try:
@@ -108,6 +108,7 @@ class TaskStream:
         self._cursors = {0: Cursor()}
         self._items: Iterator[Drawn] | None = None
         self._coming: _NextItems | None = None
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._next: tuple[int, int, tuple[int, ...]] | None = None
         self._last: tuple[tuple[int, int, tuple[int, ...]], StepTasks] | None = None
 
@@ -139,6 +140,7 @@ class TaskStream:
         self._next = (wanted[0] + count, count, wanted[2])
         if self._ahead:
             self._coming = _NextItems(self._items, len(places))  # copied from the other process while the step computes
+            self._threads.add(self._coming.thread)
         self._last = wanted, StepTasks(count, found)
         self._forget(wanted[0])
         self.waited += time.monotonic() - start
@@ -188,18 +190,29 @@ class TaskStream:
         )
         others = set(multiprocessing.active_children())
         items = iter(loader)
-        atexit.register(_end, weakref.ref(self), set(multiprocessing.active_children()) - others)
+        atexit.register(_end, weakref.ref(self), self._threads, set(multiprocessing.active_children()) - others)
         return items
 
 
-def _end(held: weakref.ref[TaskStream], processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
-    """At the interpreter's exit: end the thread, which must not outlive it, and the processes, which outlive one SIGTERM."""
-    stream = held()
-    if stream is not None and stream._coming is not None:
-        stream._coming.stop()
-    for process in processes:  # also without the stream: its thread may still hold them
+def _end(
+    held: weakref.ref[TaskStream],
+    threads: Iterable[threading.Thread],
+    processes: Iterable[multiprocessing.process.BaseProcess],
+) -> None:
+    """At the interpreter's exit: end the processes, which outlive one SIGTERM, and the threads, which outlive the stream.
+
+    A thread that is still in torch's code while the interpreter ends aborts the process ("terminate called without an active
+    exception").
+    """
+    running = list(threads)
+    for thread in running:
+        thread.join(_STOP_SECONDS)
+    for process in processes:
         process.kill()
         process.join()
+    for thread in running:  # those that waited for the process
+        thread.join(_STOP_SECONDS)
+    stream = held()
     if stream is not None:
         stream.close()
 
