@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs engines gpu gpu-wheels
+.PHONY: install quickstart test test-all test-floors trackers lint bench results mutants shape docs engines gpu gpu-wheels
 
 install: $(STAMP)
 
@@ -29,10 +29,31 @@ lint: install
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
 
-test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not engines"
+test-all: lint .venv-all/.installed
+	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile -m "not engines"
+	$(MAKE) trackers
 	$(MAKE) engines
 	$(MAKE) mutants
+
+# With the extras that `make test` does without, so that their tests run: DeepSpeed, Ray Serve, the documentation site.
+.venv-all/.installed: pyproject.toml constraints.txt
+	test -d .venv-all || $(PYTHON) -m venv .venv-all
+	.venv-all/bin/pip install --quiet --upgrade pip
+	.venv-all/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-all/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,ray]' msgpack ninja setuptools
+	.venv-all/bin/pip install --quiet --constraint constraints.txt --no-build-isolation 'deepspeed>=0.18'
+	touch $@
+
+# W&B and Trackio, without a network. Trackio conflicts with the constraints (docs/dependencies.md).
+trackers: .venv-track/.installed
+	.venv-track/bin/pytest tests/records/test_trackers.py
+
+.venv-track/.installed: pyproject.toml
+	test -d .venv-track || $(PYTHON) -m venv .venv-track
+	.venv-track/bin/pip install --quiet --upgrade pip
+	.venv-track/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-track/bin/pip install --quiet --editable '.[dev,track]'
+	touch $@
 
 # Real vLLM servers on this machine's CPU, in an environment of their own: about 3.5 GB.
 engines: install .venv-vllm/.installed
