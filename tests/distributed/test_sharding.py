@@ -3,11 +3,13 @@
 import importlib.util
 import json
 import shutil
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
@@ -17,6 +19,7 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.training import checkpoint
 from tiny_recipes import SMALL
+from vllm_double import Double, serving
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
@@ -110,6 +113,24 @@ def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_sam
         assert states[0][group].keys() == states[1][group].keys()
         for name, tensor in states[0][group].items():
             assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [None, pytest.param("zero2", marks=NO_DEEPSPEED)])
+def test_a_server_gets_all_weights_of_ranks_that_share_their_optimizer(tmp_path: Path, writer: Path, sharding: str | None) -> None:
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(writer).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(writer)
+    double = Double(base, image_processor=processor, image_token=base.config.image_token_id, dev_mode=True)
+    with serving(double) as url:
+        engine = {"kind": "vllm", "url": url, "timeout": 600.0, "max_mismatch": 1e-3, "sleep": True}
+        settings = {"rollout__engine": engine, "policy__train": {"kind": "full"}, "renderer__encoder": "frozen", "steps": 3}
+        folder = train(tmp_path, writer, "served", **settings, **({"sharding": sharding} if sharding else {}))
+    metrics = folder.read_metrics()
+    assert [line["engine/mismatch_max"] < 1e-3 for line in metrics] == [True] * 3
+    assert all(line["policy/grad_norm"] > 0 for line in metrics)
+    assert len(set(double.reloaded)) == 3
+    assert [state for state, _ in groupby(double.states)][:6] == ["awake", "generates", "asleep"] * 2
+    assert not double.asleep
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import vllm_server
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.server import query_sampling, query_server
+from retouch.policies.engines.sleep_mode import frees_memory, is_asleep
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
@@ -91,6 +92,20 @@ def test_weights_of_another_client_are_replaced(server, folder, tmp_path):
     again = policy.rollout(batch())
     assert torch.equal(again.ids, wanted.ids)
     assert off(again) < 1e-4
+
+
+def test_a_server_sleeps_between_rollouts(server, folder, tmp_path):
+    """On a CPU it keeps its memory, and everything else is as on a GPU: while it is asleep, it answers no request to generate."""
+    policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3, sleep=True)
+    for step in range(2):
+        assert off(policy.rollout(batch(step))) < 1e-3
+        with policy.engine._connect() as client:
+            assert is_asleep(client)
+            assert not frees_memory(client)
+        tiny_writers.move(policy.module, key=step)
+    policy.engine.close()
+    with policy.engine._connect() as client:
+        assert not is_asleep(client)
 
 
 def test_what_the_server_says_of_itself(server, folder, tmp_path):

@@ -59,8 +59,18 @@ DEVELOPMENT = (
     Exchange("/update_weight_version", {"new_version": "of-a-test"}),
     Exchange("/weight_info"),
     Exchange("/reset_prefix_cache", {}),
+    Exchange("/sleep?level=1&mode=wait", {}),
+    Exchange("/is_sleeping"),
+    Exchange("/wake_up", {}),
+    Exchange("/is_sleeping"),
+    Exchange("/server_info?config_format=json"),
 )
-NO_DEVELOPMENT = (Exchange("/weight_info", status=404), Exchange("/collective_rpc", {}, 404))
+NO_DEVELOPMENT = (
+    Exchange("/weight_info", status=404),
+    Exchange("/collective_rpc", {}, 404),
+    Exchange("/sleep?level=1&mode=wait", {}, 404),
+    Exchange("/is_sleeping", status=404),
+)
 NO_SCALE_OUT = (Exchange(GENERATE, {}, 403, "--enable-scale-out"),)
 NO_RUNTIME_LORA = (Exchange(LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 404),)
 

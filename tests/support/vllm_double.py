@@ -121,6 +121,10 @@ class Double:
     dev_mode: bool = False
     weight_version: str = "default"
     clears_cache: bool = True
+    sleeps: bool = True
+    """It was started with ``--enable-sleep-mode``; without it, it sleeps and keeps its memory."""
+    asleep: bool = False
+    states: list[str] = field(default_factory=list)
     reloaded: list[str] = field(default_factory=list)
     fault: Callable[[str], str | None] = lambda path: None
     adapters: dict[str, nn.Module] = field(default_factory=dict)
@@ -151,6 +155,19 @@ class Double:
                 return {"success": True, "new_version": self.weight_version}
             case "POST", "/reset_prefix_cache" if self.dev_mode:
                 return {"success": self.clears_cache}
+            case "GET", "/is_sleeping" if self.dev_mode:
+                return {"is_sleeping": self.asleep}
+            case "GET", "/server_info?config_format=json" if self.dev_mode:
+                model = {"enable_sleep_mode": self.sleeps}
+                return {"vllm_config": {"model_config": model}, "vllm_env": {}, "system_env": {}}
+            case "POST", "/sleep?level=1&mode=wait" if self.dev_mode:
+                self.asleep = True
+                self.states.append("asleep")
+                return {"status": "sleeping", "level": 1}
+            case "POST", "/wake_up" if self.dev_mode:
+                self.asleep = False
+                self.states.append("awake")
+                return {"status": "awake", "tags": None}
             case "POST", "/collective_rpc" if self.dev_mode:
                 return self._reload(_read(Rpc, body))
             case "POST", "/inference/v1/generate":
@@ -201,6 +218,8 @@ class Double:
         return {"results": [None]}
 
     def _generate(self, asked: Generate) -> dict[str, Any]:
+        assert not self.asleep, "a server that is asleep does not answer"
+        self.states.append("generates")
         module = self.base if asked.model in (None, "base") else self.adapters.get(asked.model)
         if module is None:
             raise Refusal(404, f"The model `{asked.model}` does not exist. Valid aliases: base.")

@@ -105,7 +105,9 @@ def test_full_weights_write_for_themselves(make: Make) -> None:
 
 def test_where_a_server_is_found_may_differ_and_what_it_may_do_may_not(make: Make) -> None:
     old = parse(make(rollout__engine=VLLM))
-    moved = parse(make(rollout__engine={**VLLM, "url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0}))
+    moved = parse(
+        make(rollout__engine={**VLLM, "url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0, "sleep": True})
+    )
     assert not differences(old, moved)
     assert len(differences(old, parse(make(rollout__engine={**VLLM, "max_mismatch": 0.2})))) == 1
 

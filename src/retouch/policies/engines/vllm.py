@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import operator
 import os
 import shutil
 import weakref
@@ -50,12 +51,15 @@ class VllmEngine(EngineSection):
     """Seconds without any data from the server after which a request is sent again."""
     patience: NonNegative = 600.0
     """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
+    sleep: bool = Field(default=False, exclude_if=operator.not_)
+    """The server frees its GPU memory between rollouts (vLLM's sleep mode), so that it can use the same GPU as the run."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
         """The engine. ValueError if httpx is not installed, or the server cannot generate for this model."""
         self.connect().close()  # a missing httpx is noticed first
         from retouch.policies.engines.adapters import AdapterPublisher
         from retouch.policies.engines.full_weights import FullWeightPublisher
+        from retouch.policies.engines.sleep_mode import SleepMode
         from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
 
         if not isinstance(model, Servable):
@@ -79,8 +83,15 @@ class VllmEngine(EngineSection):
             any_rank=context.any_rank,
         )
         own = folder if self.adapters is None else None
-        release = partial(_close, publisher, self._impatient().connect, own) if context.first else None
-        engine = VllmDecoding(model, connect=self.connect, weights=publisher, any_rank=context.any_rank, release=release)
+        release = partial(_close, publisher, self._impatient().connect, own, wakes=self.sleep) if context.first else None
+        engine = VllmDecoding(
+            model,
+            connect=self.connect,
+            weights=publisher,
+            any_rank=context.any_rank,
+            release=release,
+            sleep_mode=SleepMode(first=context.first, any_rank=context.any_rank) if self.sleep else None,
+        )
         if release is not None:
             if own is not None:
                 _remove(own)
@@ -127,6 +138,11 @@ class VllmEngine(EngineSection):
 
         with client:
             try:
+                if self.sleep:
+                    found = tuple(_diagnose_sleep(client))
+                    yield from found
+                    if any(status != "ok" for status, _, _ in found):
+                        return  # a server that is asleep answers no request to generate
                 server = query_server(client)
                 lacks_plugin = image_grammar and server.takes_ids and not has_plugin(client)
                 reports = query_sampling(client) if server.takes_ids else None
@@ -170,10 +186,35 @@ class VllmEngine(EngineSection):
             yield "FAILED", text, _STARTING
 
 
-def _close(publisher: "WeightPublisher", connect: "Callable[[], Client]", folder: Path | None) -> None:
-    """Unload the run's weights from the server, and remove their folder if it is the run's own."""
+def _diagnose_sleep(client: "Client") -> Iterator[Diagnosis]:
+    from retouch.policies.engines.client import RequestRefused
+    from retouch.policies.engines.sleep_mode import frees_memory, is_asleep
+
+    try:
+        asleep, frees = is_asleep(client), frees_memory(client)
+    except RequestRefused:
+        yield "FAILED", f"the server at {client.url} has no sleep mode: it was started without VLLM_SERVER_DEV_MODE=1", _STARTING
+        return
+    if not frees:
+        text = f"the server at {client.url} keeps its GPU memory when it sleeps: it was started without --enable-sleep-mode"
+        yield "FAILED", text, _STARTING
+    elif asleep:
+        yield "note", f"the server at {client.url} is asleep, perhaps because a run is using it; nothing else was checked", ""
+    else:
+        yield "ok", f"the server at {client.url} frees its GPU memory between rollouts", ""
+
+
+def _close(publisher: "WeightPublisher", connect: "Callable[[], Client]", folder: Path | None, *, wakes: bool) -> None:
+    """Unload the run's weights from the server, and remove their folder if it is the run's own. ``wakes``: it may be asleep."""
+    from retouch.policies.engines.sleep_mode import set_asleep
+
     if publisher.has_loaded:
         with connect() as client:
+            if wakes:
+                try:
+                    set_asleep(client, asleep=False)
+                except EngineFault as fault:
+                    log.warning("the vLLM server at %s may still be asleep: %s", client.url, fault)
             publisher.close(client)
     if folder is not None:
         _remove(folder)

@@ -21,6 +21,7 @@ from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import ImageGrammar, grammar_to_json
 from retouch.policies.engines.publishing import WeightPublisher
 from retouch.policies.engines.server import query_sampling
+from retouch.policies.engines.sleep_mode import SleepMode
 from retouch.policies.engines.wire import (
     GENERATE,
     MAX_BIASED,
@@ -70,9 +71,9 @@ class VllmDecoding:
     """Requests the completions of a batch from a server: one request per task for all its rows (implements ``Engine``).
 
     ``connect``: opens a new connection. ``weights``: loads the policy's into the server. ``any_rank``: whether a flag is true on at
-    least one rank. ``release``: what ``close`` calls. A grammar of images (``ImageGrammar``) is applied by the plug-in in the
-    server. ValueError if the model's grammar is neither that nor a single vocabulary, or excludes more tokens than a request may
-    ban.
+    least one rank. ``release``: what ``close`` calls. ``sleep_mode``: lets the server sleep between the calls. A grammar of images
+    (``ImageGrammar``) is applied by the plug-in in the server. ValueError if the model's grammar is neither that nor a single
+    vocabulary, or excludes more tokens than a request may ban.
     """
 
     exact = False
@@ -85,6 +86,7 @@ class VllmDecoding:
         weights: WeightPublisher,
         any_rank: Callable[[bool], bool] = bool,
         release: Callable[[], None] | None = None,
+        sleep_mode: SleepMode | None = None,
     ) -> None:
         grammar = model.grammar
         vocabularies = grammar.vocabularies
@@ -102,6 +104,7 @@ class VllmDecoding:
         self._weights = weights
         self._any_rank = any_rank
         self._release = release
+        self._sleep_mode = sleep_mode
         self._is_checked = False
 
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation:
@@ -111,6 +114,8 @@ class VllmDecoding:
         fault = generation = None
         try:
             with self._connect() as client:
+                if self._sleep_mode is not None:
+                    self._sleep_mode.wake(client)
                 weights = self._weights.publish(client)
                 if not self._is_checked:
                     self._check_server(client, sampling)
@@ -121,6 +126,9 @@ class VllmDecoding:
             fault = found
         if self._any_rank(fault is not None):
             raise fault or EngineFault("the vLLM server failed another rank; that rank's log says how")
+        if self._sleep_mode is not None:
+            with self._connect() as client:
+                self._sleep_mode.sleep(client)
         assert generation is not None
         return generation
 
