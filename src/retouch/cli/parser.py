@@ -27,6 +27,7 @@ _COMMANDS = {
     "report": "retouch.cli.report:add_report",
     "view": "retouch.cli.view:add_view",
     "ledger": "retouch.cli.ledger:add_ledger",
+    "votes": "retouch.cli.votes:add_votes",
     "bench": "retouch.cli.bench:add_bench",
     "judge": "retouch.cli.judge:add_judge",
     "serve": "retouch.cli.serve:add_serve",

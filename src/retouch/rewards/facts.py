@@ -1,6 +1,7 @@
 """What a reward and the rest of a run tell each other: small records, without the recipe and without torch."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 from urllib.parse import urlsplit
@@ -71,3 +72,16 @@ class LoadedModel:
     path: str
     dtype: str
     device: str | None
+
+
+def whole_group_problems(run: RunFacts, *, column: str, reward: str) -> Iterator[str]:
+    """A line for each place where a run does not give whole groups to a reward that compares the images of a task.
+
+    ``column``: the full name of its column. ``reward``: what messages call it.
+    """
+    if run.trained_columns is not None and column in run.trained_columns and run.eval_column is None:
+        yield f"eval.column: {reward} compares images of one task, of which evaluation has one; name another column"
+    for phase in run.phases:
+        if phase.chunk < phase.rows and phase.chunk % phase.group_size:
+            split = f"{phase.chunk} splits groups of {phase.group_size}"
+            yield f"rollout.chunk: {split}, which {reward} compares whole; use a multiple"

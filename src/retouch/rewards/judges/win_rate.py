@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import ClassVar, Literal
 
-from retouch.rewards.facts import RunFacts
+from retouch.rewards.facts import RunFacts, whole_group_problems
 from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.panel import NAN, Prompt, Verdict
 from retouch.rewards.judges.rubrics import judged_image, quoted, rubric
@@ -59,12 +59,7 @@ class WinRateReward(JudgeReward):
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
         """Evaluation, which makes one image a task, and chunks that split groups."""
         yield from super().problems(path, prefix, run)
-        if run.trained_columns is not None and f"{prefix}win_rate" in run.trained_columns and run.eval_column is None:
-            yield "eval.column: win_rate compares images of one task, of which evaluation has one; name another column"
-        for phase in run.phases:
-            if phase.chunk < phase.rows and phase.chunk % phase.group_size:
-                split = f"{phase.chunk} splits groups of {phase.group_size}"
-                yield f"rollout.chunk: {split}, which win_rate compares whole; use a multiple"
+        yield from whole_group_problems(run, column=f"{prefix}win_rate", reward="win_rate")
 
 
 def _first_is_better(forth: Verdict, back: Verdict) -> float:

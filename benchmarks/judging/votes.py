@@ -1,0 +1,124 @@
+"""A run that is trained only by simulated votes, next to as many exact rewards, and DPO on the same votes without rollouts.
+
+    python benchmarks/judging/votes.py votes --seed 0
+    python benchmarks/judging/votes.py exact --seed 0
+    python benchmarks/judging/votes.py dpo --seed 0        # after `votes`, from its votes
+    python benchmarks/judging/votes.py table
+
+The task is the quickstart's: the playground's editor learns instructions with several edits. A simulated voter (`retouch votes
+simulate`, another process) prefers the higher exact score with P(left) = sigmoid(difference / 0.5), and ties below 0.1. A result is
+kept in `votes.json` next to this file.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.session.session import run
+from retouch.votes.export import export
+from retouch.votes.log import VoteLog
+
+KEPT = Path(__file__).with_name("votes.json")
+NOISE, TIE = 0.5, 0.1
+VOTES = 2000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("way", choices=("votes", "exact", "dpo", "table"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/votes"))
+    parser.add_argument("--learning-rate", type=float, default=None)
+    given = parser.parse_args()
+    if given.way == "table":
+        print(table())
+        return
+    base = load("quickstart", [f"seed={given.seed}", "device=cpu", "eval.best_of_k=0", "samples.every=0"])
+    name = f"{given.way}-{given.seed}"
+    document = {**base.document(), "name": name, "out": str(given.out), "trackers": []}
+    make = {"votes": _with_votes, "exact": _with_scores, "dpo": _with_pairs}[given.way]
+    recipe = make(document, given)
+    if given.learning_rate is not None:
+        recipe = parse({**recipe.document(), "learning_rate": given.learning_rate})
+    voter = _start_voter(recipe) if given.way == "votes" else None
+    try:
+        run(recipe, fresh=True)
+    finally:
+        if voter is not None:
+            voter.terminate()
+            voter.wait()
+    _keep(name, recipe)
+
+
+def _with_votes(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
+    """One vote on each pair of samples: 40 steps of 50 tasks with two samples each."""
+    votes = {"kind": "votes", "queue": str(given.out / document["name"] / "queue")}
+    reward = {
+        "kind": "several",
+        "rewards": {"votes": votes, "judge": {"kind": "playground"}},
+        "combine": {"votes/preference": 1.0},
+        "max_missing": 1.0,
+    }
+    sizes = {"steps": 40, "tasks_per_step": VOTES // 40, "group_size": 2}
+    column = {**document["eval"], "column": "judge/overall"}
+    return parse({**document, **sizes, "reward": reward, "eval": column})
+
+
+def _with_scores(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
+    """As many exact rewards as there are votes: 40 steps of 10 tasks with five samples each."""
+    return parse({**document, "steps": 40, "tasks_per_step": VOTES // 200, "group_size": 5})
+
+
+def _with_pairs(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
+    """DPO on the pairs of the run `votes` of this seed, which it does not sample again: two passes of 32 pairs a step."""
+    folder = given.out / f"pairs-{given.seed}"
+    if not folder.exists():
+        print(export([VoteLog(given.out / f"votes-{given.seed}" / "queue")], folder))
+    data = {"kind": "folder", "path": str(folder), "held_out": 0}
+    objective = {"kind": "dpo", "pairs": "data", "shift": 3.0, "beta": 2000.0}
+    phase = {"name": "pairs", "steps": 120, "data": data, "objective": objective, "group_size": 2, "tasks_per_step": 32}
+    # The skipped phase has the tasks that are held out.
+    return parse({**document, "steps": None, "phases": [{"name": "edits", "steps": 0}, phase]})
+
+
+def _start_voter(recipe: Recipe) -> "subprocess.Popen[bytes]":
+    words = ["votes", str(recipe.folder / "queue"), "simulate", "playground", "--column", "overall"]
+    noise = ["--noise", str(NOISE), "--tie", str(TIE), "--seed", str(recipe.seed), "--limit", str(VOTES)]
+    return subprocess.Popen([sys.executable, "-m", "retouch", *words, *noise])
+
+
+def _keep(name: str, recipe: Recipe) -> None:
+    summary = json.loads((recipe.folder / "summary.json").read_text())
+    evals = [json.loads(line) for line in (recipe.folder / "evals.jsonl").read_text().splitlines()]
+    log = VoteLog(recipe.folder / "queue").read()
+    kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    kept[name] = {
+        "summary": {key: summary[key] for key in ("before", "after", "ceiling", "gap_closed", "seconds") if key in summary},
+        "votes": len(log.votes),
+        "ties": sum(not vote.is_decided for vote in log.votes),
+        "learning_rate": recipe.learning_rate,
+        "evals": [
+            {"step": line["step"], "split": line["split"], "table": line["table"]} for line in evals if line["split"] == "heldout"
+        ],
+    }
+    KEPT.write_text(json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+    print(name, kept[name]["summary"])
+
+
+def table() -> str:
+    """The kept results as a table in Markdown."""
+    lines = ["| training | seed | votes | before | after | share of gap |", "| --- | --- | --- | --- | --- | --- |"]
+    for name, result in json.loads(KEPT.read_text()).items():
+        way, _, seed = name.rpartition("-")
+        found = result["summary"]
+        share = "" if found.get("gap_closed") is None else f"{found['gap_closed']:.2f}"
+        lines.append(f"| {way} | {seed} | {result['votes'] or ''} | {found['before']:.2f} | {found['after']:.2f} | {share} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

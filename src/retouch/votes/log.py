@@ -1,0 +1,272 @@
+"""Votes on disk: a file of JSON lines that is only ever appended to.
+
+A vote is one line. Taking a vote back is another line, which names the vote that no longer counts. Several processes may append to
+one file. A line that a crash has cut off, or that another program has damaged, is skipped and counted.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import secrets
+import threading
+import time
+import unicodedata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from retouch.records import files
+
+FILE = "votes.jsonl"
+LONGEST_NAME = 64
+Choice: TypeAlias = Literal["left", "right", "tie", "both_bad"]
+CHOICES: tuple[str, ...] = get_args(Choice)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two images of a vote.
+
+    ``arm``: what made it, such as a run and a step; empty if that is not compared. ``image``: the SHA-256 of its pixels
+    (``image_hash``). ``file``: its path relative to the folder of the votes. ``scores``: what judges gave it, by column.
+    """
+
+    arm: str
+    image: str
+    file: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The side as JSON."""
+        return {"arm": self.arm, "image": self.image, "file": self.file, "scores": dict(self.scores)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a voter answered for a pair of images of one task.
+
+    ``voter``: the name that the voter gave. ``at``: seconds since 1970. ``source``, ``mask``: files of the task's images, relative
+    to the folder of the votes; None if there is none. ``repeat``: the voter had answered this pair before, and was not told.
+    """
+
+    id: str
+    at: float
+    voter: str
+    task: str
+    instruction: str
+    left: Side
+    right: Side
+    choice: Choice
+    source: str | None = None
+    mask: str | None = None
+    text: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    repeat: bool = False
+
+    @property
+    def pair(self) -> str:
+        """Identifies the task and the two images, whichever is on the left."""
+        return pair_id(self.task, self.left.image, self.right.image)
+
+    @property
+    def left_points(self) -> float:
+        """1 if the left image was preferred, 0 if the right one was, 0.5 for a tie and if both are bad."""
+        return {"left": 1.0, "right": 0.0}.get(self.choice, 0.5)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether one image was preferred."""
+        return self.choice in ("left", "right")
+
+    def to_json(self) -> dict[str, Any]:
+        """The vote's line."""
+        known = {"source": self.source, "mask": self.mask, "text": self.text}
+        return {
+            "id": self.id,
+            "at": self.at,
+            "voter": self.voter,
+            "pair": self.pair,
+            "task": self.task,
+            "instruction": self.instruction,
+            **{key: value for key, value in known.items() if value is not None},
+            "tags": dict(self.tags),
+            "left": self.left.to_json(),
+            "right": self.right.to_json(),
+            "choice": self.choice,
+            "repeat": self.repeat,
+        }
+
+
+def new_id() -> str:
+    """A random identifier of a vote."""
+    return secrets.token_hex(8)
+
+
+def pair_id(task: str, first: str, second: str) -> str:
+    """16 hexadecimal digits for a task and two images, in either order."""
+    return hashlib.sha256(json.dumps([task, *sorted((first, second))]).encode()).hexdigest()[:16]
+
+
+def voter_name(given: str) -> str:
+    """The name without control characters and repeated spaces. Raises ValueError if it is empty or longer than 64 characters."""
+    visible = "".join(" " if char.isspace() else char for char in given if unicodedata.category(char)[0] != "C" or char.isspace())
+    name = " ".join(visible.split())
+    if not name or len(name) > LONGEST_NAME:
+        raise ValueError(f"give a name of 1 to {LONGEST_NAME} characters")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """The ``votes`` that count, in the order of their lines, and the same ``by_pair``. ``undone``: votes that were taken back.
+    ``damaged``: lines that are no vote."""
+
+    votes: tuple[Vote, ...] = ()
+    by_pair: Mapping[str, tuple[Vote, ...]] = field(default_factory=dict)
+    undone: int = 0
+    damaged: int = 0
+
+
+class VoteLog:
+    """The votes in ``folder/votes.jsonl``. ``read`` parses only what was appended since the last call. Several threads may use it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / FILE
+        self._lock = threading.Lock()
+        self._begin(None)
+
+    def _begin(self, inode: int | None) -> None:
+        self._inode, self._offset = inode, 0
+        self._found: dict[str, Vote] = {}
+        self._pairs: dict[str, tuple[Vote, ...]] = {}
+        self._undone = self._damaged = 0
+        self._last = Votes()
+
+    def add(self, vote: Vote) -> None:
+        """Append a vote; it is on the disk when this returns."""
+        self._append(vote.to_json())
+
+    def undo(self, vote: str, *, voter: str) -> None:
+        """Take back the vote with this id. It counts only if the same voter gave it."""
+        self._append({"id": new_id(), "at": time.time(), "voter": voter, "undo": vote})
+
+    def read(self) -> Votes:
+        """All votes that count; none if the file does not exist."""
+        with self._lock:
+            try:
+                with self.path.open("rb") as file:
+                    stat = os.fstat(file.fileno())
+                    if stat.st_ino != self._inode or stat.st_size < self._offset:
+                        self._begin(stat.st_ino)
+                    if stat.st_size == self._offset:
+                        return self._last
+                    file.seek(self._offset)
+                    complete, newline, _ = file.read().rpartition(b"\n")
+            except FileNotFoundError:
+                self._begin(None)
+                return self._last
+            self._offset += len(complete) + len(newline)
+            for line in complete.split(b"\n") if newline else ():
+                self._take(line)
+            self._last = Votes(tuple(self._found.values()), dict(self._pairs), self._undone, self._damaged)
+            return self._last
+
+    def _take(self, line: bytes) -> None:
+        row = _row(line)
+        if row is not None and isinstance(row.get("undo"), str):
+            undone = self._found.get(row["undo"])
+            if undone is not None and undone.voter == row.get("voter"):
+                del self._found[undone.id]
+                self._pairs[undone.pair] = tuple(vote for vote in self._pairs[undone.pair] if vote.id != undone.id)
+                self._undone += 1
+            return
+        vote = None if row is None else _vote(row)
+        if vote is None or vote.id in self._found:
+            self._damaged += 1
+            return
+        self._found[vote.id] = vote
+        self._pairs[vote.pair] = (*self._pairs.get(vote.pair, ()), vote)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self.path) as handle:
+            _end_last_line(handle)
+            files.append_line(self.path, row)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open and locked against other writers."""
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _end_last_line(handle: int) -> None:
+    """Add the newline that a crash may have cut off, so that the next line is a line of its own."""
+    size = os.fstat(handle).st_size
+    if size and os.pread(handle, 1, size - 1) != b"\n":
+        os.write(handle, b"\n")
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _vote(row: Mapping[str, Any]) -> Vote | None:
+    """The vote of a line; None if it lacks something or has another type."""
+    left, right = _side(row.get("left")), _side(row.get("right"))
+    texts = [row.get(name) for name in ("id", "voter", "task", "instruction")]
+    optional = [row.get(name) for name in ("source", "mask", "text")]
+    tags, at, choice = row.get("tags"), row.get("at"), row.get("choice")
+    if (
+        left is None
+        or right is None
+        or not all(isinstance(text, str) for text in texts)
+        or not all(value is None or isinstance(value, str) for value in optional)
+        or not isinstance(tags, dict)
+        or not all(isinstance(value, str) for value in tags.values())
+        or not isinstance(at, int | float)
+        or choice not in CHOICES
+    ):
+        return None
+    return Vote(
+        **dict(zip(("id", "voter", "task", "instruction"), texts, strict=True)),
+        **dict(zip(("source", "mask", "text"), optional, strict=True)),
+        at=float(at),
+        tags=tags,
+        left=left,
+        right=right,
+        choice=choice,
+        repeat=row.get("repeat") is True,
+    )
+
+
+def _side(given: object) -> Side | None:
+    if not isinstance(given, dict) or not all(isinstance(given.get(name), str) for name in ("arm", "image", "file")):
+        return None
+    scores = given.get("scores")
+    if not isinstance(scores, dict):
+        return None
+    known = {name: float(value) for name, value in scores.items() if type(value) in (int, float) and math.isfinite(value)}
+    return Side(arm=given["arm"], image=given["image"], file=given["file"], scores=known)
+
+
+def logs_of(folder: Path) -> list[VoteLog]:
+    """The files of votes of a run's folder: its own, and that of its queue. Raises ValueError if there is none."""
+    found = [VoteLog(place) for place in (folder, folder / "queue") if (place / FILE).is_file()]
+    if not found:
+        raise ValueError(f"{folder} has no {FILE}; collect votes with: retouch view {folder} --vote")
+    return found

@@ -1,0 +1,179 @@
+"""Shares with intervals from votes: win rates of arms, agreement of judges with people, and consistency of voters.
+
+Votes on one task are not independent, so every interval is clustered by task.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
+
+from retouch.benchmarks.statistics import t_quantile
+from retouch.votes.log import Vote
+
+FEWEST_REPEATS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ShareInterval:
+    """A share, 0 to 1, with its 95 % interval. ``count``: values. ``clusters``: tasks. NaN if there is no value."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+    clusters: int
+
+
+def share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
+    """The mean of values between 0 and 1, with an interval that is clustered by ``clusters``.
+
+    Wilson's interval (1927) with the effective sample size p (1 - p) / v, where v is the cluster-robust variance of the mean with
+    the factor G / (G - 1), and a quantile of Student's t with G - 1 degrees of freedom (Korn and Graubard 1998, Survey Methodology
+    24, use the same effective size). It stays inside 0 to 1. If all values are 0 or all are 1, the effective size is the number of
+    clusters. With one cluster nothing is known of the variance, and the interval is 0 to 1.
+    """
+    count = len(values)
+    if not count:
+        return ShareInterval(math.nan, math.nan, math.nan, 0, 0)
+    mean = math.fsum(values) / count
+    sums: dict[str, float] = defaultdict(float)
+    for value, cluster in zip(values, clusters, strict=True):
+        sums[cluster] += value - mean
+    groups = len(sums)
+    if groups < 2:
+        return ShareInterval(mean, 0.0, 1.0, count, groups)
+    variance = groups / (groups - 1) * math.fsum(part * part for part in sums.values()) / count**2
+    binomial = mean * (1 - mean)
+    size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else float(groups)
+    t = t_quantile(0.975, groups - 1)
+    centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
+    half = t / (1 + t * t / size) * math.sqrt(binomial / size + (t / (2 * size)) ** 2)
+    return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), count, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class WinRate:
+    """How often images of ``arm`` were preferred to those of ``other``; ties, and pairs in which both are bad, count one half."""
+
+    arm: str
+    other: str
+    share: ShareInterval
+    ties: int
+
+
+def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
+    """The win rate of each two arms that were compared. ``arm`` is the later one in the order of the names."""
+    points: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
+    for vote in votes:
+        if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm:
+            first, second = sorted((vote.left.arm, vote.right.arm))
+            won = vote.left_points if vote.left.arm == second else 1 - vote.left_points
+            points[first, second].append((won, vote.task, vote.is_decided))
+    return [
+        WinRate(second, first, share([won for won, _, _ in rows], [task for _, task, _ in rows]), sum(not row[2] for row in rows))
+        for (first, second), rows in sorted(points.items())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeAgreement:
+    """How often a judge's column prefers the image that people preferred. Equal scores count one half (``ties``). ``category``:
+    "all", or a tag of the tasks, ``tag=value``."""
+
+    column: str
+    category: str
+    share: ShareInterval
+    ties: int
+
+
+def judge_agreement(votes: Iterable[Vote]) -> list[JudgeAgreement]:
+    """The agreement of every column with the decided votes, over all and by category. Lower scores are not known to be better here:
+    a share below one half means a column of which people prefer less."""
+    rows: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
+    for vote in votes:
+        if not vote.is_decided:
+            continue
+        better, worse = (vote.left, vote.right) if vote.choice == "left" else (vote.right, vote.left)
+        for column in better.scores.keys() & worse.scores.keys():
+            difference = better.scores[column] - worse.scores[column]
+            right = 1.0 if difference > 0 else 0.0 if difference < 0 else 0.5
+            for category in ("all", *(f"{tag}={value}" for tag, value in sorted(vote.tags.items()))):
+                rows[column, category].append((right, vote.task))
+    order = sorted(rows, key=lambda key: (key[0], key[1] != "all", key[1]))
+    return [
+        JudgeAgreement(
+            *key,
+            share([right for right, _ in rows[key]], [task for _, task in rows[key]]),
+            sum(right == 0.5 for right, _ in rows[key]),
+        )
+        for key in order
+    ]
+
+
+Status = Literal["consistent", "inconsistent", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Voter:
+    """A voter's answers. ``left``: the share of the left image among decided votes. ``consistency``: the share of hidden repeats
+    that were answered as before. ``by_chance``: the same share if the voter guessed with the same share of ties.
+
+    ``status``: inconsistent if at least 10 repeats do not tell the answers from guesses; unknown with fewer repeats.
+    """
+
+    name: str
+    votes: int
+    ties: int
+    left: ShareInterval
+    consistency: ShareInterval
+    by_chance: float
+    status: Status
+
+
+def voters(votes: Sequence[Vote]) -> list[Voter]:
+    """Every voter, in the order of the names."""
+    by_name: dict[str, list[Vote]] = defaultdict(list)
+    for vote in votes:
+        by_name[vote.voter].append(vote)
+    return [_voter(name, given) for name, given in sorted(by_name.items())]
+
+
+def _voter(name: str, votes: Sequence[Vote]) -> Voter:
+    decided = [vote for vote in votes if vote.is_decided]
+    before: dict[str, str] = {}
+    same: list[tuple[float, str]] = []
+    for vote in votes:
+        answer = _preferred(vote)
+        if vote.repeat and vote.pair in before:
+            same.append((float(before[vote.pair] == answer), vote.task))
+        before[vote.pair] = answer
+    consistency = share([value for value, _ in same], [task for _, task in same])
+    ties = 1 - len(decided) / len(votes)
+    by_chance = (1 - ties) ** 2 / 2 + ties**2
+    status: Status = "unknown"
+    if consistency.count >= FEWEST_REPEATS:
+        status = "consistent" if consistency.low > by_chance else "inconsistent"
+    left = share([float(vote.choice == "left") for vote in decided], [vote.task for vote in decided])
+    return Voter(name, len(votes), len(votes) - len(decided), left, consistency, by_chance, status)
+
+
+def _preferred(vote: Vote) -> str:
+    """The hash of the preferred image; empty for a tie."""
+    return {"left": vote.left.image, "right": vote.right.image}.get(vote.choice, "")
+
+
+def voter_agreement(votes: Iterable[Vote]) -> ShareInterval:
+    """How often two voters who both decided on the same pair preferred the same image."""
+    by_pair: dict[str, dict[str, Vote]] = defaultdict(dict)
+    for vote in votes:
+        if vote.is_decided:
+            by_pair[vote.pair].setdefault(vote.voter, vote)
+    rows = [
+        (float(_preferred(one) == _preferred(other)), one.task)
+        for given in by_pair.values()
+        for one, other in combinations(given.values(), 2)
+    ]
+    return share([value for value, _ in rows], [task for _, task in rows])

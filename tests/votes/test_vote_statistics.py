@@ -1,0 +1,262 @@
+"""Statistics of votes: golden values that were computed by hand, and simulated voters whose truth is known."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from retouch.votes.bradley_terry import preferences, strengths, table
+from retouch.votes.calibration import Calibration, calibrate, isotonic
+from retouch.votes.log import Vote
+from retouch.votes.shares import judge_agreement, share, voter_agreement, voters, win_rates
+from retouch.votes.simulated import Preference
+from retouch.votes.summary import as_text, summarise
+
+
+def test_the_interval_of_independent_values_by_hand() -> None:
+    """p = 0.7 of 10: v = 10/9 x 2.1 / 100, so the effective size is 9; t(9) = 2.26216."""
+    found = share([1.0] * 7 + [0.0] * 3, list("abcdefghij"))
+    assert (found.value, found.count, found.clusters) == (pytest.approx(0.7), 10, 10)
+    assert (found.low, found.high) == (pytest.approx(0.34223, abs=2e-4), pytest.approx(0.91277, abs=2e-4))
+
+
+def test_the_interval_of_clusters_that_agree_within_themselves_by_hand() -> None:
+    """Two tasks with opposite votes: v = 2 x (1 + 1) / 16 = p (1 - p), so the effective size is 1; half = t / (2 sqrt(1 + t^2))."""
+    found = share([1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b"])
+    t = 12.7062
+    assert found.low == pytest.approx(0.5 - t / (2 * math.sqrt(1 + t * t)), abs=1e-5)
+    assert found.high == pytest.approx(1 - found.low)
+
+
+def test_intervals_without_variance_or_without_clusters() -> None:
+    won = share([1.0] * 8, list("abcdabcd"))
+    assert (won.value, won.high) == (1.0, 1.0)
+    assert won.low == pytest.approx(1 / (1 + 3.18245**2 / 4), abs=1e-3)  # Wilson's for 4 of 4, t(3)
+    one = share([1.0, 0.0], ["a", "a"])
+    assert (one.value, one.low, one.high) == (0.5, 0.0, 1.0)
+    assert math.isnan(share([], []).value)
+
+
+def test_win_rates_count_ties_as_one_half(vote) -> None:
+    votes = [
+        vote("left", task="1", left="new", right="base"),
+        vote("right", task="2", left="base", right="new"),
+        vote("right", task="3", left="new", right="base"),
+        vote("tie", task="4", left="new", right="base"),
+        vote("both_bad", task="5", left="base", right="new"),
+        vote("left", task="6", left="x", right="y", arms=("", "")),
+    ]
+    (found,) = win_rates(votes)
+    assert (found.arm, found.other, found.ties) == ("new", "base", 2)
+    assert (found.share.value, found.share.count, found.share.clusters) == (pytest.approx(3 / 5), 5, 5)
+
+
+def test_agreement_of_judges_by_hand(vote) -> None:
+    votes = [
+        vote("left", task="1", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 1.0}), tags={"kind": "add"}),
+        vote("right", task="2", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 3.0}), tags={"kind": "move"}),
+        vote("right", task="3", scores=({"a": 0.0}, {"a": 1.0}), tags={"kind": "add"}),
+        vote("tie", task="4", scores=({"a": 0.0}, {"a": 1.0})),
+    ]
+    found = {(row.column, row.category): (row.share.value, row.share.count, row.ties) for row in judge_agreement(votes)}
+    assert found == {
+        ("a", "all"): (pytest.approx(2 / 3), 3, 0),
+        ("a", "kind=add"): (1.0, 2, 0),
+        ("a", "kind=move"): (0.0, 1, 0),
+        ("b", "all"): (0.75, 2, 1),
+        ("b", "kind=add"): (0.5, 1, 1),
+        ("b", "kind=move"): (1.0, 1, 0),
+    }
+
+
+def test_strengths_by_hand() -> None:
+    """Two wins to one: s_a - s_b = log 2. A circle of wins: all equal. One vote with a prior: 1 - sigmoid(2 x) = prior x."""
+    assert strengths([(0, 1, 1.0), (0, 1, 1.0), (1, 0, 1.0)], count=2, prior=1e-9).tolist() == pytest.approx(
+        [math.log(2) / 2, -math.log(2) / 2]
+    )
+    assert strengths([(0, 1, 1.0), (1, 2, 1.0), (2, 0, 1.0)], count=3, prior=0.1).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
+    x = strengths([(0, 1, 1.0)], count=2, prior=0.5)[0]
+    assert 1 - 1 / (1 + math.exp(-2 * x)) == pytest.approx(0.5 * x)
+    assert strengths([(0, 1, 0.5)] * 9, count=2, prior=0.5).tolist() == pytest.approx([0, 0])
+
+
+def test_preferences_of_a_group() -> None:
+    found = preferences([(0, 1, 1.0), (1, 2, 1.0)], count=4, prior=0.5)
+    assert found[0] > found[1] > found[2]
+    assert found[1] == pytest.approx(0.5)
+    assert math.isnan(found[3])
+    x = strengths([(0, 1, 1.0)], count=2, prior=0.5)[0]
+    assert preferences([(0, 1, 1.0)], count=2, prior=0.5)[0] == pytest.approx(1 / (1 + math.exp(-2 * x)))
+
+
+def test_a_table_of_arms(vote) -> None:
+    votes = [vote("left", task=str(k), left="b", right="a") for k in range(20)]
+    votes += [vote("left" if k < 15 else "right", task=str(k), left="c", right="b") for k in range(20)]
+    found = table(votes)
+    assert [(row.arm, row.votes) for row in found] == [("c", 20), ("b", 40), ("a", 20)]
+    assert sum(row.strength for row in found) == pytest.approx(0, abs=1e-9)
+    assert found[0].strength - found[1].strength == pytest.approx(math.log(3), abs=0.1)
+    assert all(row.low < row.strength < row.high for row in found)
+    assert found[2].high - found[2].low > 2  # it lost every vote, so little is known of by how much
+    assert table(votes[:0]) == []
+
+
+def test_isotonic_regression_by_hand() -> None:
+    assert isotonic([1, 2, 3, 4, 5], [0, 1, 0, 0.5, 1], [1] * 5) == ([1, 2, 3, 4, 5], [0, 0.5, 0.5, 0.5, 1])
+    assert isotonic([3, 1, 2, 2], [0, 3, 1, 2], [1, 1, 1, 1]) == ([1, 2, 3], [1.5, 1.5, 1.5])
+    assert isotonic([1, 2, 3], [1, 0, 5], [3, 1, 0]) == ([1, 2], [0.75, 0.75])
+
+
+def scored_votes(vote: Callable[..., Vote], count: int, *, seed: int) -> list[Vote]:
+    """Votes whose left image wins with the probability of its score, against images of other scores."""
+    random = np.random.default_rng(seed)
+    preference = Preference(noise=0.5)
+    made = []
+    for number in range(count):
+        left, right = random.uniform(0, 2, size=2)
+        choice = preference.choose(left, right, uniform=random.uniform())
+        made.append(vote(choice, task=str(number // 2), scores=({"score": left}, {"score": right}), left=f"l{number}"))
+    return made
+
+
+def test_a_calibration_is_monotone_and_its_uncertainty_shrinks(vote, tmp_path: Path) -> None:
+    few, many = (calibrate(scored_votes(vote, count, seed=1), "score", resamples=100) for count in (60, 1000))
+    grid = np.linspace(0.2, 1.8, 9)
+    for made in (few, many):
+        assert list(made.probability) == sorted(made.probability)
+        assert all(low <= high for low, high in zip(made.low, made.high, strict=True))
+    truth = [np.mean([1 / (1 + math.exp(-(score - other) / 0.5)) for other in np.linspace(0, 2, 201)]) for score in grid]
+    assert np.abs([many.at(score)[0] - p for score, p in zip(grid, truth, strict=True)]).max() < 0.12
+    assert np.mean([many.at(score)[1] for score in grid]) < 0.5 * np.mean([few.at(score)[1] for score in grid])
+    assert many.at(-5)[0] == many.probability[0]
+    assert many.at(9)[0] == many.probability[-1]
+    assert math.isnan(many.at(math.nan)[0])
+    many.save(tmp_path / "map.json")
+    assert Calibration.load(tmp_path / "map.json") == many
+
+
+def test_a_calibration_needs_votes_on_several_tasks(vote) -> None:
+    with pytest.raises(ValueError, match="5 tasks have votes"):
+        calibrate(scored_votes(vote, 10, seed=0), "score")
+    with pytest.raises(ValueError, match="0 tasks have votes"):
+        calibrate(scored_votes(vote, 100, seed=0), "other")
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"column": "a", "votes": 1, "tasks": 1, "scores": [1, 0]}', "nan", "null"])
+def test_a_damaged_calibration_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "map.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="calibration|map|JSON"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(("tasks", "votes", "mean"), [(40, 3, 0.6), (15, 4, 0.5), (60, 2, 0.8)])
+def test_intervals_of_win_rates_cover(tasks: int, votes: int, mean: float) -> None:
+    """Tasks differ in how often the arm wins, so votes on one task are correlated. One answer in five is a tie."""
+    random = np.random.default_rng(7)
+    clusters = [str(task) for task in range(tasks) for _ in range(votes)]
+    covered = 0
+    for _ in range(2000):
+        rates = random.beta(4 * mean, 4 * (1 - mean), size=tasks).repeat(votes)
+        won = (random.uniform(size=tasks * votes) < rates).astype(float)
+        won[random.uniform(size=tasks * votes) < 0.2] = 0.5
+        found = share(won.tolist(), clusters)
+        covered += found.low <= 0.8 * mean + 0.1 <= found.high
+    assert 0.93 <= covered / 2000 <= 0.97
+
+
+def test_intervals_of_strengths_cover(vote) -> None:
+    """Half of the votes repeat another vote on the same task, which the clusters account for."""
+    random = np.random.default_rng(3)
+    truth = {"a": -0.6, "b": 0.0, "c": 0.6}
+    pairs = [("a", "b"), ("b", "c"), ("a", "c")]
+    covered = []
+    for _ in range(400):
+        votes = []
+        for task in range(45):
+            left, right = pairs[task % 3]
+            choice = Preference(noise=1.0).choose(truth[left], truth[right], uniform=random.uniform())
+            again = choice if task % 2 else Preference(noise=1.0).choose(truth[left], truth[right], uniform=random.uniform())
+            votes += [vote(each, task=str(task), left=left, right=right) for each in (choice, again)]
+        covered += [row.low <= truth[row.arm] <= row.high for row in table(votes)]
+    assert 0.93 <= np.mean(covered) <= 0.97
+
+
+def answers(vote: Callable[..., Vote], answer: Callable[[float, float], str], *, voter: str, seed: int) -> list[Vote]:
+    """The votes of one voter on 150 pairs, of which 30 come again with their sides exchanged."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(150):
+        left, right = random.normal(size=2)
+        made.append(vote(answer(left, right), task=str(number), voter=voter))
+        if number % 5 == 0:
+            made.append(vote(answer(right, left), task=str(number), voter=voter, left="b", right="a", repeat=True))
+    return made
+
+
+def test_inconsistent_voters_are_found(vote) -> None:
+    """Voters who guess, or always take one side, are found; noisy ones are not accused."""
+    found: dict[str, list[str]] = {}
+    for seed in range(40):
+        random = np.random.default_rng(1000 + seed)
+        kinds = {
+            "careful": lambda left, right, random=random: Preference(noise=0.3).choose(left, right, uniform=random.uniform()),
+            "guesses": lambda left, right, random=random: random.choice(["left", "right"]),
+            "guesses with ties": lambda left, right, random=random: random.choice(["left", "right", "tie"]),
+            "always left": lambda left, right: "left",
+        }
+        votes = [each for name, answer in kinds.items() for each in answers(vote, answer, voter=name, seed=seed)]
+        for row in voters(votes):
+            found.setdefault(row.name, []).append(row.status)
+    assert found["careful"].count("consistent") >= 38
+    for name in ("guesses", "guesses with ties", "always left"):
+        assert found[name].count("inconsistent") >= 37
+
+
+def test_a_voters_row_by_hand(vote) -> None:
+    votes = [
+        vote("left", task="1"),
+        vote("right", task="1", left="b", right="a", repeat=True),  # the same image
+        vote("tie", task="2"),
+        vote("left", task="2", left="b", right="a", repeat=True),
+        vote("right", task="3", repeat=True),  # its first vote was taken back
+    ]
+    (row,) = voters(votes)
+    assert (row.votes, row.ties, row.status) == (5, 1, "unknown")
+    assert (row.consistency.value, row.consistency.count) == (0.5, 2)
+    assert row.left.value == pytest.approx(0.5)
+    assert row.by_chance == pytest.approx(0.8**2 / 2 + 0.2**2)
+
+
+def test_agreement_of_voters_by_hand(vote) -> None:
+    votes = [
+        vote("left", task="1", voter="ann"),
+        vote("right", task="1", voter="bob", left="b", right="a"),
+        vote("left", task="2", voter="ann"),
+        vote("right", task="2", voter="bob"),
+        vote("tie", task="3", voter="bob"),
+        vote("left", task="3", voter="ann"),
+    ]
+    found = voter_agreement(votes)
+    assert (found.value, found.count) == (0.5, 2)
+
+
+def test_a_summary_has_all_tables(vote, tmp_path: Path) -> None:
+    from retouch.votes.log import VoteLog
+
+    log = VoteLog(tmp_path)
+    for number in range(12):
+        log.add(vote("left", task=str(number), left="new", right="base", scores=({"judge": 2.0}, {"judge": 1.0})))
+    found = summarise([log])
+    assert (found["votes"], found["pairs"], found["choices"]["left"]) == (12, 12, 12)
+    text = as_text(found)
+    for words in (
+        "12 votes on 12 pairs of 12 tasks",
+        "new  against  base  1.000",
+        "judge  all  1.000",
+        "ann  12 votes",
+        "Bradley-Terry",
+    ):
+        assert words in text
