@@ -31,7 +31,7 @@ ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "qua
 def least(kind: type) -> dict[str, Any]:
     """The section with what it must have."""
     given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
-    given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16}
+    given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16, "queue": "votes"}
     keys = {field.alias or name: field for name, field in kind.model_fields.items()}
     tag, (name, *_) = kinds_of(kind)
     return {tag: name} | {key: given[key] for key, field in keys.items() if field.is_required() and key != tag}

@@ -148,7 +148,7 @@ def test_a_calibration_needs_votes_on_several_tasks(vote) -> None:
 def test_a_damaged_calibration_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "map.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="calibration|map|JSON"):
+    with pytest.raises(ValueError, match=r"calibration|map|JSON"):
         Calibration.load(path)
 
 

@@ -163,13 +163,13 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
 
 def test_the_recipe_is_checked() -> None:
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
-    with pytest.raises(ValueError, match="eval.column: votes compares images of one task"):
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares images of one task"):
         load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
     several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
     several["combine"] = {"votes/preference": 1}
     recipe = load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
     assert recipe.reward.known_columns()["votes/preference"].high == 1
-    with pytest.raises(ValueError, match="rollout.chunk: 40 splits groups of 12, which votes compares whole"):
+    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, which votes compares whole"):
         load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
 
@@ -248,18 +248,12 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
     assert fingerprint(reward.build()) != before
     scored = RewardScorer(built, reward.combine)(samples(10, 250)).rewards
     assert scored[0] < scored[1]
-    with pytest.raises(ValueError, match="maps 'share', and reward.column is 'other'"):
+    with pytest.raises(ValueError, match=r"maps 'share', and reward\.column is 'other'"):
         parse_reward({**section, "column": "other"}).build()
     with pytest.raises(ValueError, match="no file"):
         parse_reward({**section, "map": str(tmp_path / "none.json")}).build()
-    with pytest.raises(ValueError, match=r"reward.column: the reward gives no 'overal'"):
-        other = {
-            "kind": "calibrated",
-            "of": {"kind": "playground"},
-            "column": "overal",
-            "map": "m",
-            "combine": {"win_probability": 1},
-        }
+    other = {"kind": "calibrated", "of": {"kind": "playground"}, "column": "overal", "map": "m", "combine": {"win_probability": 1}}
+    with pytest.raises(ValueError, match=r"reward\.column: the reward gives no 'overal'"):
         load("quickstart", [f"reward={json.dumps(other)}"])
 
 

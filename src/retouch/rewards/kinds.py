@@ -1,4 +1,4 @@
-"""All kinds of rewards: those of ``parts.py``, and several of them at once.
+"""All kinds of rewards: those of ``parts.py``, several of them at once, and one of them with calibrated scores.
 
 A package of yours adds a kind by an entry point ``reward.NAME`` of the group ``retouch.plugins``; its class derives from
 ``retouch.rewards.base.RewardSection``.
@@ -10,7 +10,11 @@ from retouch.config.kinds import Kinds
 from retouch.rewards.base import RewardSection
 from retouch.rewards.parts import SINGLE
 
-_TABLE = {**SINGLE, "several": "retouch.rewards.combine.several:SeveralRewards"}
+_TABLE = {
+    **SINGLE,
+    "several": "retouch.rewards.combine.several:SeveralRewards",
+    "calibrated": "retouch.votes.calibrated:CalibratedReward",
+}
 
 KINDS = Kinds("reward", _TABLE)
 

@@ -39,7 +39,6 @@ SINGLE = {
     "digit": "retouch.rewards.judges.one_token:DigitReward",
     "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",
     "votes": "retouch.votes.reward:VotesReward",
-    "calibrated": "retouch.votes.calibrated:CalibratedReward",
     "remote": "retouch.rewards.client.remote:RemoteReward",
 }
 

@@ -1,4 +1,4 @@
-"""Strengths of arms or images from pairwise votes (Bradley and Terry 1952, Biometrika 39): P(i wins against j) = sigmoid(s_i - s_j).
+"""Strengths of arms or images from pairwise votes (Bradley and Terry 1952, Biometrika 39): P(i beats j) = sigmoid(s_i - s_j).
 
 A tie counts as half a win for each. A Gaussian prior keeps the strengths finite where one side won every vote.
 """

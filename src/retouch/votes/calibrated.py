@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import field_serializer
 
-from retouch.config.kinds import Kinds
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close, unchanged
 from retouch.rewards.facts import PathText, RunFacts, TaskFacts
-from retouch.rewards.parts import SINGLE
+from retouch.rewards.parts import PARTS
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from retouch.votes.calibration import Calibration
 
 _COMMON = ("combine", "max_missing")
-_OTHERS = Kinds("reward", {kind: path for kind, path in SINGLE.items() if kind != "calibrated"})
 _ADDED: Mapping[str, Column] = {
     "win_probability": Column(0.0, 1.0),
     "win_probability_sd": Column(0.0, 1.0, diagnostic=True),
@@ -36,28 +34,22 @@ class CalibratedReward(RewardSection):
 
     Columns: ``win_probability``, 0 to 1; ``win_probability_sd``, a diagnostic, the standard deviation of the map at this score; and
     all columns of the other reward. A missing score stays missing.
-
-    Example::
-
-        >>> share = {"kind": "share", "channel": "red"}
-        >>> list(retouch.rewards.Calibrated(of=share, column="share", map="calibration.json").known_columns())
-        ['win_probability', 'win_probability_sd', 'share']
     """
 
     kind: Literal["calibrated"] = "calibrated"
-    of: Annotated[RewardSection, _OTHERS]
+    of: Annotated[RewardSection, PARTS]
     """The reward whose score is mapped, without ``combine`` and ``max_missing``."""
     column: str
     """Its column that is mapped."""
     map: PathText
-    """The file that ``retouch votes RUN calibrate`` wrote."""
+    """The file with the map, which ``retouch votes`` wrote."""
 
     columns: ClassVar[Mapping[str, Column]] = _ADDED
 
     @field_serializer("of")
     def _part(self, of: RewardSection) -> dict[str, Any]:
         """Without the keys that belong to this reward."""
-        return {key: value for key, value in _OTHERS.document(of).items() if key not in _COMMON}
+        return {key: value for key, value in PARTS.document(of).items() if key not in _COMMON}
 
     def known_columns(self) -> Mapping[str, Column] | None:
         """The two added columns and those of the other reward; None if that does not know its own."""

@@ -132,7 +132,7 @@ class Votes:
 
 
 class VoteLog:
-    """The votes in ``folder/votes.jsonl``. ``read`` parses only what was appended since the last call. Several threads may use it."""
+    """The votes in ``folder/votes.jsonl``. ``read`` parses only what was appended since the last call. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

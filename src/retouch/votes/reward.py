@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import PrivateAttr
-
 from retouch.config.section import Count, NonNegative
 from retouch.rewards.base import RewardSection
 from retouch.rewards.facts import PathText, RunFacts, whole_group_problems
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image
 
     from retouch.votes.queue import QueuedGroup, VoteQueue
@@ -29,8 +28,8 @@ GROUP_PRIOR = 0.5
 
 
 class VotesReward(RewardSection):
-    """Votes of people on the images of each group. The images are queued in a folder, ``retouch view --vote`` shows them in pairs,
-    and the run waits.
+    """Votes of people on the images of each group. The images are queued in a folder, a page shows them in pairs, and the run
+    waits.
 
     Columns: ``preference``, 0 to 1, how probably people prefer an image to another one of its group; ``voted``, a diagnostic, the
     share of the group's pairs with a vote. An image without a vote is missing, also when the time is over: a time-out is never a
@@ -58,7 +57,9 @@ class VotesReward(RewardSection):
     changeable: ClassVar[frozenset[str]] = frozenset({"device", "queue", "wait"})
     compares_groups: ClassVar[bool] = True
 
-    _closed: threading.Event = PrivateAttr(default_factory=threading.Event)
+    def load(self, device: torch.device | str) -> threading.Event:
+        """The event that ``close`` sets."""
+        return threading.Event()
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The columns, (b,), float32, once there are votes or the time is over."""
@@ -80,7 +81,7 @@ class VotesReward(RewardSection):
 
     def close(self) -> None:
         """Stop waiting. What was queued stays in the queue, and a run that is resumed finds the votes on it."""
-        self._closed.set()
+        self.model.set()
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
         """Evaluation, which makes one image a task, and chunks that split groups."""
@@ -115,7 +116,7 @@ class VotesReward(RewardSection):
 
         deadline = math.inf if self.wait is None else queued.began + self.wait
         while any(queued.queue.unanswered(group) for group, _ in queued.groups) and time.monotonic() < deadline:
-            if self._closed.wait(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
+            if self.model.wait(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
                 raise RuntimeError("the run was closed while it waited for votes")
         preference, voted = torch.full((count,), math.nan), torch.full((count,), math.nan)
         for group, of_row in queued.groups:
