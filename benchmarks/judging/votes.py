@@ -17,14 +17,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from retouch.config import consent
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.session import run
 from retouch.votes.export import export
 from retouch.votes.log import VoteLog
 
+sys.path.insert(0, str(Path(__file__).parent))  # DPO's reward is a class of this file
 KEPT = Path(__file__).with_name("votes.json")
 NOISE, TIE = 0.5, 0.1
 VOTES = 2000
+
+
+class PlaygroundScores(PlaygroundReward):
+    """The playground's judge, for the held-out tasks of a run whose training data are a folder."""
+
+    data_kinds = ()
 
 
 def main() -> None:
@@ -41,12 +50,14 @@ def main() -> None:
     name = f"{given.way}-{given.seed}"
     document = {**base.document(), "name": name, "out": str(given.out), "trackers": []}
     make = {"votes": _with_votes, "exact": _with_scores, "dpo": _with_pairs}[given.way]
-    recipe = make(document, given)
+    with consent.allowing(["votes"]):
+        recipe = make(document, given)
     if given.learning_rate is not None:
         recipe = parse({**recipe.document(), "learning_rate": given.learning_rate})
     voter = _start_voter(recipe) if given.way == "votes" else None
     try:
-        run(recipe, fresh=True)
+        with consent.allowing(["votes"]):
+            run(recipe, fresh=True)
     finally:
         if voter is not None:
             voter.terminate()
@@ -81,8 +92,9 @@ def _with_pairs(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
     data = {"kind": "folder", "path": str(folder), "held_out": 0}
     objective = {"kind": "dpo", "pairs": "data", "shift": 3.0, "beta": 2000.0}
     phase = {"name": "pairs", "steps": 120, "data": data, "objective": objective, "group_size": 2, "tasks_per_step": 32}
+    reward = {"kind": "import", "class": "votes:PlaygroundScores", "combine": {"overall": 1.0}}
     # The skipped phase has the tasks that are held out.
-    return parse({**document, "steps": None, "phases": [{"name": "edits", "steps": 0}, phase]})
+    return parse({**document, "steps": None, "reward": reward, "phases": [{"name": "edits", "steps": 0}, phase]})
 
 
 def _start_voter(recipe: Recipe) -> "subprocess.Popen[bytes]":
