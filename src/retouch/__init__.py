@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from retouch.trainer.loaded_run import load_run as load_run
     from retouch.trainer.sampling import sample as sample
     from retouch.trainer.trainer import Trainer as Trainer
+    from retouch.view.inline import view as view
 
 __version__ = "0.1.0"
 
@@ -73,7 +74,7 @@ _NAMES = {
     "score": "retouch.rewards.scoring",
     "serve": "retouch.serving.in_process",
 }
-_PACKAGES = ("benchmarks", "core", "models", "rewards", "testing")
+_PACKAGES = ("benchmarks", "core", "models", "rewards", "testing", "view")
 
 __all__ = [*sorted(_NAMES), *_PACKAGES]
 

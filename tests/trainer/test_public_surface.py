@@ -24,7 +24,7 @@ NAMES = {
     "AWM", "BatchAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "FullWeights", "GAEAdvantage", "GRPO",
     "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "PolicyGradient", "REINFORCE", "Recipe",
     "SDETransition", "Supervised", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward",
-    "rewards", "sample", "score", "serve", "testing",
+    "rewards", "sample", "score", "serve", "testing", "view",
 }  # fmt: skip
 CORE = {
     "advantages", "approx_kl", "batch_relative", "check_reward_range", "cispo", "clip_fraction", "clipped_surrogate",
@@ -66,7 +66,7 @@ def test_the_import_is_fast_and_imports_no_torch() -> None:
 
 
 def test_every_package_that_is_public_says_what_it_is() -> None:
-    for name in ("benchmarks", "core", "models", "rewards", "testing"):
+    for name in ("benchmarks", "core", "models", "rewards", "testing", "view"):
         assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
 
 

@@ -26,6 +26,7 @@ _COMMANDS = {
     "data": "retouch.cli.data:add_data",
     "report": "retouch.cli.report:add_report",
     "view": "retouch.cli.view:add_view",
+    "control": "retouch.cli.view:add_control",
     "ledger": "retouch.cli.ledger:add_ledger",
     "votes": "retouch.cli.votes:add_votes",
     "bench": "retouch.cli.bench:add_bench",

@@ -83,6 +83,7 @@ class RunFolder:
     watch = FileOf("watch")
     alarm = FileOf("alarm.json")
     tensorboard = FileOf("tensorboard")
+    control = FileOf("control")
 
     def log(self, rank: int = 0) -> Path:
         """The log of a rank: ``train.log`` for rank 0, otherwise ``train.rank1.log`` and so on."""

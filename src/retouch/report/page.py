@@ -21,15 +21,18 @@ def write_report(run: Path) -> Path:
     folder of a run.
     """
     folder = RunFolder(run)
-    page = "<!doctype html>\n" + _page(folder) + "\n"
-    write_atomic(folder.report, page.encode())
+    write_atomic(folder.report, run_page(run).encode())
     return folder.report
 
 
-def _page(folder: RunFolder) -> Html:
+def run_page(run: Path, *, brief: bool = False) -> str:
+    """The report as text. ``brief``: only reward, evaluations and images. Raises ValueError as ``write_report`` does."""
+    folder = RunFolder(run)
     record = folder.read_recipe()
     recipe, versions = record["recipe"], record["versions"]
-    return html_page(str(recipe.get("name", folder.name)), _header(folder, recipe), _sections(folder, recipe, versions))
+    sections = _results(folder, recipe) if brief else [*_results(folder, recipe), *_details(folder, recipe, versions)]
+    page = html_page(str(recipe.get("name", folder.name)), _header(folder, recipe), join(sections))
+    return f"<!doctype html>\n{page}\n"
 
 
 def html_page(title: str, header: Html, main: Html) -> Html:
@@ -81,27 +84,29 @@ def _header(folder: RunFolder, recipe: Mapping[str, Any]) -> Html:
     )
 
 
-def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[str, Any]) -> Html:
+def _results(folder: RunFolder, recipe: Mapping[str, Any]) -> list[Html]:
     metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
-    time = curves.time_bars(folder.read_timings())
     column = curves.headline_column(evals, summary)
     split = split_label(recipe.get("eval", {}).get("split", "test"))
     watched = [_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []
-    return join(
-        [
-            _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
-            *watched,
-            _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
-            *suites.sections(folder.read_suites()),
-            _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
-            _section("Training groups", _groups(folder), "No images of training samples yet."),
-            _section("Signals", _signals(metrics), "No metrics apart from the reward yet."),
-            _section("Time", _one(time), "No timings yet."),
-            _section("Checks before the first step", _preflight(folder), "This run has no record of its checks."),
-            _section("Recipe", [tables.recipe_text(recipe)], ""),
-            _section("Versions", [tables.versions_list(versions)], ""),
-        ]
-    )
+    return [
+        _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
+        *watched,
+        _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
+        *suites.sections(folder.read_suites()),
+        _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
+        _section("Training groups", _groups(folder), "No images of training samples yet."),
+    ]
+
+
+def _details(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[str, Any]) -> list[Html]:
+    return [
+        _section("Signals", _signals(folder.read_metrics()), "No metrics apart from the reward yet."),
+        _section("Time", _one(curves.time_bars(folder.read_timings())), "No timings yet."),
+        _section("Checks before the first step", _preflight(folder), "This run has no record of its checks."),
+        _section("Recipe", [tables.recipe_text(recipe)], ""),
+        _section("Versions", [tables.versions_list(versions)], ""),
+    ]
 
 
 def _section(title: str, content: Sequence[Html], empty: str) -> Html:

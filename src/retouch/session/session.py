@@ -181,6 +181,7 @@ class TrainingSession:
                 self._preflight(stepper)
             from retouch.distributed.device_memory import DeviceMemory
             from retouch.session.evaluations import RunEvaluations
+            from retouch.session.steering import Steering
             from retouch.training.recorder import Recorder
 
             # After the preflight, so that a run that cannot learn shows up in no tracker.
@@ -191,6 +192,8 @@ class TrainingSession:
                 for note in self.evaluations.repair(self.done):
                     log.warning("%s", note)
             chosen = self.recipe.samples
+            self.steering = Steering(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
+            stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
             self.recorder = Recorder(
                 self.folder, trackers, total=self.parts.steps, pictured_groups=chosen.groups, tables=chosen.tables
             )
@@ -283,15 +286,18 @@ class TrainingSession:
         # Evaluate before saving: a run killed in between resumes from an older checkpoint and loses neither.
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
-        if self.parts.ranks.is_main and not last and _due(self.done, self.recipe.samples.every):
+        pictured = _due(self.done, self.steering.samples_every)
+        if self.parts.ranks.is_main and not last and pictured:
             self._report()
-        stopping = self.parts.ranks.any(self.request.pending) and not last
-        if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
+        wanted = self.steering.wanted(stop=self.request.pending, last=last)
+        stopping = wanted.stop and not last
+        if stopping or (not last and (wanted.checkpoint or _due(self.done, self.recipe.checkpoints.every))):
             self._save(stepper)
+        self.steering.answer(self.done, last=last)
         if self.publisher is not None and not last:
             self.publisher.after(self.parts, self.done, last=False)
         if stopping:
-            if self.parts.ranks.is_main and not _due(self.done, self.recipe.samples.every):
+            if self.parts.ranks.is_main and not pictured:
                 self._report()
             log.info("stopped after step %d; run the same command to continue", self.done)
             return result, True
@@ -302,7 +308,7 @@ class TrainingSession:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done)
         if self.parts.ranks.is_main:
             self.recorder.step(self.done, phase, metrics, seconds)
-            if _due(self.done, self.recipe.samples.every):
+            if _due(self.done, self.steering.samples_every):
                 self.recorder.groups(self.done, collected)
 
     def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]") -> None:

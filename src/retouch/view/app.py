@@ -1,4 +1,4 @@
-"""The endpoints of ``retouch view``: a page, and the runs' files as JSON and images. Nothing is written."""
+"""The endpoints of ``retouch view``: a page, and the runs' files as JSON and images. What changes something is in other modules."""
 
 import asyncio
 import json
@@ -17,10 +17,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from retouch.records.files import jsonable
+from retouch.view.bodies import integer
 from retouch.view.catalogue import Catalogue
+from retouch.view.control import control_routes
 from retouch.view.gate import Gate
+from retouch.view.judged import judged_routes
 from retouch.view.live_run import LiveRun
 from retouch.view.thumbnails import Thumbnails
+from retouch.view.trying import Bench, try_routes
 
 POLL_SECONDS = 1.0
 _MOST_SAMPLES = 500
@@ -28,13 +32,29 @@ _KEPT = {"Cache-Control": "private, max-age=60"}
 _FRESH = {"Cache-Control": "no-store"}
 
 
-def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_seconds: float = POLL_SECONDS) -> Starlette:
-    """The application for the runs in ``root``. ``poll_seconds``: how often an open page looks for new lines."""
+def build_app(
+    root: Path,
+    *,
+    token: str,
+    hosts: Collection[str] = (),
+    control: bool = False,
+    trying: str | None = None,
+    poll_seconds: float = POLL_SECONDS,
+) -> Starlette:
+    """The application for the runs in ``root``.
+
+    ``control``: with requests to runs that are training; without it, no file is written. ``trying``: with tries of the runs'
+    checkpoints, on this device; "auto" is the recipe's. ``poll_seconds``: how often an open page looks for new lines.
+    """
     catalogue, thumbnails = Catalogue(root), Thumbnails()
+    bench = None if trying is None else Bench(None if trying == "auto" else trying)
 
     async def page(request: Request) -> Response:
         with as_file(files("retouch.view") / "static" / "index.html") as path:
             return Response(path.read_bytes(), media_type="text/html", headers=_FRESH)
+
+    async def features(request: Request) -> Response:
+        return _json({"control": control, "try": bench is not None})
 
     async def runs(request: Request) -> Response:
         found = await run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()])
@@ -48,17 +68,17 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
         if run is None:
             return _missing("run")
-        counts = [_integer(request, name) for name in ("generation", "metrics", "timings")]
+        counts = [integer(request, name) for name in ("generation", "metrics", "timings")]
         return StreamingResponse(_follow(request, run, counts, poll_seconds), media_type="text/event-stream", headers=_FRESH)
 
     async def samples(request: Request) -> Response:
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
         if run is None:
             return _missing("run")
-        step = _integer(request, "step", -1)
+        step = integer(request, "step", -1)
         chosen = await run_in_threadpool(lambda: _select(run.samples(None if step < 0 else step), request.query_params))
-        start = _integer(request, "offset")
-        end = start + min(_integer(request, "limit", 100), _MOST_SAMPLES)
+        start = integer(request, "offset")
+        end = start + min(integer(request, "limit", 100), _MOST_SAMPLES)
         return _json({"total": len(chosen), "samples": chosen[start:end]})
 
     async def image(request: Request) -> Response:
@@ -76,9 +96,12 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         task = asyncio.create_task(run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()]))
         yield
         await task
+        if bench is not None:
+            await bench.close()
 
     routes = [
         Route("/", page),
+        Route("/api/features", features),
         Route("/api/runs", runs),
         Route("/api/runs/{name}", run_details),
         Route("/api/runs/{name}/events", events),
@@ -87,7 +110,13 @@ def build_app(root: Path, *, token: str, hosts: Collection[str] = (), poll_secon
         Route("/thumbnails/{name}/{step:int}/{file}", thumbnail),
         Mount("/static", StaticFiles(packages=[("retouch.view", "static")])),
     ]
-    return Starlette(routes=routes, lifespan=reading_ahead, middleware=[Middleware(Gate, token=token, hosts=hosts)])
+    routes = [*judged_routes(catalogue), *routes]
+    if control:
+        routes = [*control_routes(catalogue), *routes]
+    if bench is not None:
+        routes = [*try_routes(catalogue, bench), *routes]
+    gate = Middleware(Gate, token=token, hosts=hosts, writes=control or bench is not None)
+    return Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate])
 
 
 async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:
@@ -135,11 +164,6 @@ def _score(line: Mapping[str, Any], column: str) -> float | None:
 def _place(request: Request) -> tuple[str, int, str]:
     given = request.path_params
     return given["name"], given["step"], given["file"]
-
-
-def _integer(request: Request, name: str, default: int = 0) -> int:
-    given = request.query_params.get(name, "")
-    return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else default
 
 
 def _json(value: Mapping[str, Any]) -> Response:

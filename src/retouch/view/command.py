@@ -7,10 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def view(root: Path, *, port: int, hosts: Sequence[str] = (), report: Callable[[str], None]) -> int:
+def view(
+    root: Path,
+    *,
+    port: int,
+    hosts: Sequence[str] = (),
+    control: bool = False,
+    trying: str | None = None,
+    report: Callable[[str], None],
+) -> int:
     """Serve the page on loopback until a signal stops it; returns the exit code.
 
     ``port``: 0 chooses a free one. ``hosts``: further names under which a browser reaches this machine, for example behind a proxy.
+    ``control`` and ``trying``: as for ``build_app``.
     Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
     """
     for package in ("starlette", "uvicorn"):
@@ -33,8 +42,7 @@ def view(root: Path, *, port: int, hosts: Sequence[str] = (), report: Callable[[
     with listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         report(f"runs in {root.resolve()}: open {address}/?token={token}")
-        config = uvicorn.Config(
-            build_app(root, token=token, hosts=hosts), log_level="warning", access_log=False, timeout_graceful_shutdown=1
-        )
+        app = build_app(root, token=token, hosts=hosts, control=control, trying=trying)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listener])
     return 0

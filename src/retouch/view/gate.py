@@ -1,14 +1,17 @@
-"""Who may read the page: whoever has the token, from this machine's own addresses.
+"""Who may read the page, and who may send to it: whoever has the token, from this machine's own addresses.
 
 The token is in the address that ``retouch view`` prints. The first request exchanges it for a cookie that scripts cannot read and
 other sites cannot send, and continues at an address without the token. The cookie's name has the port, because browsers share
 cookies between the ports of a host, and several pages may be open.
+
+A request that changes something is a POST of JSON. It needs the cookie, and an ``Origin`` header that is the page's own address: a
+server on another port of this machine is another origin.
 """
 
 import hmac
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
@@ -30,10 +33,13 @@ _HEADERS = {
 
 
 class Gate:
-    """Wraps the application: checks host, origin and token of every request, and adds the security headers to every reply."""
+    """Wraps the application: checks host, origin and token of every request, and adds the security headers to every reply.
 
-    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = ()) -> None:
-        self._app, self._token = app, token.encode()
+    ``writes``: the application has endpoints that change something; otherwise every method but GET and HEAD is refused.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = (), writes: bool = False) -> None:
+        self._app, self._token, self._writes = app, token.encode(), writes
         self._hosts = frozenset((*_LOOPBACK, *(host.lower() for host in hosts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +55,8 @@ class Gate:
         headers = Headers(scope=scope)
         if not is_from_own_host(headers.getlist("host"), headers.getlist("origin"), self._hosts.__contains__):
             reply: ASGIApp = PlainTextResponse("This server answers only to its own address.", 421)
+        elif scope["method"] == "POST" and self._writes:
+            reply = self._app if self._may_write(headers) else PlainTextResponse("Only the page itself may send this.", 403)
         elif scope["method"] not in ("GET", "HEAD"):
             reply = PlainTextResponse("This page only reads.", 405)
         elif self._has_cookie(headers):
@@ -63,6 +71,12 @@ class Gate:
         reply = RedirectResponse("/", 303)
         reply.set_cookie(_cookie_name(headers), self._token.decode(), httponly=True, samesite="strict", path="/")
         return reply
+
+    def _may_write(self, headers: Headers) -> bool:
+        """Whether a request comes from a script of the page: other origins cannot send JSON without asking first."""
+        own = urlsplit(headers.get("origin", "")).netloc.lower() == headers["host"].lower()
+        is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
+        return own and is_json and self._has_cookie(headers)
 
     def _has_cookie(self, headers: Headers) -> bool:
         try:

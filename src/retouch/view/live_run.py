@@ -3,10 +3,12 @@
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from retouch.records import files
+from retouch.records.control import read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
 from retouch.view.tail import LineTail
@@ -16,6 +18,7 @@ _REWARD = "reward/mean"
 _POINTS = 80
 _RECENT_STEPS = 20
 _LOG_BYTES = 4096
+_REQUESTS = 20
 
 
 class LiveRun:
@@ -75,7 +78,8 @@ class LiveRun:
     def _results(self) -> dict[str, Any]:
         """What a run writes now and then, and may replace."""
         self._evals.update()
-        return {"evals": list(self._evals.lines), "sample_steps": self.folder.sample_steps()}
+        requests = [asdict(request) for request in read_requests(self.folder).values()]
+        return {"evals": list(self._evals.lines), "sample_steps": self.folder.sample_steps(), "requests": requests[-_REQUESTS:]}
 
     def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
         """The lines after the given numbers of lines. A new ``generation`` means that they begin again from the first."""

@@ -23,12 +23,25 @@ export function fill(element, ...children) {
 }
 
 /** The JSON of an address. Throws an Error with a sentence for people. */
-export async function load(address) {
-  const reply = await fetch(address, { headers: { Accept: "application/json" } }).catch(() => null);
+export async function load(address, options = {}) {
+  const reply = await fetch(address, { ...options, headers: { Accept: "application/json", ...options.headers } }).catch(() => null);
   if (reply === null) throw new Error("The server does not answer. Is `retouch view` still running?");
   if (reply.status === 401) throw new Error("The page has no valid token. Open the address that `retouch view` printed.");
   if (!reply.ok) throw new Error((await reply.json().catch(() => ({}))).error ?? `The server replied ${reply.status}.`);
   return reply.json();
+}
+
+/** Sends JSON, and returns the JSON of the reply. Throws an Error with a sentence for people. */
+export function send(address, value, signal) {
+  return load(address, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(value), signal });
+}
+
+let found = null;
+
+/** What this page may do besides reading, from the options of `retouch view`. */
+export function features() {
+  found ??= load("/api/features");
+  return found;
 }
 
 export function number(value, digits = 3) {

@@ -5,6 +5,7 @@ import { comparePage } from "./compare.js";
 import { runPage } from "./run.js";
 import { runsPage } from "./runs.js";
 import { samplesPage } from "./samples.js";
+import { tryPage } from "./try.js";
 
 const main = document.getElementById("main");
 const crumbs = document.getElementById("crumbs");
@@ -22,6 +23,7 @@ async function show() {
   try {
     if (kind === "run") await runPage(main, signal, names[0]);
     else if (kind === "samples") await samplesPage(main, signal, names[0]);
+    else if (kind === "try") await tryPage(main, signal, names[0]);
     else if (kind === "compare") await comparePage(main, signal, names);
     else await runsPage(main, signal);
   } catch (error) {

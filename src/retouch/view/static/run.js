@@ -1,7 +1,8 @@
 // One run: live curves, evaluations, checks, alarm, recipe.
 
-import { duration, fill, h, load, number, path, state, text } from "./dom.js";
+import { duration, features, fill, h, load, number, path, state, text } from "./dom.js";
 import { chart } from "./charts.js";
+import { controls, requests } from "./control.js";
 
 const FIRST = ["reward/mean", "reward/std", "group/zero_std_fraction", "policy/loss", "policy/grad_norm", "policy/clip_fraction"];
 const HELP = {
@@ -21,12 +22,18 @@ export async function runPage(main, signal, name) {
   const more = h("details", {}, h("summary", {}, "All metrics"), h("div", { class: "charts" }));
   const times = h("div", { class: "charts" });
   const results = h("div");
-  fill(main, head, alarm(run), charts, results, more, h("section", {}, h("h2", {}, "Time per step"), times),
+  const allowed = await features();
+  const control = allowed.control ? controls(run) : null;
+  if (signal.aborted) return;
+  const asked = h("div");
+  fill(main, head, alarm(run), control?.element, charts, results, asked, more, h("section", {}, h("h2", {}, "Time per step"), times),
     checks(run), recipe(run));
 
   function draw() {
-    fill(head, header(run));
+    fill(head, header(run, allowed));
     fill(results, evaluations(run));
+    fill(asked, requests(run));
+    control?.show(run);
     const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/")).sort();
     const marks = (run.alarm?.alarms ?? []).map((each) => [run.alarm.step, each.text ?? "alarm"]);
     const draws = (keys, lines) => keys.map((key) => chart(
@@ -62,7 +69,7 @@ function follow(run, signal, draw) {
   });
 }
 
-function header(run) {
+function header(run, allowed) {
   const facts = [
     ["step", run.steps === null ? run.step : `${run.step} of ${run.steps}`],
     ["phase", run.phase ?? "–"],
@@ -76,7 +83,9 @@ function header(run) {
     run.damaged > 0 && h("p", { class: "warning" }, `${run.damaged} lines of its files are damaged and were skipped.`),
     run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
-    run.sample_steps.length > 0 && h("p", {}, h("a", { class: "button", href: `#/samples/${path(run.name)}` }, "Samples")));
+    h("p", { class: "tools" },
+      run.sample_steps.length > 0 && h("a", { class: "button", href: `#/samples/${path(run.name)}` }, "Samples"),
+      allowed.try && h("a", { class: "button", href: `#/try/${path(run.name)}` }, "Try it")));
 }
 
 function alarm(run) {

@@ -1,6 +1,7 @@
 // The stored images of a run. Only the rows of the grid that can be seen are in the page.
 
 import { fill, h, load, number, path, text } from "./dom.js";
+import { details } from "./sample.js";
 
 const PAGE = 100;
 const CELL = 184;
@@ -73,6 +74,7 @@ export async function samplesPage(main, signal, name) {
   async function open(line, index) {
     const image = (file) => `/images/${path(name, line.step, file)}`;
     const strip = h("div", { class: "strip" });
+    const { written, more } = details(name, line, signal);
     const scores = Object.entries({ reward: line.reward, advantage: line.advantage, ...line.scores });
     fill(dialog,
       h("form", { method: "dialog" }, h("button", { class: "close", "aria-label": "close" }, "×")),
@@ -81,9 +83,9 @@ export async function samplesPage(main, signal, name) {
       line.source && line.image ? slider(image(line.source), image(line.image)) : null,
       h("div", { class: "images" }, [["source", line.source], ["result", line.image], ["target", line.target]].filter(([, file]) => file).map(([label, file]) =>
         h("figure", {}, h("img", { src: image(file), alt: label }), h("figcaption", {}, label)))),
-      line.text ? h("section", {}, h("h3", {}, "Completion"), h("pre", { dir: "auto" }, line.text)) : null,
+      written,
       h("table", {}, h("tbody", {}, scores.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, text(key)), h("td", {}, number(value)))))),
-      h("h3", {}, "This task over training"), strip);
+      more, h("h3", {}, "This task over training"), strip);
     if (!dialog.open) dialog.showModal();
     dialog.dataset.index = index;
     const found = await load(`/api/runs/${path(name)}/samples?${new URLSearchParams({ task: line.task, set: line.set, limit: 60, sort: "step:asc" })}`);

@@ -1,0 +1,75 @@
+"""One task under the untrained and the trained weights of a run, from the same noise."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from retouch.assembly.state import restore_weights
+from retouch.inference.opening import open_policy, read_target
+from retouch.inference.sampling import UserSample, sample_tasks
+from retouch.records.libraries import silence_libraries
+from retouch.training import checkpoint
+from retouch.training.checkpoint import TrainState
+from retouch.types import Task
+
+
+class SideBySide:
+    """A run's model, and its weights from before training. Raises ValueError if the run's recipe or its model cannot be loaded.
+
+    ``device``: instead of the recipe's, for example "cpu" while the run trains on the GPU.
+    """
+
+    def __init__(self, run: Path, *, device: str | None = None) -> None:
+        silence_libraries()
+        recipe, folder = read_target(str(run), [] if device is None else [f"device={device}"])
+        if folder is None:
+            raise ValueError(f"{run} is not the folder of a run")
+        self._checkpoints = folder.checkpoints
+        self._parts, _ = open_policy(recipe, None)
+        copies = self._parts.copies
+        tensors = {"weights": _cloned(copies.parameters), "copies": _cloned(copies.state())}
+        self._untrained = TrainState(step=0, tensors=tensors, numbers={})
+        self._loaded = 0
+
+    def sample(self, task: Task, *, step: int, seed: int, called: Callable[[], None] = lambda: None) -> UserSample:
+        """The image for a task with the weights of a checkpoint; step 0 is the untrained policy.
+
+        The same ``seed`` gives the same noise under all weights. ``called`` is called at each call of the model that makes the
+        image. Raises ValueError if the model needs a source image that the task lacks, or takes none, if there is no intact
+        checkpoint of this step, or if the policy makes no usable image.
+        """
+        self._check_sources(len(task.images))
+        self._restore(step)
+        with self._calling(called):
+            (made,) = sample_tasks(self._parts, [task], seed)
+        return made
+
+    def _check_sources(self, count: int) -> None:
+        recipe = self._parts.recipe
+        takes = recipe.image_model.takes
+        if takes is None or (recipe.renderer is not None and not recipe.renderer.uses_sources):
+            return
+        if count < takes.images[0]:
+            raise ValueError("the model needs a source image")
+        if count > takes.images[1]:
+            raise ValueError("the model makes images from text alone; remove the source image")
+
+    def _restore(self, step: int) -> None:
+        if step != self._loaded:
+            found = checkpoint.load(self._checkpoints / f"step-{step:06d}") if step else self._untrained
+            restore_weights(self._parts.copies, found)
+            self._loaded = step
+
+    @contextmanager
+    def _calling(self, called: Callable[[], None]) -> Iterator[None]:
+        handle = self._parts.image_model.module.register_forward_hook(lambda module, given, made: called())
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}

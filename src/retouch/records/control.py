@@ -1,0 +1,117 @@
+"""Requests to a run while it trains: stop after this step, save a checkpoint now, store samples more or less often.
+
+Each request is a file in the run's ``control`` folder, with who made it and when. The trainer reads new files at the end of a step,
+on rank 0, and adds its answer to the file. A request is never more than a file: nothing is sent to the trainer's process.
+"""
+
+import getpass
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import current_owner
+
+Action: TypeAlias = Literal["stop", "checkpoint", "samples"]
+MOST_PENDING = 20
+MOST_STEPS = 1_000_000
+_MOST_BYTES = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControlRequest:
+    """``action``: what the run should do. ``value``: of ``samples``, the steps between stored samples; 0 stores no more.
+
+    ``by`` and ``at``: who made it, and when (ISO 8601, UTC). ``taken``: None until the trainer answers; False if it refused.
+    ``step`` and ``answer``: the step at whose end it answered, and its words.
+    """
+
+    action: Action
+    value: int | None
+    by: str
+    at: str
+    taken: bool | None = None
+    step: int | None = None
+    answer: str | None = None
+
+
+def check(action: object, value: object) -> tuple[Action, int | None]:
+    """The action and value of a request. Raises ValueError if the trainer could not take it."""
+    if action not in get_args(Action):
+        raise ValueError(f"a run can be asked for {', '.join(get_args(Action))}, not for {str(action)[:100]!r}")
+    if action != "samples":
+        if value is not None:
+            raise ValueError(f"{action} takes no value")
+    elif type(value) is not int or not 0 <= value <= MOST_STEPS:
+        raise ValueError(f"samples needs the steps between stored samples, a number from 0 to {MOST_STEPS}; 0 stores no more")
+    return action, value  # type: ignore[return-value]
+
+
+def make_request(folder: RunFolder, action: object, value: object = None, *, via: str) -> str:
+    """Record a request, and return its id. ``via``: how it was made, for example "command line".
+
+    Raises ValueError if the request is not valid, if no process is training in the folder, or if too many requests wait.
+    """
+    checked = check(action, value)
+    if current_owner(folder.root) is None:
+        raise ValueError(f"run {folder.name} is not training, so nothing would take the request")
+    waiting = sum(request.taken is None for request in read_requests(folder).values())
+    if waiting >= MOST_PENDING:
+        raise ValueError(f"{waiting} requests already wait for the end of the step")
+    folder.control.mkdir(exist_ok=True)
+    name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+    made = ControlRequest(action=checked[0], value=checked[1], by=f"{_user()} ({via})", at=_now())
+    files.write_json(folder.control / f"{name}.json", asdict(made))
+    return name
+
+
+def read_requests(folder: RunFolder) -> dict[str, ControlRequest]:
+    """All requests by id, the oldest first. Files that are no requests are left out."""
+    found = {path.stem: _read(path) for path in sorted(folder.control.glob("*.json"))}
+    return {name: request for name, request in found.items() if request is not None}
+
+
+def answer_request(folder: RunFolder, name: str, request: ControlRequest, *, taken: bool, step: int, answer: str) -> None:
+    """Add the trainer's answer to a request's file."""
+    folder.require_owner()
+    answered = replace(request, taken=taken, step=step, answer=answer)
+    files.write_json(folder.control / f"{name}.json", asdict(answered))
+
+
+def _read(path: Path) -> ControlRequest | None:
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return None
+        found = files.read_json(path)
+        return _parsed(found) if isinstance(found, Mapping) else None
+    except (OSError, ValueError):
+        return None
+
+
+def _parsed(found: Mapping[str, Any]) -> ControlRequest | None:
+    action, value = check(found.get("action"), found.get("value"))
+    by, at, taken, step, answer = (found.get(name) for name in ("by", "at", "taken", "step", "answer"))
+    if not isinstance(by, str) or not isinstance(at, str) or not isinstance(taken, bool | None):
+        return None
+    if not isinstance(step, int | None) or not isinstance(answer, str | None):
+        return None
+    return ControlRequest(action=action, value=value, by=by, at=at, taken=taken, step=step, answer=answer)
+
+
+def _user() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        name = f"user {os.getuid()}"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

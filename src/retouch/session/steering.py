@@ -1,0 +1,97 @@
+"""Takes the requests to a run (``records.control``) at the end of its steps, and answers them."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from retouch.distributed.ranks import Ranks
+from retouch.records.control import ControlRequest, answer_request, read_requests
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import NotOwner
+
+log = logging.getLogger("retouch")
+_SETTLED_NS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What to do after a step; the same on all ranks."""
+
+    stop: bool
+    checkpoint: bool
+
+
+class Steering:
+    """Costs one ``os.stat`` per step while there are no new requests, and no collective of its own.
+
+    ``samples_every``: steps between stored samples, for the main rank. A request changes it until the process ends. Requests from
+    before this process are refused.
+    """
+
+    def __init__(self, folder: RunFolder, ranks: Ranks, *, samples_every: int, step: int) -> None:
+        self.samples_every = samples_every
+        self._folder, self._ranks = folder, ranks
+        self._seen = 0
+        self._answered: set[str] = set()
+        self._waiting: dict[str, ControlRequest] = {}
+        self.refuse(step, "the run was not training")
+
+    def wanted(self, *, stop: bool, last: bool) -> Wanted:
+        """What new requests ask for, on all ranks. ``stop``: this rank was asked to stop by a signal. ``last``: the run is at its
+        last step, where requests have no effect."""
+        if self._ranks.is_main:
+            self._waiting = self._new()
+        for request in () if last else self._waiting.values():
+            if request.action == "samples" and request.value is not None:
+                self.samples_every = request.value
+        actions = set() if last else {request.action for request in self._waiting.values()}
+        flags = torch.tensor([float(stop or "stop" in actions), float("checkpoint" in actions)])
+        stopping, saving = self._ranks.max(flags).tolist()
+        return Wanted(stop=stopping > 0, checkpoint=saving > 0)
+
+    def answer(self, step: int, *, last: bool) -> None:
+        """Answer the requests of this step, after the run did what they ask for."""
+        for name, request in self._waiting.items():
+            if last:
+                self._write(name, request, taken=False, step=step, answer="this was the last step; the run ends with a checkpoint")
+            else:
+                self._write(name, request, taken=True, step=step, answer=_done(request, step))
+        self._waiting = {}
+
+    def refuse(self, step: int, why: str) -> None:
+        """Refuse every request that has no answer yet."""
+        if self._ranks.is_main:
+            for name, request in read_requests(self._folder).items():
+                if request.taken is None:
+                    self._write(name, request, taken=False, step=step, answer=why)
+
+    def _new(self) -> dict[str, ControlRequest]:
+        try:
+            stamp = os.stat(self._folder.control).st_mtime_ns
+        except OSError:
+            return {}
+        if stamp == self._seen:
+            return {}
+        # A file that is added within the resolution of the file system's clock does not change the time, so look again.
+        self._seen = stamp if abs(time.time_ns() - stamp) > _SETTLED_NS else 0
+        found = read_requests(self._folder).items()
+        return {name: request for name, request in found if request.taken is None and name not in self._answered}
+
+    def _write(self, name: str, request: ControlRequest, *, taken: bool, step: int, answer: str) -> None:
+        log.info("%s requested by %r: %s%s", request.action, request.by, "" if taken else "refused, ", answer)
+        self._answered.add(name)
+        try:
+            answer_request(self._folder, name, request, taken=taken, step=step, answer=answer)
+        except (OSError, NotOwner) as error:  # the file may be another user's; a run does not fail because it cannot answer
+            log.warning("the answer could not be stored: %s", error)
+
+
+def _done(request: ControlRequest, step: int) -> str:
+    if request.action == "stop":
+        return f"stopped after step {step}, with a checkpoint"
+    if request.action == "checkpoint":
+        return f"saved a checkpoint of step {step}"
+    return f"samples are stored every {request.value} steps from now on" if request.value else "no more samples are stored"

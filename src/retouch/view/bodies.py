@@ -1,0 +1,51 @@
+"""Reads what the page sends: numbers in the address, and JSON within a limit on its bytes and its time."""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+
+SECONDS = 30.0
+
+
+class BadBody(Exception):
+    """A body that cannot be used. ``status``: of the reply."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+    def reply(self) -> JSONResponse:
+        """What the page is told."""
+        return JSONResponse({"error": str(self)}, self.status)
+
+
+def integer(request: Request, name: str, default: int = 0) -> int:
+    """A number of at most nine digits in a request's address; ``default`` if there is none."""
+    given = request.query_params.get(name, "")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else default
+
+
+async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
+    """The JSON object in a request's body. Raises BadBody if it is larger than ``max_bytes``, arrives too slowly, or is none."""
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(SECONDS):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise BadBody(413, f"this is more than {max_bytes} bytes")
+                parts.append(part)
+        found = json.loads(b"".join(parts))
+    except TimeoutError:
+        raise BadBody(408, f"the request did not arrive within {SECONDS:.0f} seconds") from None
+    except ClientDisconnect:
+        raise BadBody(400, "the connection was closed") from None
+    except (ValueError, RecursionError):
+        raise BadBody(400, "this is not JSON") from None
+    if not isinstance(found, dict):
+        raise BadBody(400, "this is not a JSON object")
+    return found

@@ -1,0 +1,71 @@
+"""What the judges answered about a stored sample: their own words and scores, from the run's ledger."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from retouch.records.files import jsonable
+from retouch.records.folder import RunFolder
+from retouch.rewards.ledger.database import decode_scores, open_read_only
+from retouch.view.bodies import integer
+from retouch.view.catalogue import Catalogue
+
+_SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts the steps before a training sample
+_PLACE = "SELECT DISTINCT picture FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ? AND picture != ''"
+_ANSWERS = (
+    "SELECT rubric, substr(text, 1, ?) AS text, length(text) AS characters, fault, scores, attempts, seconds, cost FROM answers "
+    "WHERE picture = ? ORDER BY number LIMIT ?"
+)
+_MOST_CHARACTERS = 20_000
+_MOST_ANSWERS = 20
+
+
+def judged_routes(catalogue: Catalogue) -> list[Route]:
+    """``GET /api/runs/NAME/answers?set=SET&step=STEP&group=GROUP&slot=SLOT``, as in the sample's line."""
+
+    async def answers(request: Request) -> Response:
+        run = await run_in_threadpool(catalogue.run, request.path_params["name"])
+        if run is None:
+            return JSONResponse({"error": "there is no such run"}, 404)
+        kind = request.query_params.get("set", "")
+        step, group, slot = (integer(request, name) for name in ("step", "group", "slot"))
+        try:
+            found = await run_in_threadpool(read_answers, run.folder, kind, step=step, group=group, slot=slot)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 409)
+        return JSONResponse({"answers": jsonable(found)}, headers={"Cache-Control": "no-store"})
+
+    return [Route("/api/runs/{name}/answers", answers)]
+
+
+def read_answers(folder: RunFolder, kind: str, *, step: int, group: int, slot: int) -> list[dict[str, Any]]:
+    """The answers about the image of a stored sample, in the order in which they were given; long ones are cut.
+
+    ``rubric``: what was asked. ``fault``: why there is no score, otherwise empty. ``scores``: by column, or None.
+    ``cost``: None if no price is known. Raises ValueError if a ledger is damaged.
+    """
+    if kind not in _SPLITS:
+        return []
+    split, earlier = _SPLITS[kind]
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.root.glob("ledger*.sqlite")):
+        if path.is_file() and not path.is_symlink():
+            with closing(open_read_only(path)) as connection:
+                found += _answers(connection, (split, step - earlier, group, slot))
+    return found[:_MOST_ANSWERS]
+
+
+def _answers(connection: sqlite3.Connection, place: tuple[str, int, int, int]) -> Iterator[dict[str, Any]]:
+    connection.row_factory = sqlite3.Row
+    try:
+        for (picture,) in connection.execute(_PLACE, place).fetchall():
+            for row in connection.execute(_ANSWERS, (_MOST_CHARACTERS, picture, _MOST_ANSWERS)):
+                yield {**dict(row), "scores": None if row["scores"] is None else decode_scores(row["scores"])}
+    except sqlite3.Error as error:
+        raise ValueError(f"the ledger cannot be read: {error}") from None

@@ -1,0 +1,94 @@
+"""The process in which the page's tries are computed: it reads jobs from its input and writes what happens to its output, as lines
+of JSON.
+
+It keeps the model of the last run. It ends when its input is closed, or after ten minutes without a job.
+"""
+
+import base64
+import io
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from PIL.Image import Image
+
+from retouch.data.images import EncodedImage, load_image
+from retouch.inference.side_by_side import SideBySide
+from retouch.types import Task
+
+IDLE_SECONDS = 600.0
+MAX_PIXELS = 4096 * 4096
+_REPORT_SECONDS = 0.1
+
+
+def main() -> None:
+    """Work until the input ends."""
+    os.nice(10)  # a run that is training comes first
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no event
+    opened: tuple[tuple[str, str | None], SideBySide] | None = None
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        job: dict[str, Any] = json.loads(line)
+        try:
+            task = _task(job)
+            key = (job["run"], job["device"])
+            if opened is None or opened[0] != key:
+                opened = None  # its memory is free before the next model is loaded
+                _send(events, {"stage": "loading"})
+                opened = key, SideBySide(Path(job["run"]), device=job["device"])
+            _run(events, opened[1], task, job)
+        except ValueError as error:
+            _send(events, {"error": str(error)[:2000]})
+
+
+def _task(job: dict[str, Any]) -> Task:
+    """The task of a job. Raises ValueError if its image cannot be read."""
+    images: tuple[Image, ...] = ()
+    if job["image"] is not None:
+        try:
+            content = base64.b64decode(job["image"], validate=True)
+        except ValueError:
+            raise ValueError("the image is not base64") from None
+        images = (load_image(EncodedImage("the image", content), max_pixels=MAX_PIXELS),)
+    return Task(id="try", instruction=job["instruction"], images=images)
+
+
+def _run(events: TextIO, pair: SideBySide, task: Task, job: dict[str, Any]) -> None:
+    found = {}
+    for stage, step in (("base", 0), ("trained", job["step"])):
+        _send(events, {"stage": stage, "calls": 0})
+        calls, last = 0, time.monotonic()
+
+        def called(stage: str = stage) -> None:
+            nonlocal calls, last
+            calls += 1
+            if time.monotonic() - last > _REPORT_SECONDS:
+                last = time.monotonic()
+                _send(events, {"stage": stage, "calls": calls})
+
+        made = pair.sample(task, step=step, seed=job["seed"], called=called)
+        found[stage] = {"image": _png(made.image), "text": made.text, "fell_back": made.fell_back}
+    source = _png(made.task.images[0]) if task.images else None
+    _send(events, {"done": {**found, "source": source, "step": job["step"], "seed": job["seed"]}})
+
+
+def _png(image: Image) -> str:
+    content = io.BytesIO()
+    image.convert("RGB").save(content, "PNG")
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def _send(events: TextIO, event: dict[str, Any]) -> None:
+    events.write(json.dumps(event) + "\n")
+    events.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Requests to runs from the page: only with the flag, only from the page itself, and only to a run that is training."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import TOKEN
+from starlette.testclient import TestClient
+
+from retouch.records.control import answer_request, read_requests
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import Owner
+from retouch.view.app import build_app
+
+OWN = {"Origin": "http://127.0.0.1:8765"}
+PLACE = "/api/runs/one/control"
+
+
+@pytest.fixture
+def running(write_run) -> Iterator[RunFolder]:
+    folder = write_run("one", steps=2, of=9)
+    owner = Owner(folder.root)
+    yield folder
+    owner.close()
+
+
+@pytest.fixture
+def steering(tmp_path: Path) -> Iterator[TestClient]:
+    """A browser on a page with ``--control``, with the token."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    app = build_app(tmp_path / "runs", token=TOKEN, control=True, poll_seconds=0.02)
+    with TestClient(app, base_url="http://127.0.0.1:8765") as client:
+        client.get(f"/?token={TOKEN}")
+        yield client
+
+
+def test_a_request_and_its_answer_are_on_the_page(running, steering) -> None:
+    assert steering.get("/api/features").json()["control"] is True
+    reply = steering.post(PLACE, json={"action": "samples", "value": 3}, headers=OWN)
+    assert reply.status_code == 202
+    ((name, request),) = read_requests(running).items()
+    assert (name, request.action, request.value) == (reply.json()["id"], "samples", 3)
+    assert request.by.endswith("(page)")
+    answer_request(running, name, request, taken=True, step=3, answer="samples are stored every 3 steps from now on")
+    (shown,) = steering.get("/api/runs/one").json()["requests"]
+    assert (shown["taken"], shown["step"], shown["value"]) == (True, 3, 3)
+
+
+def test_without_the_flag_nothing_can_be_requested(running, browser) -> None:
+    assert browser.get("/api/features").json() == {"control": False, "try": False}
+    assert browser.post(PLACE, json={"action": "stop"}, headers=OWN).status_code == 405
+    assert not running.control.exists()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Origin": "http://127.0.0.1:9999"},
+        {"Origin": "https://attacker.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:8765"},
+        {"Origin": "http://127.0.0.1:8765.attacker.example"},
+        {"Origin": "http://user@127.0.0.1:8765"},
+        OWN | {"Host": "attacker.example"},
+        OWN | {"Cookie": "retouch_view_8765=wrong"},
+        OWN | {"Content-Type": "text/plain"},
+        OWN | {"Content-Type": "application/x-www-form-urlencoded"},
+        OWN | {"Content-Type": "multipart/form-data; boundary=x"},
+    ],
+    ids=str,
+)
+def test_other_sites_cannot_make_requests(running, steering, headers: dict[str, str]) -> None:
+    content = b'{"action": "stop"}'
+    reply = steering.post(PLACE, content=content, headers={"Content-Type": "application/json", **headers})
+    assert reply.status_code in (403, 421)
+    steering.cookies.clear()
+    assert steering.post(f"{PLACE}?token={TOKEN}", json={"action": "stop"}, headers=OWN).status_code == 403
+    assert not running.control.exists()
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("place", ["/api/runs", PLACE])
+def test_other_methods_stay_refused(running, steering, method: str, place: str) -> None:
+    assert steering.request(method, place, headers=OWN).status_code == 405
+    assert steering.post("/api/runs", json={}, headers=OWN).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400),
+        (b"[]", 400),
+        (b"\0\xff", 400),
+        (b"[" * 9_000, 400),
+        (b'"' + b"x" * 1_000_000 + b'"', 413),
+        (b"{}", 409),
+        (b'{"action": "kill"}', 409),
+        (b'{"action": "samples", "value": "<b>"}', 409),
+        (b'{"action": {"a": 1}}', 409),
+        ('{"action": "\u202e<script>"}'.encode(), 409),
+    ],
+    ids=range(10),
+)
+def test_what_is_no_request_is_refused(running, steering, content: bytes, status: int) -> None:
+    reply = steering.post(PLACE, content=content, headers={**OWN, "Content-Type": "application/json"})
+    assert reply.status_code == status
+    assert reply.json()["error"]
+    assert not running.control.exists()
+
+
+def test_only_runs_that_train_can_be_asked(write_run, steering) -> None:
+    write_run("one")
+    reply = steering.post(PLACE, json={"action": "stop"}, headers=OWN)
+    assert (reply.status_code, reply.json()) == (409, {"error": "run one is not training, so nothing would take the request"})
+    assert steering.post("/api/runs/..%2fother/control", json={"action": "stop"}, headers=OWN).status_code == 404
+    assert steering.post("/api/runs/other/control", json={"action": "stop"}, headers=OWN).status_code == 404
+
+
+def test_hostile_words_in_a_request_are_only_data(running, steering) -> None:
+    running.control.mkdir()
+    hostile = "<script>alert(1)</script>\u202e" + "x" * 5000
+    request = {"action": "stop", "value": None, "by": hostile, "at": "<b>", "taken": False, "step": 1, "answer": hostile[:40]}
+    (running.control / "0.json").write_text(json.dumps(request))
+    (shown,) = steering.get("/api/runs/one").json()["requests"]
+    assert shown["by"] == hostile

@@ -1,0 +1,153 @@
+"""Tries of a checkpoint from the page: both images from the same noise, one job at a time, in a process that can be stopped."""
+
+import base64
+import io
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TOKEN
+from PIL import Image
+from starlette.testclient import TestClient
+
+import tiny_recipes
+from retouch.inference.side_by_side import SideBySide
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
+from retouch.types import Task
+from retouch.view.app import build_app
+from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS
+
+OWN = {"Origin": "http://127.0.0.1:8765"}
+PLACE = "/api/runs/small/try"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two steps."""
+    root = tmp_path_factory.mktemp("runs")
+    keys = {"out": str(root), "device": "cpu", "trackers": (), "learning_rate": 0.05, "checkpoints": {"every": 1}}
+    assert run(parse({**tiny_recipes.SMALL, **keys}), fresh=False) == 0
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(runs: Path) -> Iterator[TestClient]:
+    """A browser on a page with ``--try``, with the token."""
+    with TestClient(build_app(runs, token=TOKEN, trying="auto"), base_url="http://127.0.0.1:8765") as client:
+        client.get(f"/?token={TOKEN}")
+        yield client
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> str:
+    content = io.BytesIO()
+    image.save(content, kind)
+    return base64.b64encode(content.getvalue()).decode()
+
+
+def source() -> Image.Image:
+    return Image.new("RGB", (64, 64), "white")
+
+
+def tried(page: TestClient, **asked: Any) -> list[dict[str, Any]]:
+    job = {"instruction": "add a red circle", "image": encoded(source()), "step": 2, "seed": 3} | asked
+    reply = page.post(PLACE, json=job, headers=OWN)
+    assert reply.status_code == 200, reply.text
+    return [json.loads(line) for line in reply.text.splitlines() if line.strip()]
+
+
+def test_a_checkpoint_next_to_the_untrained_policy(page: TestClient, runs: Path) -> None:
+    assert page.get("/api/runs/small/checkpoints").json() == {"steps": [1, 2]}
+    events = tried(page)
+    assert [event["stage"] for event in events if event.get("calls") == 0] == ["base", "trained"]
+    done = events[-1]["done"]
+    made = {name: Image.open(io.BytesIO(base64.b64decode(done[name]["image"]))) for name in ("base", "trained")}
+    pair = SideBySide(runs / "small")
+    task = Task("any", "add a red circle", images=(source(),))
+    for name, step in (("trained", 2), ("base", 0), ("trained", 2)):
+        assert pair.sample(task, step=step, seed=3).image.tobytes() == made[name].tobytes()
+    assert made["base"].tobytes() != made["trained"].tobytes()
+    again = tried(page, step=1)
+    assert "loading" not in [event.get("stage") for event in again]  # the model is still there
+    assert again[-1]["done"]["base"] == done["base"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"image": "no base64!"}, "not base64"),
+        ({"image": base64.b64encode(b"no image").decode()}, "not a PNG, JPEG or WebP image"),
+        ({"image": encoded(Image.new("1", (9000, 9000)))}, "81000000 pixels, more than the 16777216"),
+        ({"image": encoded(source(), "BMP")}, "not a PNG, JPEG or WebP image"),
+        ({"image": None}, "needs a source image"),
+    ],
+    ids=["no base64", "no image", "too large", "bitmap", "none"],
+)
+def test_an_image_that_cannot_be_used_is_an_error_in_words(page: TestClient, asked: dict[str, Any], why: str) -> None:
+    assert why in tried(page, **asked)[-1]["error"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"instruction": ""},
+        {"instruction": " \u202e\n"[2:]},
+        {"instruction": None},
+        {"instruction": "x" * (MOST_CHARACTERS + 1)},
+        {"image": 3},
+        {"step": 7},
+        {"step": "../2"},
+        {"step": True},
+        {"seed": -1},
+        {"seed": 2**31},
+        {"seed": 0.5},
+    ],
+    ids=str,
+)
+def test_a_job_that_cannot_be_done_is_refused(page: TestClient, asked: dict[str, Any]) -> None:
+    job = {"instruction": "add", "image": None, "step": 2, "seed": 0} | asked
+    reply = page.post(PLACE, json=job, headers=OWN)
+    assert reply.status_code == 409
+    assert reply.json()["error"]
+
+
+def test_only_the_page_itself_can_try_and_only_with_the_flag(page: TestClient, runs: Path) -> None:
+    job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
+    assert page.post(PLACE, json=job).status_code == 403
+    assert page.post(PLACE, json=job, headers={"Origin": "http://127.0.0.1:1"}).status_code == 403
+    large = page.post(PLACE, content=b"x" * (MOST_BYTES + 1), headers={**OWN, "Content-Type": "application/json"})
+    assert large.status_code == 413
+    with TestClient(build_app(runs, token=TOKEN, control=True), base_url="http://127.0.0.1:8765") as other:
+        other.get(f"/?token={TOKEN}")
+        assert other.post(PLACE, json=job, headers=OWN).status_code in (404, 405)
+
+
+@pytest.mark.slow
+def test_the_process_ends_with_the_page(runs: Path) -> None:
+    with TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client:
+        client.get(f"/?token={TOKEN}")
+        before = children()
+        assert "done" in tried(client)[-1]
+        assert len(children() - before) == 1
+    deadline = time.monotonic() + 20
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert children() <= before
+
+
+def children() -> set[int]:
+    """The processes of workers that this process has started."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            line = (path.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == os.getpid() and b"trial_worker" in line:
+            found.add(int(path.parent.name))
+    return found
