@@ -1,0 +1,297 @@
+"""Every suite, by one table: its published formula by hand, and items that are missing or broken are named, counted and never 0."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import suite_rows
+from canned_judge import JUDGE, headline, number_of, numbered
+from retouch.benchmarks.image_files import ImageFolder, places_of
+from retouch.benchmarks.kinds import SUITES, find_suite
+from retouch.benchmarks.running import run
+from retouch.benchmarks.suite import Suite
+from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite
+from retouch.config import consent
+from retouch.rewards.base import RewardSection
+from retouch.types import Sample, Scores
+
+NAN = math.nan
+VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall": 2.0})
+
+
+@dataclass(frozen=True)
+class Case:
+    """``write``: makes the data, two items and rows that cannot be used. ``given``: what the suite's reward returns for the images
+    of the two. ``expected``: the headline, by the published formula and by hand, and the same of the first item alone. ``broken``:
+    a word of the reason of each row that cannot be used. ``golden``: the test from answers to the formula."""
+
+    golden: str
+    write: Callable[[Path], Path] | None
+    given: tuple[Mapping[str, float], Mapping[str, float]]
+    expected: tuple[float, float]
+    broken: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TURN = "test_editing_suites.test_turns_edit_the_image_of_the_turn_before"
+PROMPTS = "test_text_to_image_suites.test_prompt_lists_of_drawbench_and_others"
+CASES = {
+    "playground": Case(
+        "test_running.test_a_folder_of_images_has_the_scores_of_the_model_that_made_them",
+        None,  # its tasks are generated
+        tuple({"IF": score, "IP": score, "PQ": score, "overall": score, "exact": 0.0} for score in (8.0, 3.0)),
+        (5.5, 8.0),
+        (),
+        {"tasks": 2},
+    ),
+    # the mean of the groups' means
+    "gedit": Case(
+        "test_editing_suites.test_gedit_averages_groups_of_one_language", suite_rows.gedit, VIE, (4, 6), ("instruction",)
+    ),
+    "imgedit": Case(
+        "test_editing_suites.test_imgedit_averages_types",
+        suite_rows.imgedit,
+        ({"compliance": 4, "naturalness": 4, "integrity": 2}, {"compliance": 5, "naturalness": 4, "integrity": 3}),
+        ((10 / 3 + 4) / 2, 10 / 3),
+        ("melt",),
+    ),
+    "imgedit-uge": Case(
+        "test_editing_suites.test_imgedit_hard_is_a_mean",
+        suite_rows.imgedit_uge,
+        ({"score": 2}, {"score": 5}),
+        (3.5, 2),
+        ("'prompt'", "gone.png"),
+    ),
+    "imgedit-multi-turn": Case(TURN, suite_rows.imgedit_turns, tuple({**one, "restraint": 5.0} for one in VIE), (4, 6), ("turn2",)),
+    "multi-turn": Case(
+        "test_suites_run.test_reward_and_preservation_of_each_turn",
+        suite_rows.turns,
+        tuple(
+            {"pixels/preservation": 0.5, **{f"vie/{name}": score for name, score in {**one, "restraint": 5.0}.items()}}
+            for one in VIE
+        ),
+        (4, 6),
+        ("later",),
+    ),
+    "complex-edit": Case(
+        "test_editing_suites.test_complex_edit_averages_levels",
+        suite_rows.complex_edit,
+        tuple(
+            {"instruction_following": f, "identity_preservation": 6.0, "perceptual_quality": 3.0, "overall": (f + 6 + 3) / 3}
+            for f in (9.0, 6.0)
+        ),
+        (5.5, 6),
+        ("PNG", "PNG"),  # the damaged image, at both levels
+        {"levels": "1-2"},
+    ),
+    "earl": Case(
+        "test_editing_suites.test_earl_averages_six_sets",
+        suite_rows.earl,
+        VIE,
+        (4, 6),
+        ("no source image",),
+        {"sets": ("aurora", "magicbrush")},
+    ),
+    "preservation": Case(
+        "test_editing_suites.test_preservation_is_measured_outside_the_mask",
+        suite_rows.preservation,
+        ({"pixels/preservation": 0.9}, {"pixels/preservation": 0.7}),
+        (0.2, 0.1),
+        ("no mask",),
+    ),
+    "kris": Case(
+        "test_reasoning_suites.test_kris_scores_what_a_category_has",
+        suite_rows.kris,
+        # biology has knowledge, the change of a colour has not
+        (
+            {"consistency": 4, "instruction": 5, "quality": 3, "knowledge": 2},
+            {"consistency": 4, "instruction": 5, "quality": 3, "knowledge": NAN},
+        ),
+        ((14 / 4 + 12 / 3) / 2, 14 / 4),
+        ("gone.png",),
+    ),
+    "rise": Case(
+        "test_reasoning_suites.test_rise_weighs_its_scores_as_published",
+        suite_rows.rise,
+        ({"reasoning_score": 5, "consistency": 5, "quality": 5}, {"reasoning_score": 5, "consistency": 4, "quality": 5}),
+        (1 / 2, 1),
+        ("right result",),
+    ),
+    "geneval": Case(
+        "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks",
+        suite_rows.geneval,
+        ({"correct": 1, "met": 1}, {"correct": 0, "met": 0.5}),
+        (1 / 2, 1),
+        ("painting",),
+    ),
+    "geneval2": Case(
+        "test_text_to_image_suites.test_geneval2_takes_the_geometric_mean",
+        suite_rows.geneval2,
+        ({"gm": 0.6, "am": 0.65}, {"gm": 0.2, "am": 0.3}),
+        (0.4, 0.6),
+        ("atom_count",),
+    ),
+    "dpg": Case(
+        "test_text_to_image_suites.test_dpg_takes_points_from_what_depends_on_a_no",
+        suite_rows.dpg,
+        tuple(
+            {"score": score, "entity": score, **dict.fromkeys(("global", "attribute", "relation", "other"), NAN)}
+            for score in (0.25, 1.0)
+        ),
+        (0.625, 0.25),
+        ("no question 7",),
+    ),
+    "unigenbench": Case(
+        "test_text_to_image_suites.test_unigenbench_pools_the_points_of_each_dimension",
+        suite_rows.unigenbench,
+        ({"overall": 2 / 3, "style": 1, "attribute": 1 / 2}, {"overall": 0, "style": NAN, "attribute": 0}),
+        ((1 + 1 / 3) / 2, (1 + 1 / 2) / 2),  # style 1 of 1 point; attribute 1 of 3, and 1 of 2
+        ("Smell",),
+    ),
+    "ocr": Case(
+        "test_text_to_image_suites.test_ocr_is_a_mean_over_prompts",
+        suite_rows.ocr,
+        ({"accuracy": 1, "exact": 1, "words": 1}, {"accuracy": 2 / 3, "exact": 0.5, "words": 0}),
+        (5 / 6, 1),
+        ("double quotes",),
+    ),
+    "longtext": Case(
+        "test_text_to_image_suites.test_longtext_pools_words",
+        suite_rows.longtext,
+        tuple({"accuracy": 0.0, "exact": 0.0, "words": share} for share in (3 / 4, 0.0)),
+        (3 / 5, 3 / 4),  # 3 of 4 words, and 0 of 1
+        ("'text'",),
+    ),
+    "pickscore": Case(PROMPTS, suite_rows.prompts, ({"pickscore": 20}, {"pickscore": 23}), (21.5, 20), ("instruction",)),
+    "hpsv2": Case(
+        "test_every_suite.test_hpsv2_is_the_mean_cosine_of_text_and_image",
+        suite_rows.prompts,
+        ({"hps": 0.25}, {"hps": 0.31}),
+        (0.28, 0.25),
+        ("instruction",),
+        {"path": "p"},
+    ),
+    "aesthetic": Case(
+        "test_every_suite.test_aesthetic_is_the_mean_rating_of_the_head",
+        suite_rows.prompts,
+        ({"aesthetic": 5}, {"aesthetic": 6.5}),
+        (5.75, 5),
+        ("instruction",),
+        {"head": "h"},
+    ),
+}
+
+
+def test_the_table_has_every_suite_and_its_golden_test() -> None:
+    assert set(CASES) == set(SUITES) - {consent.IMPORT}
+    for case in CASES.values():
+        file, _, name = case.golden.partition(".")
+        (path,) = Path(__file__).parents[1].rglob(f"{file}.py")
+        assert f"\ndef {name}(" in path.read_text()
+
+
+def with_reward(suite: Suite, table: Mapping[int, Mapping[str, float]]) -> Suite:
+    """The suite with a reward that returns ``table``'s row of the image's number."""
+    names = list(table[1])
+    real = suite.reward(JUDGE).known_columns()
+    assert real is not None
+    assert set(names) <= set(real)
+    made = dict(real)
+
+    class Canned(RewardSection):
+        columns = made
+
+        def __call__(self, samples: Sequence[Sample]) -> Scores:
+            numbers = [number_of(sample.image) for sample in samples if sample.image is not None]
+            return {name: torch.tensor([table[number].get(name, NAN) for number in numbers]) for name in made}
+
+    class WithReward(type(suite)):
+        def reward(self, judge: Any) -> RewardSection:
+            return Canned()
+
+    changed: Suite = WithReward(**suite.model_dump())
+    return changed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_missing_and_broken_items_are_named_and_counted_and_are_not_0(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    (tmp_path / "data").mkdir()
+    data = None if case.write is None else case.write(tmp_path / "data")
+    plain = find_suite(name, case.options)
+    items, broken = plain.items(data)
+    assert len(items) == 2
+    assert [(bool(each.id), word in each.reason) for each, word in zip(broken, case.broken, strict=True)] == [
+        (True, True) for _ in case.broken
+    ]
+    folder = ImageFolder(tmp_path / "images", suite=plain)
+    places = places_of(list(enumerate(items)), suite=plain)
+    for place in places:
+        folder.write(place, numbered(place.number + 1))
+    first, second = case.given
+    unread = dict.fromkeys(second, NAN)
+    more: dict[str, Any] = {"data": data, "images": folder.root}
+    whole = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "whole", **more)
+    without_answer = run(with_reward(plain, {1: first, 2: unread}), out=tmp_path / "answers", **more)
+    lost = [place for place in places if place.number == 1]
+    for place in lost:
+        folder.path(place).unlink()
+    without_image = run(with_reward(plain, {1: first, 2: second}), out=tmp_path / "files", **more)
+    assert whole is not None
+    assert whole.headline == pytest.approx(case.expected[0])
+    assert not whole.missing
+    for partial in (without_answer, without_image):
+        assert partial is not None
+        assert partial.headline == pytest.approx(case.expected[1])
+        assert [each["item"] for each in partial.missing] == [items[1].id] * len(lost)
+        assert all(each["reason"] for each in partial.missing)
+        assert partial.table["all"][plain.headline_column]["n"] == 1
+        assert f"{len(lost)} image{'s' * (len(lost) > 1)} without a score, left out: {items[1].id}" in str(partial)
+        assert len(partial.about["broken"]) == len(case.broken)
+        if case.broken:
+            what = f"{len(case.broken)} item{'s' * (len(case.broken) > 1)} of the data that cannot be used"
+            assert f"{what}, left out: {broken[0].id} ({broken[0].reason})" in str(partial)
+
+
+def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path: Path) -> None:
+    suite = HpsSuite(path="p")
+    items, _ = suite.items(suite_rows.prompts(tmp_path))
+    # unit vectors of text and image by item: cosines 0.6 x 1, and 0.6 x 0.8 - 0.8 x 0.6 = 0 from below
+    pairs = {1: ((0.6, 0.8), (1.0, 0.0)), 2: ((0.6, -0.8), (0.8, 0.61))}
+
+    def cosines(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
+        found = [sum(a * b for a, b in zip(*pairs[number_of(sample.image)], strict=True)) for sample in samples if sample.image]
+        return torch.tensor(found), torch.zeros(len(found))
+
+    reward: Any = suite.reward(None)
+    scores = reward.with_model(SimpleNamespace(score_samples=cosines))(
+        [Sample(suite.task_for(item), numbered(number)) for number, item in enumerate(items, 1)]
+    )["hps"].tolist()
+    assert scores == pytest.approx([0.6, 0.0])
+    table = {item.id: suite.score(item, {"hps": score}) for item, score in zip(items, scores, strict=True)}
+    assert headline(suite, items, table) == pytest.approx({"hps": 0.3})
+
+
+def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path: Path) -> None:
+    suite = AestheticSuite(head="h")
+    items, _ = suite.items(suite_rows.prompts(tmp_path))
+    # unit vectors of the images, through 2 x 2 and 1 x 2 layers: (2 x 0.6 + 1) + 3 x (0.8 - 0.5) = 3.1, and (0 + 1) + 3 x 0.5 = 2.5
+    vectors = {1: (0.6, 0.8), 2: (0.0, 1.0)}
+    layers = [
+        (torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])),
+        (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0])),
+    ]
+    encoder = SimpleNamespace(images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]))
+    reward: Any = suite.reward(None)
+    scores = reward.with_model(SimpleNamespace(encoder=encoder, layers=layers))(
+        [Sample(suite.task_for(item), numbered(number)) for number, item in enumerate(items, 1)]
+    )["aesthetic"].tolist()
+    assert scores == pytest.approx([3.1, 2.5])
+    table = {item.id: suite.score(item, {"aesthetic": score}) for item, score in zip(items, scores, strict=True)}
+    assert headline(suite, items, table) == pytest.approx({"aesthetic": 2.8})
