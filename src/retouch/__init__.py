@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retouch.audit.judges.audit import judge_audit as judge_audit
+    from retouch.benchmarks.judges.audit import judge_audit as judge_audit
     from retouch.inference.opening import open_writer as open_writer
     from retouch.models.ip_adapter.section import IpAdapter as IpAdapter
     from retouch.models.train import FullWeights as FullWeights
@@ -66,7 +66,7 @@ _NAMES = {
     "SDETransition": "retouch.policies.denoising.transitions",
     "Supervised": "retouch.objectives.supervised",
     "Trainer": "retouch.trainer.trainer",
-    "judge_audit": "retouch.audit.judges.audit",
+    "judge_audit": "retouch.benchmarks.judges.audit",
     "load_run": "retouch.trainer.loaded_run",
     "open_writer": "retouch.inference.opening",
     "reward": "retouch.rewards.function",

@@ -201,12 +201,12 @@ def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_p
             longest_pause=0.02,
             timeout=5.0,
         )
-        first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        first = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         faulty["on"] = False
         asked = len(server.requests)
-        second = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        second = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         again = len(server.requests) - asked
-        clean = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "clean")
+        clean = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "clean")
         assert first is not None
         assert second is not None
         right = dict(scores(clean))
@@ -222,7 +222,7 @@ def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_p
         answered = sum(not math.isnan(found[name]) for _, found in scores(first) for name in ("sc", "pq"))
         assert again == 60 - answered, "only the questions without an answer are asked again"
         asked = len(server.requests)
-        third = run(JudgedSuite(), images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+        third = run(JudgedSuite(), images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
         assert scores(third) == scores(second)
         assert len(server.requests) == asked
     assert "1 item of the data that cannot be used" in str(second)

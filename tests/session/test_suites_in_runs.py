@@ -1,18 +1,29 @@
 """A run's ``eval.suites``: the numbers of `retouch bench`, training that they do not change, and an alarm where they fall."""
 
+import json
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import suite_rows
 from html_check import read
+from judge_double import KEY, Double
+from rank_commands import on_ranks
 from retouch.benchmarks.results import BenchmarkResult, ImageRow, make_table
 from retouch.benchmarks.running import run as bench
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.session import suites
 from retouch.session.session import run
-from retouch.session.suites import RunSuites, open_suites
+from retouch.session.suites import Fall, OpenSuite, RunSuites, fall, open_suites
+from retouch.training import checkpoint
+from retouch.watch.alarms import AlarmStop
 from tiny_recipes import SMALL
 
 ABOUT = {
@@ -29,7 +40,9 @@ SUITE = {"suite": "playground", "every": 1, "subset": 6, "options": {"tasks": 12
 
 
 def small(out: Path, *suites: dict[str, Any], **changes: Any) -> Recipe:
-    return parse({**SMALL, "out": str(out), **changes, "eval": {"tasks": 4, **({"suites": list(suites)} if suites else {})}})
+    return parse(
+        {**SMALL, "out": str(out), **changes, "eval": {"tasks": 4, "audit": False, **({"suites": list(suites)} if suites else {})}}
+    )
 
 
 def test_suites_have_the_numbers_of_the_command_and_do_not_change_training(tmp_path: Path) -> None:
@@ -67,39 +80,172 @@ def test_wrong_suites_are_refused_before_anything_is_loaded(tmp_path: Path, suit
         open_suites(small(tmp_path, *suites), world=1)
 
 
-@pytest.mark.parametrize(("change", "reward", "alarm"), [(-1.0, 0.2, True), (-1.0, -0.2, False), (1.0, 0.2, False)])
+def result_of(suite: OpenSuite, root: Path, step: int, scores: Sequence[float], *, write: bool = True) -> BenchmarkResult:
+    """A result of a suite in a run's folder, with one score in every column for each item. ``write``: store it with its table."""
+    items = [item for _, item in suite.items.chosen]
+    rows = [
+        ImageRow(
+            item=item.id,
+            category=item.category,
+            cluster="",
+            sample=0,
+            turn=1,
+            prompt="",
+            image="",
+            scores=dict.fromkeys(suite.scorer.columns, value),
+        )
+        for item, value in zip(items, scores, strict=True)
+    ]
+    table = make_table(suite.scorer.suite, items, rows) if write else {}
+    path = root / "suites" / suite.name / f"step-{step:06d}" / "scores" / "own"
+    made = BenchmarkResult(path, {"headline": suite.scorer.suite.headline_column, "table": table, **ABOUT}, rows, items)
+    if write:
+        made.write()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "reward", "alarm"), [(-1.0, 0.2, True), (-1.0, 0.0, True), (-1.0, -0.2, False), (1.0, 0.2, False), (0.0, 0.2, False)]
+)
 def test_a_suite_that_falls_while_the_reward_rises_raises_an_alarm(
     tmp_path: Path, change: float, reward: float, alarm: bool
 ) -> None:
-    recipe = small(tmp_path, SUITE)
+    recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"})
     (suite,) = open_suites(recipe, world=1)
     folder = RunFolder(recipe.folder)
     folder.create()
-    runs = RunSuites([suite], recipe, folder, None)  # type: ignore[arg-type]
-    items = [item for _, item in suite.items.chosen]
-
-    def stored(step: int, shift: float) -> BenchmarkResult:
-        rows = [
-            ImageRow(
-                item=item.id, category=item.category, cluster="", sample=0, turn=1, prompt="", image="",
-                scores=dict.fromkeys(suite.scorer.columns, 5 + shift * (1 + index / 10)),
-            )
-            for index, item in enumerate(items)
-        ]  # fmt: skip
-        table = make_table(suite.scorer.suite, items, rows)
-        path = folder.root / "suites" / "playground" / f"step-{step:06d}" / "scores" / "own"
-        return BenchmarkResult(path, {"headline": "overall", "table": table}, rows, items)
-
-    start = stored(0, 0.0)
-    BenchmarkResult(start.folder, {**start.about, **ABOUT}, start.rows, start.items).write()
-    folder.write_suite(0, "playground", {"headline": "overall", "table": start.table, "missing": 0}, alarm=None)
-    for step in range(1, 30):
+    for step, shift in ((0, 0.0), (30, change)):
+        made = result_of(suite, folder.root, step, [5 + shift * (1 + index / 10) for index in range(6)])
+        folder.write_suite(step, "playground", {"headline": "overall", "table": made.table, "missing": 0}, alarm=None)
+    for step in range(1, 31):
         folder.append_metrics(step, "main", {"reward/mean": 1 + reward * step / 30})
-    found = runs.alarm(suite, 30, stored(30, change), {"reward/mean": 1 + reward})
-    assert (found is not None) == alarm
-    if found is not None:
-        assert "since step 0 its overall has become worse by" in found
-        now = stored(30, change)
-        folder.write_suite(30, "playground", {"headline": "overall", "table": now.table, "missing": 0}, alarm=found)
+    found = RunSuites([suite], recipe, folder, None).stored_alarms(30)  # type: ignore[arg-type]
+    assert [(each.rule, each.response, each.key) for each in found] == [
+        ("suite playground", "stop", "eval.suites, suite playground")
+    ] * alarm
+    if alarm:
+        assert "since step 0 its overall has become worse by" in found[0].text
+        folder.write_suite(30, "playground", {"headline": "overall", "table": made.table, "missing": 0}, alarm=found[0].text)
         folder.write_recipe(recipe.document())
         assert "Alarm: after step 30" in read(write_report(folder.root).read_text()).words
+
+
+def test_noise_raises_no_alarm_and_a_fall_does(tmp_path: Path) -> None:
+    """Runs of eight results each, whose items have noise of their own at every step, against the best of them as in a run."""
+    (suite,) = open_suites(small(tmp_path, {**SUITE, "subset": 32, "options": {"tasks": 32}}), world=1)
+    draw, raised, found = np.random.default_rng(3), 0, 0
+    level = draw.normal(5, 1, 32)
+    for _ in range(40):
+        scores = [level + draw.normal(0, 0.5, 32) for _ in range(8)]
+        best = max(range(7), key=lambda step: scores[step].mean())
+        before, now, fallen = (
+            result_of(suite, tmp_path, step, values.tolist(), write=False)
+            for step, values in ((best, scores[best]), (7, scores[7]), (8, scores[7] - 1.0))
+        )
+        raised += fall(suite, before, now).sigmas > suite.keys.sigmas
+        found += fall(suite, before, fallen).sigmas > suite.keys.sigmas
+    assert raised <= 1
+    assert found == 40
+
+
+def test_less_is_better_for_some_suites(tmp_path: Path) -> None:
+    data = suite_rows.preservation(tmp_path)
+    (suite,) = open_suites(small(tmp_path, {"suite": "preservation", "data": str(data)}), world=1)
+    low, high = (result_of(suite, tmp_path, step, values) for step, values in ((0, [0.1, 0.11]), (1, [0.3, 0.32])))
+    assert fall(suite, low, high).mean == pytest.approx(0.205)
+    assert fall(suite, high, low).mean == pytest.approx(-0.205)
+    assert math.isnan(fall(suite, low, high).sigmas), "both items have the same source image, so nothing is known of the error"
+
+
+@pytest.mark.parametrize(("response", "back_to"), [("stop", None), ("roll_back", 0)])
+def test_an_alarm_of_a_suite_ends_a_run_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: str, back_to: int | None
+) -> None:
+    monkeypatch.setattr(suites, "fall", lambda suite, before, now: Fall(5.0, 4.0, 1.0, 9.0))
+    monkeypatch.setattr(RunSuites, "_reward_change", lambda self, since, step, metrics: 0.1)
+    recipe = small(tmp_path, {**SUITE, "on_alarm": response}, checkpoints={"every": 0})
+    with pytest.raises(AlarmStop, match=r"eval\.suites, suite playground: the reward and the suite playground diverge"):
+        run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    stopped = folder.read_alarm()
+    assert stopped is not None
+    assert (stopped["step"], stopped["back_to"], [each["rule"] for each in stopped["alarms"]]) == (1, back_to, ["suite playground"])
+    assert folder.read_metrics()[-1]["watch/alarm/suite playground"] == 1.0
+    assert checkpoint.latest(folder.checkpoints).name == f"step-{1 if back_to is None else back_to:06d}"  # type: ignore[union-attr]
+    assert "Stopped by an alarm after step 1" in read(folder.report.read_text()).words
+    with pytest.raises(AlarmStop, match="was stopped by an alarm"):
+        run(recipe, fresh=False)
+    noted = small(tmp_path, {**SUITE, "on_alarm": "note"}, checkpoints={"every": 0})
+    assert run(noted, fresh=False) == 0
+    assert folder.read_alarm() is None
+    assert [line["alarm"] is not None for line in folder.read_suites()] == [False, True, True]
+    words = read(write_report(folder.root).read_text()).words
+    assert "Alarm: after step 1" in words
+
+
+def judged(url: str, **quota: int) -> dict[str, Any]:
+    endpoint = {"kind": "endpoint", "model": "double", "base_url": url, "key": "DOUBLE_KEY", "pause": 0.01, "longest_pause": 0.02}
+    return {**SUITE, "judge": {"kind": "viescore", "judge": {**endpoint, **({"quota": quota} if quota else {})}}}
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[Double]:
+    with Double() as server:
+        monkeypatch.setenv("DOUBLE_KEY", KEY)
+        monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
+        yield server
+
+
+def results(recipe: Recipe) -> list[tuple[int, Any]]:
+    return [(line["step"], line["table"]) for line in RunFolder(recipe.folder).read_suites()]
+
+
+def test_a_spent_budget_ends_a_run_that_goes_on_with_the_missing_result(tmp_path: Path, double: Double) -> None:
+    """Six images of two questions each: the budget suffices for two of three results. The next start makes the third first."""
+    recipe, plain = small(tmp_path, judged(double.url, calls=30)), small(tmp_path / "plain", judged(double.url))
+    with pytest.raises(BudgetSpent, match="budget of 30 calls"):
+        run(recipe, fresh=False)
+    assert [step for step, _ in results(recipe)] == [0, 1]
+    assert [line["step"] for line in RunFolder(recipe.folder).read_metrics()] == [1, 2]
+    assert run(recipe, fresh=False) == 0
+    assert set(double.seen.values()) == {1}, "nothing is asked twice"
+    assert run(plain, fresh=False) == 0
+    assert results(recipe) == results(plain)
+    assert RunFolder(recipe.folder).read_summary() is not None
+
+
+KILLED = """
+import os, signal, sys
+from retouch.recipe.recipe import parse
+from retouch.rewards.ledger.journal import Journal
+from retouch.session.session import run
+recipe = parse(__import__("json").load(open(sys.argv[1])))
+inner, calls = Journal.record, []
+def counted(self, *arguments, **options):
+    inner(self, *arguments, **options)
+    calls.append(os.environ.get("RANK", "0") if "suites" in str(self.database.path) else "")
+    if "--kill" in sys.argv and len([each for each in calls if each == "0"]) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+Journal.record = counted
+run(recipe, fresh=False)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_has_the_results_of_a_whole_one_and_asks_nothing_twice(tmp_path: Path, double: Double, ranks: int) -> None:
+    whole, killed = (small(tmp_path / name, judged(double.url)) for name in ("whole", "killed"))
+    for name, recipe in (("whole", whole), ("killed", killed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(dict(recipe.document())))
+    double_words = ["-c", KILLED, str(tmp_path / "killed.json")]
+    with pytest.raises(AssertionError):  # the process that is killed; the launcher ends the other one
+        on_ranks(ranks, [*double_words, "--kill", "2"], tmp_path / "logs")
+    assert [step for step, _ in results(killed)] == [0]
+    asked = dict(double.seen)
+    on_ranks(ranks, double_words, tmp_path / "logs")
+    assert all(double.seen[digest] <= 2 for digest in asked)
+    again = sum(double.seen[digest] > times for digest, times in asked.items())
+    assert again <= 1, "an answer that was on its way when the process was killed may be asked for again"
+    double.seen.clear()
+    on_ranks(ranks, ["-c", KILLED, str(tmp_path / "whole.json")], tmp_path / "logs")
+    assert results(killed) == results(whole)

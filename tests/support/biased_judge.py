@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from retouch.audit.judges import ladders, variants
+from retouch.benchmarks.judges import ladders, variants
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
 

@@ -62,6 +62,25 @@ def fits(page: playwright.Page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
+def test_benchmarks_are_beside_the_reward_with_their_alarms(write_run, tab, address: str) -> None:
+    folder = write_run("one")
+    for step, mean in ((0, 6.0), (4, 3.0)):
+        cell = {"mean": mean, "low": mean - 1, "high": mean + 1, "n": 4}
+        result = {"headline": "overall", "table": {"all": {"overall": cell}, "two edits": {"overall": cell}}, "missing": 1}
+        folder.write_suite(step, "playground", result, alarm="the suite fell" if step else None)
+    tab.goto(f"{address}/#/run/one")
+    captions = tab.locator(".charts figure figcaption b")
+    captions.nth(1).wait_for()
+    assert captions.nth(0).inner_text() == "reward/mean"
+    assert captions.nth(1).inner_text() == "benchmark playground"
+    assert tab.get_by_role("heading", name="Alarms").count() == 1
+    assert "after step 4: the suite fell" in tab.locator("section ul.warning").inner_text()
+    table = tab.get_by_role("table").filter(has_text="playground after step 4")
+    assert "1 images without a score" in table.inner_text()
+    assert table.get_by_role("row").count() == 3
+    assert fits(tab)
+
+
 def test_an_empty_folder_says_how_to_start(tab) -> None:
     tab.get_by_text("No runs here yet").wait_for()
     assert TOKEN not in tab.url

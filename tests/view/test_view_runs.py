@@ -60,6 +60,21 @@ def test_a_page_has_all_of_a_run(write_run, browser) -> None:
     assert browser.get("/api/runs/other").status_code == 404
 
 
+def test_a_page_has_the_benchmarks_and_their_alarms(write_run, browser) -> None:
+    folder = write_run("one")
+    table = {"all": {"overall": {"mean": 6.0, "low": 5.0, "high": 7.0, "n": 4}}}
+    for step in (0, 4):
+        result = {"headline": "overall", "table": table, "missing": 0}
+        folder.write_suite(step, "playground", result, alarm="it fell" if step else None)
+    with folder.suites.open("a") as file:
+        file.write('{"step": 5, "suite": "playground", "table": 3}\n{"step": 6}\n')
+    found = browser.get("/api/runs/one").json()["suites"]
+    assert [(line["step"], line["alarm"], line["table"]["all"]["overall"]["mean"]) for line in found] == [
+        (0, None, 6.0),
+        (4, "it fell", 6.0),
+    ]
+
+
 def test_lines_come_as_the_trainer_appends_them(write_run) -> None:
     folder = write_run("one", steps=2)
     run = LiveRun(folder.root)

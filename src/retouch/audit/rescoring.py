@@ -17,7 +17,7 @@ from retouch.audit.ledger_view import RESCORED, LedgerSample, LedgerView, select
 from retouch.audit.tasks import RunTasks
 from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
+from retouch.recipe.reward_words import default_name, modules_typed, parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.base import close
@@ -66,11 +66,6 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
         "without_image": len(samples) - len(with_image) + absent,
         "steps": sorted({sample.step for sample in with_image}),
     }
-
-
-def default_name(words: str) -> str:
-    """The name of a rescoring with the reward ``words``: ``clip:/models/b`` becomes ``clip-b``."""
-    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"[^:=]*/", "", words)).strip("-.")[:40]
 
 
 def _score(

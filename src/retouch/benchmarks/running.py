@@ -14,17 +14,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from retouch.benchmarks.image_files import ImageFolder, ImagePlace, places_of
+from retouch.benchmarks.judges.short_audit import require_judges
 from retouch.benchmarks.kinds import find_suite
 from retouch.benchmarks.models import ImageMaker, open_maker
 from retouch.benchmarks.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
-from retouch.benchmarks.scoring import Scorer, choose_scorer, score_images, task_at
+from retouch.benchmarks.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.records import files
 from retouch.records.libraries import versions
 from retouch.rewards.base import RewardSection
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.quota.quota import BudgetSpent, Quota
+from retouch.rewards.vlm.base import JudgeClients, JudgeModel
 from retouch.training.ledger import ledger_path
 from retouch.types import Json, Task
 
@@ -60,6 +64,7 @@ def run(
     options: Mapping[str, Any] | None = None,
     call: Mapping[str, Any] | None = None,
     device: str = "auto",
+    audit: bool = True,
     note: Note = lambda line: None,
 ) -> BenchmarkResult | None:
     """Run a suite, or continue it, and return the result; None on ranks other than the first.
@@ -69,10 +74,11 @@ def run(
     named by item, in place of a model. ``judge``: a vision-language model that answers the suite's questions, or a reward that
     scores in place of the suite's protocol. ``name``: what its scores are stored as. ``data``: the suite's published data.
     ``out``: the folder of the results. ``subset``: so many items, drawn evenly from the categories. ``seed``: of the images' noise.
-    ``options``: fields of the suite. ``call``: arguments of a pipeline's call, such as ``num_inference_steps``. ``note``: is given
-    progress as sentences.
+    ``options``: fields of the suite. ``call``: arguments of a pipeline's call, such as ``num_inference_steps``. ``audit``: whether
+    a judge is audited before anything is made; the audit is short, and remembered. ``note``: is given progress as sentences.
 
-    Raises ValueError if something is not there, if ``out`` has images of another model, or as the scorer does.
+    Raises ValueError if something is not there, if ``out`` has images of another model, if the judge fails its audit, or as the
+    scorer does; BudgetSpent if a judge's budget is spent.
 
     Example::
 
@@ -89,6 +95,9 @@ def run(
     items = choose_items(found, data, subset=subset)
     root = Path(out) if out is not None else _default_out(found, model, lora, images)
     ranks = init_distributed(device)
+    quotas: dict[str, Quota] = {}
+    if audit:
+        require_judges(scorer.section, ranks=ranks, clients=CountedClients(ranks.device, quotas), note=note)
     if images is not None:
         folder = ImageFolder(Path(images), suite=found)
         if not folder.root.is_dir():
@@ -100,7 +109,10 @@ def run(
         _require_same(root, {"suite": _identity(found), "seed": seed, **maker.identity}, ranks)
         folder, about = ImageFolder(root / "images", suite=found), maker.identity
         make_images(found, maker, own_places(found, items, ranks), folder, seed=seed, note=note)
-    return score(scorer, items, folder, root / SCORES / scorer.name, model=about, seed=seed, ranks=ranks, note=note)
+    clients = CountedClients(ranks.device, quotas)
+    return score(
+        scorer, items, folder, root / SCORES / scorer.name, model=about, seed=seed, ranks=ranks, clients=clients, note=note
+    )
 
 
 def score(
@@ -113,23 +125,31 @@ def score(
     seed: int,
     ranks: Ranks,
     ledger: Path | None = None,
+    clients: JudgeClients | None = None,
     note: Note = lambda line: None,
 ) -> BenchmarkResult | None:
     """Score the images and write the result to ``folder``; None on ranks other than the first. ``model``: what made the images.
 
-    ``ledger``: the folder of the ledger, by default the same.
+    ``ledger``: the folder of the ledger, by default the same. ``clients``: open the clients of judges. Raises ValueError as the
+    scorer does, on every rank if it does on one: BudgetSpent if a judge's budget is spent.
     """
     suite = scorer.suite
     folder.mkdir(parents=True, exist_ok=True)
     own = own_places(suite, items, ranks)
-    rows = score_images(
-        scorer,
-        own,
-        images,
-        ledger=ledger_path(folder if ledger is None else ledger, ranks.rank),
-        device=ranks.device,
-        noted=lambda done: note(f"scored {done} of {len(own)} images"),
-    )
+    rows, fault = [], None
+    try:
+        rows = score_images(
+            scorer,
+            own,
+            images,
+            ledger=ledger_path(folder if ledger is None else ledger, ranks.rank),
+            device=ranks.device,
+            clients=clients,
+            noted=lambda done: note(f"scored {done} of {len(own)} images"),
+        )
+    except ValueError as error:
+        fault = error
+    _raise_on_all(fault, ranks)
     if ranks.world > 1:
         files.write_lines(folder / _part(ranks.rank), [asdict(row) for row in rows])
         ranks.barrier()
@@ -161,6 +181,18 @@ def score(
     result = BenchmarkResult(folder, about, rows, used)
     result.write()
     return result
+
+
+def _raise_on_all(fault: ValueError | None, ranks: Ranks) -> None:
+    """Raise on every rank if scoring failed on one, so that none waits for the others."""
+    worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
+    if isinstance(fault, BudgetSpent):
+        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues") from fault
+    if fault is not None:
+        raise fault
+    if worst:
+        kind = BudgetSpent if worst == 2 else ValueError
+        raise kind("scoring ended on another rank, as its log says")
 
 
 def make_images(

@@ -27,8 +27,11 @@ from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import ImageHasher
 from retouch.rewards.ledger.journal import Journal
-from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.quota.quota import Quota
+from retouch.rewards.vlm.base import JudgeClients, JudgeModel
+from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.rewards.vlm.models import JUDGE_MODELS
+from retouch.rewards.vlm.questions import JudgeClient
 from retouch.types import Batch, Column, Sample, Task
 
 _CHUNK = 16  # images
@@ -66,6 +69,24 @@ class Scorer:
         name = self.suite.headline_column if self.own else next(iter(self.columns))
         column = self.columns.get(name)
         return 1 if column is None or column.higher_is_better else -1
+
+
+class CountedClients(JudgeClients):
+    """Clients of one scoring among several. All clients of a model count their requests against one quota.
+
+    ``quotas``: by model; kept between the scorings, and filled here.
+    """
+
+    def __init__(self, device: torch.device | str, quotas: dict[str, Quota]) -> None:
+        super().__init__(device)
+        self._quotas = quotas
+
+    def open(self, model: JudgeModel) -> JudgeClient:
+        """The model's client. ValueError as ``JudgeModel.open``."""
+        client = super().open(model)
+        if isinstance(client, ChatClient) and client.quota is not None:
+            client.share_quota(self._quotas.setdefault(model.model_dump_json(), client.quota))
+        return client
 
 
 def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, *, name: str | None = None) -> Scorer:
@@ -110,16 +131,19 @@ def score_images(
     *,
     ledger: Path,
     device: torch.device,
+    clients: JudgeClients | None = None,
     noted: Callable[[int], None] = lambda count: None,
 ) -> list[ImageRow]:
     """A row for each image, in order. ``ledger``: the file of this rank's scores and answers. ``noted``: called after each chunk.
+
+    ``clients``: open the clients of judges, and are closed at the end.
 
     An image that is missing or cannot be read has no score, and the row says why. Images that were scored before by the same scorer
     are not scored again, unless a score was missing. Raises ValueError as rewards do, for example when a budget is spent.
     """
     with closing(Database(ledger)) as database:
         cache = AnswerCache(database)
-        reward = scorer.section.build(device=device, keep=lambda made: with_cache(made, cache))
+        reward = scorer.section.build(device=device, clients=clients, keep=lambda made: with_cache(made, cache))
         judging = RewardScorer(reward, _any_column(reward.columns), device=device)
         judging.journal = Journal(database, judge=identity.fingerprint(reward))
         try:

@@ -36,6 +36,7 @@ def add_bench(commands: Commands) -> None:
     bench.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="a field of the suite")
     bench.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
     bench.add_argument("--top", type=int, default=24, metavar="N", help="items on the page of `compare`")
+    bench.add_argument("--no-audit", action="store_true", help="use the judge without the short audit of it")
     bench.add_argument("--json", action="store_true", help="print the result as JSON")
     bench.set_defaults(run=_bench)
 
@@ -63,6 +64,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         options=_pairs(arguments.option, "--option"),
         call=_pairs(arguments.call, "--call"),
         device=arguments.device,
+        audit=not arguments.no_audit,
         note=lambda line: print(line, file=sys.stderr),
     )
     if result is not None:

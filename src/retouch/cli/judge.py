@@ -37,7 +37,7 @@ def add_judge(commands: Commands) -> None:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from retouch.audit.judges.audit import judge_audit
+    from retouch.benchmarks.judges.audit import judge_audit
 
     result = judge_audit(
         arguments.judge,

@@ -14,7 +14,7 @@ _FREE = re.compile(
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience|sleep)"
     # What a stream reads in advance.
     r"|(phases\.\d+\.)?data\.ahead"
-    r"|eval\.suites\.\d+\.(every|data|sigmas)"
+    r"|eval\.audit|eval\.suites\.\d+\.(every|data|sigmas|on_alarm)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
 
@@ -59,6 +59,20 @@ def _changeable_rewards(recipe: Recipe) -> Iterator[str]:
     yield from recipe.reward.changeable_paths("reward")
     if recipe.watch is not None and recipe.watch.judge is not None:
         yield from recipe.watch.judge.reward.changeable_paths("watch.judge.reward")
+    for index, suite in enumerate(recipe.eval.suites):
+        yield from _changeable_judges(suite.judge, f"eval.suites.{index}.judge")
+
+
+def _changeable_judges(section: Any, path: str) -> Iterator[str]:
+    """How the judges of a suite are reached. They are JSON in the recipe: a model, or a reward that asks one."""
+    if not isinstance(section, dict):
+        return
+    if section.get("kind") == "endpoint":
+        from retouch.rewards.vlm.endpoint_settings import EndpointSettings
+
+        yield from (f"{path}.{key}" for key in EndpointSettings.changeable)
+    for key, inner in section.items():
+        yield from _changeable_judges(inner, f"{path}.{key}")
 
 
 def _is_inside(key: str, paths: Iterable[str]) -> bool:

@@ -18,7 +18,7 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.watch import Watch
+from retouch.recipe.watch import Response, Watch
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.kinds import RunReward
@@ -30,7 +30,7 @@ LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 class SuiteKeys(Section):
     """A published benchmark that is run during training, on the policy as it is then. See docs/benchmarks.md.
 
-    An alarm is raised where its headline has fallen while the training reward has not; it is logged, and shown in the report.
+    An alarm is raised where its headline has fallen while the training reward has not.
     """
 
     suite: str
@@ -47,6 +47,9 @@ class SuiteKeys(Section):
     """Fields of the suite."""
     sigmas: Positive = 3.0
     """Number of standard errors from which a fall below the best result so far raises an alarm."""
+    on_alarm: Response = Field(default="note", exclude_if=lambda response: response == "note")
+    """``note`` writes to the log and continues; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
+    newest checkpoint from before the alarm as the run's last state."""
 
 
 class EvaluationKeys(Section):
@@ -75,6 +78,8 @@ class EvaluationKeys(Section):
     """Rows sampled together."""
     suites: tuple[SuiteKeys, ...] = Field(default=(), exclude_if=operator.not_)
     """Published benchmarks to run during training."""
+    audit: bool = Field(default=True, exclude_if=bool)
+    """Whether the judges of ``suites`` are audited before the first step. The audit is short, and remembered."""
 
 
 class Samples(Section):

@@ -6,6 +6,7 @@ one of the user's own; the JSON of a recipe's ``reward`` section, or a file that
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,11 @@ def modules_typed(text: str) -> list[str]:
     is_file = text.endswith(SUFFIXES) or RunFolder(Path(text)).recipe.is_file()
     path = {} if is_file or not CLASS_PATH.fullmatch(text) else read_combined(text)
     return [module_of(path["class"])] if path.get("kind") == "import" else []
+
+
+def default_name(words: str) -> str:
+    """A short name of the reward ``words``, for a file or folder: ``clip:/models/b`` becomes ``clip-b``."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"[^:=]*/", "", words)).strip("-.")[:40]
 
 
 def read_reward(text: str) -> dict[str, Any]:

@@ -80,9 +80,11 @@ def open_session(
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
         opened = None
         if recipe.eval.suites:
-            from retouch.session.suites import open_suites
+            from retouch.session.suites import audit_judges, open_suites
 
             opened = open_suites(recipe, world=ranks.world)
+            if recipe.eval.audit:
+                audit_judges(opened, ranks)
         publisher = None
         if recipe.push is not None:
             from retouch.inference.publishing import open_publisher
@@ -103,17 +105,20 @@ def open_session(
             catching = catch_stop_signals(request) if own_process else nullcontext()
             with catching, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
                 watcher = None
-                if measures is not None and recipe.watch is not None:
-                    from retouch.watch.alarm_stop import refuse_if_stopped
+                if measures is not None:
                     from retouch.watch.watcher import build_watcher
 
-                    refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                     watcher = build_watcher(parts, folder, measures)
                 suites = None
                 if opened is not None:
                     from retouch.session.suites import RunSuites
 
                     suites = RunSuites(opened, recipe, folder, parts)
+                if watcher is not None or suites is not None:
+                    from retouch.watch.alarm_stop import refuse_if_stopped
+
+                    found = [one.stored_alarms for one in (watcher, suites) if one is not None]
+                    refuse_if_stopped(folder, lambda step: [alarm for each in found for alarm in each(step)], ranks=ranks)
                 yield TrainingSession(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener(), suites)
 
 
@@ -209,14 +214,14 @@ class TrainingSession:
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
-            if self.suites is not None:
-                self.suites.after(0, {})
         elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
             self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
         if self.watcher is not None:
             self.watcher.open(self.ledger, self.parts.judge, done=self.done)
-            if self.watcher.watch.rolls_back and self.done == 0:
-                self._save(stepper)
+        if self.suites is not None:
+            self._stop_for_alarms(stepper, self.suites.catch_up(self.done))
+        if self.done == 0 and any(one is not None and one.rolls_back for one in (self.watcher, self.suites)):
+            self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
             if self.done >= steps.stop:
                 continue
@@ -273,7 +278,8 @@ class TrainingSession:
                 metrics = {**metrics, **watch_metrics}
             if self.suites is not None:
                 with self.parts.clock("suites"):
-                    metrics = {**metrics, **self.suites.after(self.done, metrics)}
+                    suite_metrics, suite_alarms = self.suites.after(self.done, metrics)
+                metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
         except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
             self._record(phase, collected, metrics)
             raise

@@ -4,20 +4,25 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from retouch.assembly.assembly import Assembly
 from retouch.benchmarks.comparison import compared
 from retouch.benchmarks.image_files import ImageFolder
+from retouch.benchmarks.judges.short_audit import require_judges
 from retouch.benchmarks.kinds import find_suite
 from retouch.benchmarks.models import PolicyMaker
 from retouch.benchmarks.results import ALL, BenchmarkResult
 from retouch.benchmarks.running import Items, choose_items, make_images, own_places, score
-from retouch.benchmarks.scoring import Scorer, choose_scorer
+from retouch.benchmarks.scoring import CountedClients, Scorer, choose_scorer
+from retouch.distributed.ranks import Ranks
 from retouch.recipe.keys import SuiteKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
+from retouch.rewards.quota.quota import Quota
+from retouch.watch.alarms import Alarm
 
 log = logging.getLogger("retouch")
 
@@ -27,11 +32,12 @@ _REWARD = "reward/mean"
 
 @dataclass(frozen=True)
 class OpenSuite:
-    """A suite of the recipe with its items and its scorer."""
+    """A suite of the recipe with its items and its scorer. ``quotas``: of its judges, which count over the whole run."""
 
     keys: SuiteKeys
     scorer: Scorer
     items: Items
+    quotas: dict[str, Quota] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -57,6 +63,12 @@ def open_suites(recipe: Recipe, *, world: int) -> list[OpenSuite]:
     return found
 
 
+def audit_judges(suites: Sequence[OpenSuite], ranks: Ranks) -> None:
+    """The short audit of every judge of the suites, before anything is made. Raises ValueError, on every rank, if one fails."""
+    for suite in suites:
+        require_judges(suite.scorer.section, ranks=ranks, clients=CountedClients(ranks.device, suite.quotas), note=log.info)
+
+
 class RunSuites:
     """Runs the suites of a run. Every rank makes its share of the images and scores them; the main rank writes."""
 
@@ -66,19 +78,53 @@ class RunSuites:
         self._folder = folder
         self._parts = parts
 
-    def after(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Run the suites that are due after ``step`` steps. Returns their headlines, and alarms, as metrics of the step.
+    @property
+    def rolls_back(self) -> bool:
+        """Whether an alarm may go back to a checkpoint."""
+        return any(suite.keys.on_alarm == "roll_back" for suite in self._suites)
 
-        ``metrics``: those of the step so far. Raises ValueError as the scorers do.
+    def after(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Alarm]]:
+        """Run the suites that are due after ``step`` steps. Returns their headlines, and alarms, as metrics of the step; and the
+        alarms. Equal on all ranks.
+
+        ``metrics``: those of the step so far. Raises ValueError as the scorers do, BudgetSpent on every rank.
         """
+        return self._after(self._due(step), step, metrics)
+
+    def _after(self, suites: Sequence[OpenSuite], step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Alarm]]:
         found: dict[str, float] = {}
+        alarms: list[Alarm] = []
+        for suite in suites:
+            line = self._run(suite, step, metrics)
+            mean = line["table"][ALL][line["headline"]]["mean"]
+            found[f"suite/{suite.name}"] = math.nan if mean is None else mean
+            if line["alarm"] is not None:
+                alarms.append(Alarm(f"suite {suite.name}", line["alarm"], suite.keys.on_alarm))
+                found[f"watch/alarm/suite {suite.name}"] = 1.0
+        return found, alarms
+
+    def catch_up(self, step: int) -> list[Alarm]:
+        """Run the suites that are due after ``step`` steps and have no result, because the run was interrupted; their alarms."""
+        done = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
+        self._parts.ranks.barrier()  # no rank writes a result before all have read which are there
+        return self._after([suite for suite in self._due(step) if suite.name not in done], step, {})[1]
+
+    def stored_alarms(self, step: int) -> list[Alarm]:
+        """The alarms that the recipe's rules raise now on the results after ``step`` steps."""
+        results = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
+        found = []
         for suite in self._suites:
-            every = suite.keys.every
-            if step in (0, self._parts.steps) or (every and step % every == 0):
-                found |= self._run(suite, step, metrics)
+            if suite.name in results:
+                text = self._alarm(suite, step, self._stored(suite, step), {})
+                found += [] if text is None else [Alarm(f"suite {suite.name}", text, suite.keys.on_alarm)]
         return found
 
-    def _run(self, suite: OpenSuite, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _due(self, step: int) -> list[OpenSuite]:
+        ends = step in (0, self._parts.steps)
+        return [suite for suite in self._suites if ends or (suite.keys.every and step % suite.keys.every == 0)]
+
+    def _run(self, suite: OpenSuite, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The line of the result in the run's folder."""
         folder = self._path(suite, step)
         images, seed = ImageFolder(folder / "images", suite=suite.scorer.suite), self._recipe.eval.seed
         maker = PolicyMaker(self._parts, {"model": f"{self._recipe.name}, step {step}"})
@@ -93,10 +139,15 @@ class RunSuites:
             seed=seed,
             ranks=self._parts.ranks,
             ledger=folder.parent,
+            clients=CountedClients(self._parts.ranks.device, suite.quotas),
         )
-        if result is None:
-            return {}
-        alarm = self.alarm(suite, step, result, metrics)
+        if result is not None:
+            self._record(suite, step, result, metrics)
+        self._parts.ranks.barrier()
+        return next(line for line in self._folder.read_suites() if (line["step"], line["suite"]) == (step, suite.name))
+
+    def _record(self, suite: OpenSuite, step: int, result: BenchmarkResult, metrics: Mapping[str, float]) -> None:
+        alarm = self._alarm(suite, step, result, metrics)
         table = {name: dict(cells) for name, cells in result.table.items()}
         self._folder.write_suite(
             step, suite.name, {"headline": result.about["headline"], "table": table, "missing": len(result.missing)}, alarm=alarm
@@ -104,43 +155,63 @@ class RunSuites:
         log.info("suite %s after step %d: %s", suite.name, step, _sentence(result))
         if alarm is not None:
             log.warning("ALARM at step %d: %s", step, alarm)
-        return {f"suite/{suite.name}": result.headline, **({} if alarm is None else {f"watch/alarm/suite {suite.name}": 1.0})}
 
-    def alarm(self, suite: OpenSuite, step: int, now: BenchmarkResult, metrics: Mapping[str, float]) -> str | None:
+    def _alarm(self, suite: OpenSuite, step: int, now: BenchmarkResult, metrics: Mapping[str, float]) -> str | None:
         """A sentence, if the suite has fallen since its best result while the training reward has not."""
         earlier = [line for line in self._folder.read_suites() if line["suite"] == suite.name and line["step"] < step]
         means = {line["step"]: line["table"][ALL][line["headline"]]["mean"] for line in earlier}
-        known = {at: mean for at, mean in means.items() if mean is not None}
+        known = {at: mean for at, mean in means.items() if mean is not None and not math.isnan(mean)}
         if not known:
             return None
-        sign = suite.scorer.direction
-        best = max(known, key=lambda at: (sign * known[at], at))
-        before = BenchmarkResult.read(self._path(suite, best) / "scores" / suite.scorer.name)
-        cell = compared(suite.scorer.suite, before, now)[1][now.about["headline"]]
-        if cell["low"] is None or math.isnan(cell["difference"]):
-            return None
-        error = (cell["high"] - cell["low"]) / (2 * 1.96)
-        fall = -sign * cell["difference"]
+        best = max(known, key=lambda at: (suite.scorer.direction * known[at], at))
+        change = fall(suite, self._stored(suite, best), now)
         rise = self._reward_change(best, step, metrics)
-        if not (fall > suite.keys.sigmas * error and rise >= 0):
+        if not (change.sigmas > suite.keys.sigmas and rise >= 0):
             return None
         return (
             f"the reward and the suite {suite.name} diverge: since step {best} its {now.about['headline']} has become worse by "
-            f"{fall:.3g} ({cell['a']:.3g} to {cell['b']:.3g}), while the mean reward rose by {rise:.3g}"
+            f"{change.mean:.3g} ({change.sigmas:.1f} standard errors, {change.before:.3g} to {change.after:.3g}), while the mean "
+            f"reward rose by {rise:.3g}"
         )
 
     def _reward_change(self, since: int, step: int, metrics: Mapping[str, float]) -> float:
-        """The mean training reward of the last steps minus that of the steps around ``since``; NaN if one is not known."""
-        lines = self._folder.read_metrics()
-        values = {line["step"]: line[_REWARD] for line in lines if line["step"] < step and line.get(_REWARD) is not None}
-        values[step] = metrics.get(_REWARD, math.nan)
+        """The mean training reward of the last steps minus that of the steps around ``since``; NaN if one is not known.
+
+        ``metrics``: of this step, where they are not in the run's folder yet.
+        """
+        lines = [*self._folder.read_metrics(), {"step": step, **metrics}]
+        values = {line["step"]: line[_REWARD] for line in lines if line["step"] <= step and line.get(_REWARD) is not None}
         until = max(since, 1)
         before = [value for at, value in values.items() if until - _WINDOW < at <= until]
         after = [value for at, value in values.items() if step - _WINDOW < at <= step and at > until]
         return math.fsum(after) / len(after) - math.fsum(before) / len(before) if before and after else math.nan
 
+    def _stored(self, suite: OpenSuite, step: int) -> BenchmarkResult:
+        return BenchmarkResult.read(self._path(suite, step) / "scores" / suite.scorer.name)
+
     def _path(self, suite: OpenSuite, step: int) -> Path:
         return self._folder.root / "suites" / suite.name / f"step-{step:06d}"
+
+
+@dataclass(frozen=True)
+class Fall:
+    """How much a suite's headline has become worse, over the items that both results have: from ``before`` to ``after``, by
+    ``mean``, which is ``sigmas`` standard errors of the paired difference. Negative where it has become better; NaN if unknown."""
+
+    before: float
+    after: float
+    mean: float
+    sigmas: float
+
+
+def fall(suite: OpenSuite, before: BenchmarkResult, now: BenchmarkResult) -> Fall:
+    """The fall between two results of a suite. The standard error is that of the paired bootstrap interval."""
+    cell = compared(suite.scorer.suite, before, now)[1][now.about["headline"]]
+    mean = -suite.scorer.direction * cell["difference"]
+    if cell["low"] is None:
+        return Fall(cell["a"], cell["b"], mean, math.nan)
+    error = (cell["high"] - cell["low"]) / (2 * 1.96)
+    return Fall(cell["a"], cell["b"], mean, mean / error if error > 0 else math.copysign(math.inf, mean) if mean else 0.0)
 
 
 def _sentence(result: BenchmarkResult) -> str:

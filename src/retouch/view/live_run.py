@@ -28,7 +28,7 @@ class LiveRun:
         self.folder = RunFolder(root)
         self._lock = threading.Lock()
         self._metrics, self._timings = LineTail(self.folder.metrics), LineTail(self.folder.timings)
-        self._evals = LineTail(self.folder.evals)
+        self._evals, self._suites = LineTail(self.folder.evals), LineTail(self.folder.suites)
         self._samples: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         self._documents: dict[Path, tuple[tuple[int, int, int], Any, str | None]] = {}
         self._generation = 0
@@ -61,7 +61,7 @@ class LiveRun:
             }
 
     def details(self) -> dict[str, Any]:
-        """What the run's page shows, apart from its row: recipe, checks, evaluations, alarm, and all metrics."""
+        """What the run's page shows, apart from its row: recipe, checks, evaluations, benchmarks, alarm, and all metrics."""
         row = self.overview()
         with self._lock:
             return {
@@ -78,8 +78,15 @@ class LiveRun:
     def _results(self) -> dict[str, Any]:
         """What a run writes now and then, and may replace."""
         self._evals.update()
-        requests = [asdict(request) for request in read_requests(self.folder).values()]
-        return {"evals": list(self._evals.lines), "sample_steps": self.folder.sample_steps(), "requests": requests[-_REQUESTS:]}
+        self._suites.update()
+        suites = [line for line in self._suites.lines if _is_suite(line)]
+        requests = [asdict(request) for request in read_requests(self.folder).values()][-_REQUESTS:]
+        return {
+            "evals": list(self._evals.lines),
+            "suites": suites,
+            "sample_steps": self.folder.sample_steps(),
+            "requests": requests,
+        }
 
     def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
         """The lines after the given numbers of lines. A new ``generation`` means that they begin again from the first."""
@@ -178,6 +185,16 @@ def _is_sample(line: Mapping[str, Any], step: int) -> bool:
         and isinstance(line.get("scores"), dict)
         and all(isinstance(line.get(name), str) for name in ("set", "task", "instruction"))
         and all(isinstance(line.get(name), int) for name in ("group", "slot"))
+    )
+
+
+def _is_suite(line: Mapping[str, Any]) -> bool:
+    table = line.get("table")
+    return (
+        isinstance(line.get("step"), int)
+        and isinstance(line.get("suite"), str)
+        and isinstance(table, dict)
+        and all(isinstance(row, dict) for row in table.values())
     )
 
 

@@ -1,14 +1,10 @@
 """Stopping a run because of an alarm: the record of it, the message, and whether the run may continue later."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.watch import Watch
 from retouch.records.folder import RunFolder
-from retouch.types import Column
-from retouch.watch.alarms import Alarm, AlarmStop, find_alarms
-from retouch.watch.observations import ObservationStore
-from retouch.watch.watcher import read_diversity
+from retouch.watch.alarms import Alarm, AlarmStop
 
 
 def stopping_alarms(alarms: Sequence[Alarm]) -> list[Alarm]:
@@ -32,22 +28,20 @@ def stop_message(alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> 
         if back_to is None
         else f"The run is back in the state of step {back_to}, before the alarm; later records are kept for inspection"
     )
-    lines = "\n".join(f"  watch.{alarm.rule}: {alarm.text}" for alarm in alarms)
+    lines = "\n".join(f"  {alarm.key}: {alarm.text}" for alarm in alarms)
     return f"stopped by an alarm after step {step}:\n{lines}\n{state}. To continue, relax the rule and run the same command"
 
 
-def refuse_if_stopped(folder: RunFolder, watch: Watch, *, columns: Mapping[str, Column], ranks: Ranks) -> None:
-    """Raise AlarmStop if an alarm stopped the run and would do so again under the rules that ``watch`` has now.
+def refuse_if_stopped(folder: RunFolder, alarms_at: Callable[[int], Sequence[Alarm]], *, ranks: Ranks) -> None:
+    """Raise AlarmStop if an alarm stopped the run and would do so again under the rules that the recipe has now.
 
-    Otherwise the run may continue, and the record of the stop is deleted. ``columns``: the reward's columns. Call this before later
-    records are deleted from the run's folder.
+    Otherwise the run may continue, and the record of the stop is deleted. ``alarms_at``: the alarms that these rules raise after so
+    many steps. Call this before later records are deleted from the run's folder.
     """
     record = folder.read_alarm()
     if record is None:
         return
-    step = record["step"]
-    observations = ObservationStore(folder.watch).until(step)
-    alarms = stopping_alarms(find_alarms(watch, observations, read_diversity(folder, step), columns))
+    alarms = stopping_alarms(alarms_at(record["step"]))
     if alarms:
         raise AlarmStop(f"{folder.root} was {stop_message(alarms, step=record['step'], back_to=record['back_to'])}")
     ranks.barrier()

@@ -13,16 +13,22 @@ from retouch.watch.observations import Observation, PairedChange, paired_change
 
 
 class AlarmStop(ValueError):
-    """An alarm of ``watch`` stopped the run."""
+    """An alarm of ``watch`` or ``eval.suites`` stopped the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """``rule``: its key in ``watch``. ``text``: what was observed, with figures. ``response``: the recipe's ``on_alarm``."""
+    """``rule``: its key in ``watch``, or "suite NAME" of ``eval.suites``. ``text``: what was observed, with figures.
+    ``response``: the recipe's ``on_alarm``."""
 
     rule: str
     text: str
     response: Response
+
+    @property
+    def key(self) -> str:
+        """The rule's place in the recipe, for messages."""
+        return f"eval.suites, {self.rule}" if self.rule.startswith("suite ") else f"watch.{self.rule}"
 
 
 def find_alarms(

@@ -25,7 +25,7 @@ from retouch.rewards.worker import WorkerThread, close_all
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Collected, Metrics, wait_for_chunks
-from retouch.types import Batch, Sample, Scores
+from retouch.types import Batch, Column, Sample, Scores
 from retouch.watch.alarms import Alarm, canary_shift, find_alarms, since_best
 from retouch.watch.measures import WatchMeasures, group_diversity
 from retouch.watch.observations import Observation, ObservationStore
@@ -36,12 +36,23 @@ log = logging.getLogger("retouch")
 class Watcher:
     """Observes, measures and stores. Every rank makes the same calls; the main rank writes.
 
-    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. Call ``open`` first.
+    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. ``columns``: those of
+    the reward that trains it. Call ``open`` first.
     """
 
-    def __init__(self, watch: Watch, folder: RunFolder, *, evaluator: Evaluator, measures: WatchMeasures, policy: Any) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        folder: RunFolder,
+        *,
+        evaluator: Evaluator,
+        measures: WatchMeasures,
+        policy: Any,
+        columns: Mapping[str, Column],
+    ) -> None:
         self.watch = watch
         self.measures = measures
+        self._columns = columns
         self.policy = policy
         canaries = 0 if watch.canaries is None else watch.canaries.count
         self.evaluator = replace(evaluator, tasks=evaluator.tasks[: watch.tasks], pictures=canaries)
@@ -71,6 +82,18 @@ class Watcher:
         if not self._observations or (done % self.watch.every == 0 and self._observations[-1].step < done):
             self._observe(done)
 
+    @property
+    def rolls_back(self) -> bool:
+        """Whether an alarm may go back to a checkpoint."""
+        return self.watch.rolls_back
+
+    def stored_alarms(self, step: int) -> list[Alarm]:
+        """The alarms that the rules raise now on what was observed after ``step`` steps, read from the run's folder."""
+        observations = self._store.until(step)
+        if not observations or observations[-1].step != step:
+            return []
+        return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
+
     def after(self, done: int, collected: Collected) -> tuple[Metrics, list[Alarm]]:
         """Measure what a step collected, and observe if it is time: the metrics for the step's line, and the alarms."""
         metrics: Metrics = {}
@@ -80,7 +103,7 @@ class Watcher:
         if done % self.watch.every:
             return metrics, []
         observation = self._observe(done)
-        alarms = find_alarms(self.watch, self._observations, self._diversity, self._judge.reward.columns)
+        alarms = find_alarms(self.watch, self._observations, self._diversity, self._columns)
         for alarm in alarms:
             log.warning("ALARM at step %d: %s", done, alarm.text)
         return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
@@ -179,6 +202,7 @@ def build_watcher(parts: Assembly, folder: RunFolder, measures: WatchMeasures) -
         evaluator=parts.evaluator(parts.judge.for_split("heldout", 0)),
         measures=measures,
         policy=parts.policy(parts.recipe.rollout),
+        columns=parts.judge.reward.columns,
     )
 
 

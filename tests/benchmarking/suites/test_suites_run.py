@@ -37,7 +37,7 @@ def test_imgedit_runs_to_its_table(tmp_path, judge):
     (tmp_path / "data" / "basic_edit.json").write_text(json.dumps(rows))
     for item, number in {"12": 21, "7": 22}.items():
         saved(tmp_path / "images" / f"{item}.png", number)
-    result = run("imgedit", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    result = run("imgedit", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     names = ("compliance", "naturalness", "integrity")
     means = [sum(said(number, name) for name in names) / 3 for number in (21, 22)]
@@ -54,7 +54,7 @@ def test_scores_that_a_category_does_not_have_are_not_missing(tmp_path, judge):
         saved(tmp_path / "data" / folder / "1.png", 1)
         (tmp_path / "data" / folder / "annotation.json").write_text(json.dumps(rows))
         saved(tmp_path / "images" / f"{folder}-1.png", 30 + len(folder))
-    result = run("kris", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    result = run("kris", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     assert not result.missing
     assert [row.reason for row in result.rows] == ["", ""]
@@ -71,7 +71,9 @@ def test_turns_run_to_their_rows(tmp_path, judge):
     (tmp_path / "data" / "content_memory.json").write_text(json.dumps(rows))
     saved(tmp_path / "images" / "content_memory-1.png", 51)
     saved(tmp_path / "images" / "content_memory-1-turn2.png", 52)
-    result = run("imgedit-multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    result = run(
+        "imgedit-multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out"
+    )
     assert result is not None
     restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
@@ -89,7 +91,7 @@ def test_reward_and_preservation_of_each_turn(tmp_path, judge):
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     saved(tmp_path / "images" / "a.png", 151)
     saved(tmp_path / "images" / "a-turn2.png", 49)
-    result = run("multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, out=tmp_path / "out")
+    result = run("multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     # each turn is compared with the turn before, in one of three channels
     assert [result.table[f"turn {turn}"]["l1"]["mean"] for turn in (1, 2)] == pytest.approx([51 / 255 / 3, 102 / 255 / 3], abs=1e-6)

@@ -16,7 +16,7 @@ from typing import Any
 from retouch.config import keys
 from retouch.rewards.quota import event_loop
 from retouch.rewards.quota.line import ProgressSemaphore
-from retouch.rewards.quota.quota import Turn, Turns
+from retouch.rewards.quota.quota import Quota, Turn, Turns
 from retouch.rewards.vlm import chat_format, credentials
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
 from retouch.rewards.vlm.endpoint_settings import EndpointSettings
@@ -101,6 +101,10 @@ class ChatClient:
             _log.warning("%s: %d of %d answers are missing (%s)", self.endpoint.model, faults.total(), len(answers), says)
         return answers
 
+    def share_quota(self, quota: Quota) -> None:
+        """Count requests against this quota from now on, which another client may count against too."""
+        self.quota, self._turns = quota, event_loop.submit(self._new_turns(quota)).result()
+
     def close(self) -> None:
         """Close the connections."""
         event_loop.submit(self._client.close()).result()
@@ -117,7 +121,10 @@ class ChatClient:
         if not keys.is_bound("OPENAI_PROJECT_ID", own.base_url):
             client.project = None
         line = ProgressSemaphore(own.concurrency, patience=own.deadline)
-        return client, line, None if self.quota is None else Turns(self.quota)
+        return client, line, None if self.quota is None else await self._new_turns(self.quota)
+
+    async def _new_turns(self, quota: Quota) -> Turns:
+        return Turns(quota)
 
     async def _wait_until_up(self) -> None:
         """Return at the first reply to a request for the list of models that is not an error of the server."""

@@ -1,4 +1,4 @@
-// One run: live curves, evaluations, checks, alarm, recipe.
+// One run: live curves, evaluations, benchmarks, checks, alarms, recipe.
 
 import { duration, features, fill, h, load, number, path, state, text } from "./dom.js";
 import { chart } from "./charts.js";
@@ -13,6 +13,8 @@ const HELP = {
   "policy/clip_fraction": "actions whose ratio was clipped",
   "policy/ratio_max_first": "should be 0 before the first update of a step",
 };
+
+const ALARM = "watch/alarm/";
 
 export async function runPage(main, signal, name) {
   const run = await load(`/api/runs/${path(name)}`);
@@ -31,16 +33,17 @@ export async function runPage(main, signal, name) {
 
   function draw() {
     fill(head, header(run, allowed));
-    fill(results, evaluations(run));
+    fill(results, alarms(run), benchmarks(run), evaluations(run));
     fill(asked, requests(run));
     control?.show(run);
     const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/")).sort();
-    const marks = (run.alarm?.alarms ?? []).map((each) => [run.alarm.step, each.text ?? "alarm"]);
+    const marks = raised(run);
     const draws = (keys, lines) => keys.map((key) => chart(
       [{ name: key, points: lines.filter((line) => key in line).map((line) => [line.step, line[key]]) }],
       { caption: key, help: HELP[key], axis: "steps", marks }));
-    fill(charts, ...draws(FIRST.filter((key) => names.includes(key)), run.metrics));
-    if (more.open) fill(more.lastChild, ...draws(names.filter((key) => !FIRST.includes(key)), run.metrics));
+    const [reward, ...others] = draws(FIRST.filter((key) => names.includes(key)), run.metrics);
+    fill(charts, reward, ...suiteCharts(run, marks), ...others);
+    if (more.open) fill(more.lastChild, ...draws(names.filter((key) => !FIRST.includes(key) && !key.startsWith("suite/")), run.metrics));
     const stages = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.startsWith("time/")).sort();
     fill(times, ...draws(stages, run.timings));
     if (!run.metrics.length) fill(charts, h("p", { class: "quiet" }, run.reason ?? "The run has made no step yet."));
@@ -92,6 +95,53 @@ function alarm(run) {
   if (!run.alarm) return null;
   return h("div", { class: "warning", role: "alert" }, `A rule stopped the run at step ${run.alarm.step}. `,
     (run.alarm.alarms ?? []).map((each) => h("p", {}, text(each.text ?? each.rule ?? ""))));
+}
+
+/** The alarms of all rules so far: [[step, what was noticed], ...]. */
+function raised(run) {
+  const stopped = (run.alarm?.alarms ?? []).map((each) => [run.alarm.step, each.text ?? each.rule ?? "alarm"]);
+  const suites = run.suites.filter((line) => typeof line.alarm === "string").map((line) => [line.step, line.alarm]);
+  const rules = run.metrics.flatMap((line) => Object.keys(line).filter((key) => key.startsWith(ALARM) && !key.startsWith(`${ALARM}suite `))
+    .map((key) => [line.step, key.slice(ALARM.length)]));
+  const inSuites = (each) => suites.some(([step, words]) => step === each[0] && words === each[1]);
+  return [...suites, ...stopped.filter((each) => !inSuites(each)), ...rules];
+}
+
+function alarms(run) {
+  const found = raised(run);
+  if (!found.length) return null;
+  return h("section", {}, h("h2", {}, "Alarms"),
+    h("ul", { class: "warning" }, found.map(([step, words]) => h("li", {}, `after step ${step}: `, text(words)))));
+}
+
+function suiteNames(run) {
+  return [...new Set(run.suites.map((line) => line.suite))];
+}
+
+/** The headline of each benchmark over the steps, for the place beside the reward. */
+function suiteCharts(run, marks) {
+  return suiteNames(run).map((name) => {
+    const lines = run.suites.filter((line) => line.suite === name);
+    return chart([{ name, points: lines.map((line) => [line.step, line.table.all?.[line.headline]?.mean ?? null]) }],
+      { caption: `benchmark ${name}`, help: lines.at(-1).headline, axis: "steps", marks, dots: true });
+  });
+}
+
+function benchmarks(run) {
+  if (!run.suites.length) return null;
+  const tables = suiteNames(run).map((name) => {
+    const lines = run.suites.filter((line) => line.suite === name);
+    const last = lines.at(-1);
+    const columns = Object.keys(last.table.all ?? {});
+    const cell = (found) => h("td", { title: found?.low == null ? null : `95 % interval ${number(found.low)} to ${number(found.high)}` },
+      number(found?.mean ?? null));
+    const rows = Object.entries(last.table).map(([label, row]) => h("tr", {}, h("th", { scope: "row" }, text(label)),
+      h("td", {}, Math.max(0, ...Object.values(row).map((each) => each?.n ?? 0))), columns.map((column) => cell(row[column]))));
+    const missing = last.missing > 0 ? `, ${last.missing} images without a score` : "";
+    return h("div", { class: "scroll" }, h("table", {}, h("caption", {}, text(name), ` after step ${last.step}${missing}`),
+      h("thead", {}, h("tr", {}, ["", "n", ...columns].map((each) => h("th", { scope: "col" }, text(each))))), h("tbody", {}, rows)));
+  });
+  return h("section", {}, h("h2", {}, "Benchmarks"), tables);
 }
 
 function evaluations(run) {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from PIL import Image
 
-from retouch.audit.judges import variants
+from retouch.benchmarks.judges import variants
 from retouch.playground.world.edits import Edit, apply
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import SIZE, Scene

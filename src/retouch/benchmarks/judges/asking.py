@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.audit.judges.ladders import Item, Probe
+from retouch.benchmarks.judges.ladders import Item, Probe
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close
 from retouch.rewards.combine.combination import Combination
@@ -127,7 +127,7 @@ class _Asking:
         return made
 
 
-class _LimitedClients(JudgeClients):
+class LimitedClients(JudgeClients):
     """Clients that make at most ``calls`` requests to each endpoint."""
 
     def __init__(self, device: torch.device | str, calls: int | None) -> None:
@@ -150,13 +150,13 @@ def ask(
     repeats: int,
     ledger: Path,
     device: torch.device | str,
-    budget: int | None = None,
+    clients: JudgeClients,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Asked:
     """Score every rung ``repeats`` times and every probe once, item by item.
 
-    ``ledger``: the file that keeps the answers. ``budget``: the most requests to each endpoint in this call. ``progress``: called
-    with the finished items and their number. ValueError: the ledger is another judge's, no image of the first item got a score, or
+    ``ledger``: the file that keeps the answers. ``clients``: open the judge's clients. ``progress``: called with the finished items
+    and their number. ValueError: the ledger is another judge's, no image of the first item got a score, or
     what the reward raises.
     """
     asking = _Asking()
@@ -164,7 +164,7 @@ def ask(
     grouped = any(getattr(part, "compares_groups", False) for _, _, part in section.parts())
     with closing(Database(ledger)) as database:
         cache = AnswerCache(database)
-        reward = section.build(device=device, clients=_LimitedClients(device, budget), keep=lambda made: asking.kept(made, cache))
+        reward = section.build(device=device, clients=clients, keep=lambda made: asking.kept(made, cache))
         try:
             _require_same_judge(database, reward)
             combination = combined(reward)

@@ -10,11 +10,11 @@ import retouch
 from biased_judge import FAULTS, SIDE, BiasedJudge
 from html_check import read
 from retouch import cli
-from retouch.audit.judges import audit, measures
-from retouch.audit.judges.asking import Asked, GivenAnswer, ProbeScores, Spending
-from retouch.audit.judges.findings import alarms, findings
-from retouch.audit.judges.ladders import Item, playground_ladders
-from retouch.audit.judges.measures import Estimate
+from retouch.benchmarks.judges import audit, measures
+from retouch.benchmarks.judges.asking import Asked, GivenAnswer, ProbeScores, Spending
+from retouch.benchmarks.judges.findings import alarms, findings
+from retouch.benchmarks.judges.ladders import Item, playground_ladders
+from retouch.benchmarks.judges.measures import Estimate
 
 
 @pytest.fixture(scope="module")

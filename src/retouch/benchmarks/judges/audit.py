@@ -6,18 +6,17 @@ from pathlib import Path
 
 import torch
 
-from retouch.audit.judges import measures
-from retouch.audit.judges.asking import Asked, ask
-from retouch.audit.judges.findings import JudgeScale, findings, rung_means
-from retouch.audit.judges.ladders import PLAYGROUND_SIDE, Item, playground_ladders
-from retouch.audit.judges.measures import SHOWN
-from retouch.audit.judges.own_ladders import read_ladders
-from retouch.audit.judges.page import write_page
-from retouch.audit.judges.result import JudgeAudit, RungMean
-from retouch.audit.rescoring import default_name
+from retouch.benchmarks.judges import measures
+from retouch.benchmarks.judges.asking import Asked, LimitedClients, ask
+from retouch.benchmarks.judges.findings import JudgeScale, findings, rung_means
+from retouch.benchmarks.judges.ladders import PLAYGROUND_SIDE, Item, playground_ladders
+from retouch.benchmarks.judges.measures import SHOWN
+from retouch.benchmarks.judges.own_ladders import read_ladders
+from retouch.benchmarks.judges.page import write_page
+from retouch.benchmarks.judges.result import JudgeAudit, RungMean
 from retouch.playground.world.scenes import SIZE
 from retouch.protocols import Reward
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
+from retouch.recipe.reward_words import default_name, modules_typed, parse_reward, read_combined
 from retouch.records.files import write_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.combine.combination import Combination, combination
@@ -76,7 +75,14 @@ def judge_audit(
 
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     asked = ask(
-        section, combined, made, repeats=repeats, ledger=folder / "ledger.sqlite", device=where, budget=budget, progress=progress
+        section,
+        combined,
+        made,
+        repeats=repeats,
+        ledger=folder / "ledger.sqlite",
+        device=where,
+        clients=LimitedClients(where, budget),
+        progress=progress,
     )
     if not asked.scored:
         raise ValueError(f"the budget of {budget} requests does not suffice for one item; raise it with --budget")

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from retouch.audit.judges import measures
-from retouch.audit.judges.asking import Asked, ProbeScores
-from retouch.audit.judges.measures import SHOWN, SURE, Estimate, Order, ScoreOf, score_of
+from retouch.benchmarks.judges import measures
+from retouch.benchmarks.judges.asking import Asked, ProbeScores
+from retouch.benchmarks.judges.measures import SHOWN, SURE, Estimate, Order, ScoreOf, score_of
 
 Status: TypeAlias = Literal["pass", "warning", "fail", "unclear", "not measured"]
 DEGRADED = tuple(f"{name} of the best" for name in ("JPEG", "blur", "noise", "low resolution"))

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.audit.judges.findings import AuditLine, alarms
+from retouch.benchmarks.judges.findings import AuditLine, alarms
 from retouch.records.files import jsonable
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from retouch.audit.judges.findings import AuditLine
-from retouch.audit.judges.ladders import Item
-from retouch.audit.judges.result import JudgeAudit
+from retouch.benchmarks.judges.findings import AuditLine
+from retouch.benchmarks.judges.ladders import Item
+from retouch.benchmarks.judges.result import JudgeAudit
 from retouch.records.files import write_atomic
 from retouch.report.charts import bars
 from retouch.report.markup import Html, join, tag

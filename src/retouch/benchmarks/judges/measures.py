@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.audit.judges.asking import GivenAnswer, ProbeScores
+from retouch.benchmarks.judges.asking import GivenAnswer, ProbeScores
 from retouch.benchmarks.statistics import t_quantile
 from retouch.core.agreement import kendall
 

@@ -14,9 +14,9 @@ import pytest
 
 from judge_double import FAULTS, KEY, Double
 from lying_judge import SCORES, _json, lying_judge
-from retouch.audit.judges import audit
-from retouch.audit.judges.audit import judge_audit
-from retouch.audit.judges.ladders import playground_ladders
+from retouch.benchmarks.judges import audit
+from retouch.benchmarks.judges.audit import judge_audit
+from retouch.benchmarks.judges.ladders import playground_ladders
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.ledger.database import decode_scores, open_read_only
@@ -160,7 +160,7 @@ def test_costs_are_those_of_the_ledger(tmp_path) -> None:
 
 KILLED = """
 import sys
-from retouch.audit.judges import audit, ladders
+from retouch.benchmarks.judges import audit, ladders
 from test_judge_audit_faults import judged
 items = ladders.playground_ladders(3, side=72)
 audit.playground_ladders = lambda count, **_: items

@@ -11,7 +11,7 @@ from typing import Annotated
 from PIL import Image
 from pydantic import Field, JsonValue
 
-from retouch.audit.judges.ladders import Item, Probe, item_of
+from retouch.benchmarks.judges.ladders import Item, Probe, item_of
 from retouch.config.section import Section
 from retouch.data.images import load_image
 from retouch.types import Sample, Task

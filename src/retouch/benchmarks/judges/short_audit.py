@@ -1,0 +1,161 @@
+"""The short audit of a judge before a benchmark: can it judge at all?
+
+It asks VIEScore's questions about the first ladders of the playground, once each, and refuses a judge that fails outright: whose
+answers cannot be read, that gives all images the same score, or that prefers images without the edit. It is remembered in the
+user's folder, by the judge's name, settings and address. ``audit`` measures a judge in full.
+"""
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from retouch.benchmarks.judges import measures
+from retouch.benchmarks.judges.asking import Asked, ProbeScores, ask
+from retouch.benchmarks.judges.ladders import playground_ladders
+from retouch.benchmarks.judges.measures import Order, score_of
+from retouch.config.consent import user_folder
+from retouch.distributed.ranks import Ranks
+from retouch.records import files
+from retouch.rewards.base import RewardSection
+from retouch.rewards.combine.combination import combination
+from retouch.rewards.identity import short
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.vlm.base import JudgeClients, JudgeModel
+
+ITEMS = 4
+MOST_UNREADABLE = 0.25
+_VERSION = 1
+_WITHOUT = "leave the audit out with --no-audit (in a recipe: eval.audit: false)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortAudit:
+    """The result. ``images``: how many were scored, of which ``missing`` got no score. ``unreadable``: the share of received
+    answers that could not be read. ``best`` and ``worst``: the mean scores of images with the whole edit and without any, 0 to 1.
+    ``right``: the share of pairs in the right order. ``problem``: why the judge is refused, empty if it passes."""
+
+    judge: str
+    images: int
+    missing: int
+    unreadable: float
+    best: float
+    worst: float
+    right: float
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"audit of the judge {self.judge}: {self.problem or 'passes'} ({self.images} images; mean score {self.best:.2f} with "
+            f"the whole edit and {self.worst:.2f} without; {self.right:.0%} of pairs in the right order; {self.unreadable:.0%} of "
+            "answers unreadable)"
+        )
+
+
+def require_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClients, note: Callable[[str], None]) -> None:
+    """Audit the models that a reward asks, if no earlier audit is remembered. The first rank asks them.
+
+    ``clients``: open the clients, whose budgets count the audit too. ``note``: is given the results as sentences. Raises, on every
+    rank, ValueError for a judge that fails, and BudgetSpent if its budget does not suffice.
+    """
+    refusal: ValueError | None = None
+    if ranks.is_main:
+        try:
+            for model in judge_models(section):
+                note(str(_required(model, ranks, clients)))
+        except ValueError as error:
+            refusal = error
+    if ranks.any(refusal is not None):
+        raise refusal or ValueError("a judge failed its audit, as the log of the first rank says")
+
+
+def judge_models(section: RewardSection) -> Iterator[JudgeModel]:
+    """The models that a reward asks, each once."""
+    found = {part.judge.model_dump_json(): part.judge for _, _, part in section.parts() if isinstance(part, JudgeReward)}
+    yield from found.values()
+
+
+def _required(model: JudgeModel, ranks: Ranks, clients: JudgeClients) -> ShortAudit:
+    """The remembered audit of the judge, or a new one. Raises ValueError if the judge fails it."""
+    kept = user_folder("XDG_STATE_HOME", ".local/state")
+    if kept is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return _audited(model, Path(temporary), ranks, clients)
+    folder = kept / "judge-audits" / _identity(model)
+    if (folder / "audit.json").is_file():
+        return ShortAudit(**{**files.read_json(folder / "audit.json"), "judge": f"{model.description} (earlier)"})
+    made = _audited(model, folder, ranks, clients)
+    files.write_json(folder / "audit.json", asdict(made))
+    return made
+
+
+def _identity(model: JudgeModel) -> str:
+    settings: dict[str, Any] = {key: value for key, value in model.model_dump(mode="json").items() if key not in model.changeable}
+    return short([_VERSION, VieScore.version, type(model).__qualname__, settings, model.description])
+
+
+def _audited(model: JudgeModel, folder: Path, ranks: Ranks, clients: JudgeClients) -> ShortAudit:
+    items = [replace(item, probes=()) for item in playground_ladders(ITEMS)]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        asked = ask(
+            VieScore(judge=model),
+            lambda reward: combination({"overall": 1.0}, reward.columns),
+            items,
+            repeats=1,
+            ledger=folder / "ledger.sqlite",
+            device=ranks.device,
+            clients=clients,
+        )
+    except ValueError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ValueError(f"the judge {model.description} cannot be audited: {error}; or {_WITHOUT}") from error
+    if asked.left:
+        raise BudgetSpent(f"the budget of the judge {model.description} does not suffice for its audit; raise it, or {_WITHOUT}")
+    made = result_of(model.description, asked)
+    if made.problem:
+        shutil.rmtree(folder, ignore_errors=True)  # a corrected judge is asked again
+        raise ValueError(f"{made}. Correct the judge, or {_WITHOUT}; `retouch judge audit` says in full what is wrong with it")
+    return made
+
+
+def result_of(judge: str, asked: Asked) -> ShortAudit:
+    """What the scores say, with the first problem that makes the judge useless."""
+    scored, spent = asked.scored, asked.spending
+    values = [value for one in scored for given in one.scores.values() for value in given]
+    known = [value for value in values if not math.isnan(value)]
+    unreadable = spent.unreadable / spent.received if spent.received else 0.0
+    best, worst = (_mean(scored, top=top) for top in (True, False))
+    problem = ""
+    if max(unreadable, 1 - len(known) / len(values)) > MOST_UNREADABLE:
+        faults = f" ({spent.faults})" if spent.faults else ""
+        problem = f"{len(values) - len(known)} of {len(values)} images got no score{faults}"
+    elif max(known) == min(known):
+        problem = f"it gives every image the same score, {known[0]:.2f}"
+    elif not best > worst:
+        problem = "it scores images without the edit no lower than images with the whole edit"
+    return ShortAudit(
+        judge=judge,
+        images=len(values),
+        missing=len(values) - len(known),
+        unreadable=unreadable,
+        best=best,
+        worst=worst,
+        right=Order.of(scored, noise=0.0).right.mean,
+        problem=problem,
+    )
+
+
+def _mean(scored: Sequence[ProbeScores], *, top: bool) -> float:
+    """The mean score of the best rungs of all items, or of the worst."""
+    means = []
+    for one in scored:
+        truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]
+        end = max(truths) if top else min(truths)
+        means.append(measures.mean([score_of(rung.name)(one) for rung in one.item.rungs if rung.truth == end]))
+    return measures.mean(means)

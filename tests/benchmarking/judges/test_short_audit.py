@@ -1,0 +1,144 @@
+"""The short audit before a benchmark: an honest judge is asked once, a useless one is refused before anything is made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from canned_judge import CannedClient
+from judge_double import KEY, Double
+from retouch import cli
+from retouch.benchmarks.judges.ladders import playground_ladders
+from retouch.benchmarks.judges.short_audit import ITEMS, judge_models, require_judges
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.rewards.combine.several import SeveralRewards
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.vlm.base import JudgeClients
+from retouch.rewards.vlm.endpoint_settings import JudgeQuota
+from retouch.rewards.vlm.models import Endpoint, InProcess
+from retouch.rewards.vlm.questions import Question
+from retouch.session.session import run
+from tiny_recipes import SMALL
+
+MODEL = InProcess(path="not loaded")
+TRUTHS = {
+    (rung.sample.task.images[0].tobytes(), rung.sample.image.tobytes()): rung.truth
+    for item in playground_ladders(ITEMS)
+    for rung in item.rungs
+    if rung.sample.image is not None and rung.truth is not None
+}
+
+
+def truth_of(question: Question) -> float:
+    """The truth of an edit; 1 for a question about the quality of an image alone."""
+    images = [part.convert("RGB").tobytes() for part in question.parts if isinstance(part, Image.Image)]
+    return TRUTHS[images[0], images[1]] if len(images) == 2 else 1.0
+
+
+def answer(question: Question, score: int) -> dict[str, Any]:
+    return {"reasoning": "", **dict.fromkeys(question.form.scales, score)}  # type: ignore[attr-defined]
+
+
+JUDGES = {
+    "honest": lambda question, _: answer(question, round(1 + 9 * truth_of(question))),
+    "constant": lambda question, _: answer(question, 7),
+    "unreadable": lambda question, _: "A fine picture, I would say." if 0 < truth_of(question) < 1 else answer(question, 3),
+    "silent": lambda question, _: "",
+    "reversed": lambda question, _: answer(question, round(10 - 9 * truth_of(question)) if len(question.parts) > 2 else 9),
+}
+REFUSED = {
+    "constant": "it gives every image the same score, 0.70",
+    "unreadable": "8 of 24 images got no score",
+    "silent": "cannot be audited: no image of the first item got a score",
+    "reversed": "it scores images without the edit no lower than images with the whole edit",
+}
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
+    """A model that answers with ``reply``, and a user's folder of its own."""
+    client = CannedClient(JUDGES["honest"])
+    monkeypatch.setattr(InProcess, "open", lambda self, *, device="cpu": client)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return client
+
+
+def audited(*, judge: Any = MODEL) -> list[str]:
+    notes: list[str] = []
+    require_judges(VieScore(judge=judge), ranks=Ranks(), clients=JudgeClients("cpu"), note=notes.append)
+    return notes
+
+
+def test_an_honest_judge_passes_and_is_asked_once(judge: CannedClient) -> None:
+    (said,) = audited()
+    assert "passes (24 images; mean score 1.00 with the whole edit and 0.32 without; 100% of pairs in the right order" in said
+    asked = len(judge.asked)
+    assert 24 < asked <= 48
+    (again,) = audited()
+    assert "(earlier): passes (24 images" in again
+    assert len(judge.asked) == asked
+    audited(judge=InProcess(path="another"))
+    assert len(judge.asked) == 2 * asked
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_useless_judge_is_refused_and_a_corrected_one_is_asked_again(judge: CannedClient, kind: str) -> None:
+    judge.reply = JUDGES[kind]
+    with pytest.raises(ValueError, match=REFUSED[kind]) as error:
+        audited()
+    assert "--no-audit" in str(error.value)
+    judge.reply = JUDGES["honest"]
+    assert "passes" in audited()[0]
+
+
+def test_every_model_of_a_reward_is_audited_once(judge: CannedClient) -> None:
+    assert list(judge_models(AspectsReward(judge=MODEL))) == [MODEL]
+    both = SeveralRewards(rewards={"a": VieScore(judge=MODEL), "b": AspectsReward(judge=MODEL)})
+    assert list(judge_models(both)) == [MODEL]
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    images = tmp_path / "images"
+    images.mkdir(exist_ok=True)
+    section = json.dumps({"kind": "viescore", "judge": MODEL.model_dump(mode="json")})
+    return ["bench", "playground", "--images", str(images), "--judge", section, "--out", str(tmp_path / "out"), *more]
+
+
+def test_a_benchmark_refuses_a_useless_judge_before_it_makes_anything(judge: CannedClient, tmp_path: Path, capsys: Any) -> None:
+    judge.reply = JUDGES["constant"]
+    assert cli.main(words(tmp_path)) == 2
+    assert "it gives every image the same score" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    asked = len(judge.asked)
+    assert cli.main(words(tmp_path, "--no-audit", "--subset", "2")) == 0
+    assert len(judge.asked) == asked, "there are no images, and no audit"
+    judge.reply = JUDGES["honest"]
+    assert cli.main(words(tmp_path, "--subset", "2")) == 0
+    assert "audit of the judge" in capsys.readouterr().err
+    assert len(judge.asked) > asked
+
+
+def test_a_run_refuses_a_useless_judge_of_its_suites_before_the_first_step(judge: CannedClient, tmp_path: Path) -> None:
+    judge.reply = JUDGES["reversed"]
+    suite = {"suite": "playground", "subset": 2, "judge": {"kind": "viescore", "judge": MODEL.model_dump(mode="json")}}
+    document = {**SMALL, "out": str(tmp_path), "eval": {"tasks": 4, "suites": [suite]}}
+    with pytest.raises(ValueError, match="it scores images without the edit no lower"):
+        run(parse(document), fresh=False)
+    assert RunFolder(parse(document).folder).read_metrics() == []
+
+
+def test_the_audit_counts_against_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with Double() as server:
+        monkeypatch.setenv("DOUBLE_KEY", KEY)
+        monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
+        model = Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", quota=JudgeQuota(calls=20))
+        with pytest.raises(BudgetSpent, match="does not suffice for its audit"):
+            audited(judge=model)
+        assert 0 < len(server.requests) <= 20
