@@ -1,9 +1,14 @@
-"""A run's folder as a trainer writes it, and a client with the page's token."""
+"""A run's folder as a trainer writes it, a client with the page's token, and the page in Debian's Chromium."""
 
+import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
@@ -53,3 +58,52 @@ def anonymous(tmp_path: Path) -> Iterator[TestClient]:
 def browser(anonymous: TestClient) -> TestClient:
     assert anonymous.get(f"/?token={TOKEN}").status_code == 200
     return anonymous
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """Debian's Chromium, driven by Playwright; the tests are skipped where one of them is missing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("needs chromium: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    """Of the page, as for ``build_app``; tests that need others replace this fixture."""
+    return {}
+
+
+@pytest.fixture
+def address(tmp_path: Path, options: dict[str, Any]) -> Iterator[str]:
+    """A server of the page."""
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    app = build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.1, **options)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=30)
+
+
+@pytest.fixture
+def tab(chromium: Any, address: str, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A tab that has the token. Any error in the page fails the test."""
+    context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **getattr(request, "param", {})})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{address}/?token={TOKEN}")
+    yield page
+    context.close()
+    assert errors == []

@@ -1,8 +1,11 @@
 """What the page refuses: no token, other hosts and origins, changes, and every path outside the runs."""
 
+import subprocess
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
+import httpx
 import pytest
 from conftest import TOKEN
 
@@ -156,3 +159,25 @@ def test_text_from_runs_is_only_data(write_run, browser) -> None:
         word in scripts for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
     )
     assert "<script>" not in (static / "index.html").read_text()
+
+
+def test_the_token_is_in_no_log(write_run, tmp_path: Path) -> None:
+    """Whatever is requested, also wrongly: the command prints its address once, and nothing else contains the token."""
+    write_run("one")
+    command = [sys.executable, "-m", "retouch", "view", str(tmp_path / "runs"), "--port", "0", "--control"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split("open ")[1].strip()
+            base, _, token = address.partition("/?token=")
+            with httpx.Client(base_url=base, timeout=20) as client:
+                for path in (f"/?token={token}", f"/nowhere?token={token}", "/", f"/images/{token}/4/a.png", f"/api/runs/{token}"):
+                    client.get(path)
+                client.post(f"/api/runs/one/control?token={token}", content=token.encode(), headers={"Origin": base})
+                client.request("BREW", f"/?token={token}")
+        finally:
+            process.terminate()
+        rest = process.stdout.read()
+    assert token
+    assert token not in rest
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []

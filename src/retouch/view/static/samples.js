@@ -84,8 +84,8 @@ export async function samplesPage(main, signal, name) {
       h("div", { class: "images" }, [["source", line.source], ["result", line.image], ["target", line.target]].filter(([, file]) => file).map(([label, file]) =>
         h("figure", {}, h("img", { src: image(file), alt: label }), h("figcaption", {}, label)))),
       written,
-      h("table", {}, h("tbody", {}, scores.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, text(key)), h("td", {}, number(value)))))),
-      more, h("h3", {}, "This task over training"), strip);
+      more, h("h3", {}, "This task over training"), strip,
+      h("h3", {}, "Scores"), h("table", {}, h("tbody", {}, scores.map(([key, value]) => h("tr", {}, h("th", { scope: "row" }, text(key)), h("td", {}, number(value)))))));
     if (!dialog.open) dialog.showModal();
     dialog.dataset.index = index;
     const found = await load(`/api/runs/${path(name)}/samples?${new URLSearchParams({ task: line.task, set: line.set, limit: 60, sort: "step:asc" })}`);

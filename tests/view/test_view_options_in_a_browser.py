@@ -1,0 +1,134 @@
+"""What the options of `retouch view` add, in a browser: requests to runs; and the parts of a sample that only some runs have."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from retouch.records.control import answer_request, read_requests
+from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.ownership import Owner
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.journal import Journal, JournalRow
+from retouch.types import Sample, Task
+
+pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
+
+
+@pytest.fixture
+def options() -> dict[str, Any]:
+    return {"control": True, "trying": "cpu"}
+
+
+@pytest.fixture
+def running(write_run) -> Iterator[RunFolder]:
+    folder = write_run("one", steps=2, of=9)
+    owner = Owner(folder.root)
+    yield folder
+    owner.close()
+
+
+@pytest.fixture
+def judged(write_run) -> RunFolder:
+    """A run with a group of three training samples, of which a judge has said something."""
+    folder = write_run("one")
+    task = Task("task/7", "make it blue", images=(Image.new("RGB", (64, 64), "white"),))
+    images = [Image.new("RGB", (64, 64), (0, 0, 80 * slot)) for slot in range(3)]
+    records = [
+        SampleRecord(sample=Sample(task, image), group=5, slot=slot, scores={}, reward=slot / 2, advantage=slot - 1.0)
+        for slot, image in enumerate(images)
+    ]
+    folder.write_samples(4, "group", records)
+    database = Database(folder.root / "ledger.sqlite")
+    rows = [JournalRow("train", 3, 5, slot, "task/7", image_hash(image), None) for slot, image in enumerate(images)]
+    Journal(database).record(rows, {})
+    best, worst = rows[2].image, rows[0].image
+    words = f"It is very blue. {HOSTILE}"
+    calls = [
+        JudgeCall(content="a", image=best, judge="j", scores={"share": 0.75}, text=words, seconds=1.5, cost=0.002),
+        JudgeCall(content="b", image=best, judge="j", scores=None, fault="no number", text="w" * 1_000_000),
+        JudgeCall(content="c", image=worst, judge="j", scores={"share": 0.0}, text="another sample"),
+    ]
+    AnswerCache(database).record(calls)
+    database.close()
+    return folder
+
+
+def fits(page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+
+@pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+def test_requests_and_their_answers(running, tab, address: str) -> None:
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_role("button", name="Save a checkpoint").click()
+    tab.get_by_text("The run takes the request at the end of its current step.").wait_for()
+    ((name, request),) = read_requests(running).items()
+    assert request.action == "checkpoint"
+    tab.get_by_text("waiting for the end of the step").wait_for()
+    answer_request(running, name, request, taken=True, step=3, answer="saved a checkpoint of step 3")
+    tab.get_by_role("cell", name="saved a checkpoint of step 3").wait_for()
+    tab.get_by_label("steps between samples").fill("7")
+    tab.get_by_role("button", name="Change").click()
+    tab.get_by_role("row", name="samples every 7").wait_for()
+    tab.on("dialog", lambda dialog: dialog.accept())
+    tab.get_by_role("button", name="Stop after this step").click()
+    tab.get_by_role("row", name="stop").wait_for()
+    assert [each.action for each in read_requests(running).values()] == ["checkpoint", "samples", "stop"]
+    assert fits(tab)
+
+
+def test_a_request_with_hostile_words(running, tab, address: str) -> None:
+    running.control.mkdir()
+    request = {"action": "stop", "value": None, "by": HOSTILE, "at": HOSTILE[:50], "taken": False, "step": 1, "answer": HOSTILE}
+    (running.control / "0.json").write_text(json.dumps(request))
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_text("bold").first.wait_for()
+    assert tab.locator("#planted").count() == 0
+    assert tab.title() != "planted"
+    assert fits(tab)
+
+
+def test_a_finished_run_has_no_buttons(write_run, tab, address: str) -> None:
+    write_run("one")
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_role("heading", name="one").wait_for()
+    assert not tab.get_by_role("button", name="Stop after this step").is_visible()
+    tab.get_by_role("link", name="Try it").click()
+    tab.get_by_text("The run has no checkpoint yet.").wait_for()
+
+
+@pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+def test_a_group_in_its_order_and_the_words_of_its_judge(judged, tab, address: str) -> None:
+    tab.goto(f"{address}/#/samples/one")
+    tab.get_by_label("Set").select_option("group")
+    tab.get_by_label("Sort by").select_option("reward:desc")
+    tab.locator(".sample", has_text="reward 1").click()
+    tab.get_by_role("heading", name="Its group, best first").wait_for()
+    captions = tab.locator(".ranked figcaption").all_inner_texts()
+    assert [caption.split()[-1] for caption in captions] == ["+1", "0", "-1"]
+    tab.get_by_text("Answer 1").click()
+    tab.get_by_text("It is very blue.").wait_for()
+    tab.get_by_text("Answer 2").click()
+    tab.get_by_text("The first 20000 of 1000000 characters.").wait_for()
+    assert tab.get_by_text("another sample").count() == 0
+    assert tab.locator("#planted").count() == 0
+    assert fits(tab)
+
+
+def test_a_damaged_ledger_is_said_and_nothing_else_breaks(judged, tab, address: str, tmp_path: Path) -> None:
+    (judged.root / "ledger.sqlite").write_bytes(b"not a ledger" * 1000)
+    reply = tab.request.get(f"{address}/api/runs/one/answers?set=group&step=4&group=5&slot=2")
+    assert reply.status == 409
+    assert "cannot be used" in reply.json()["error"]
+    assert tab.request.get(f"{address}/api/runs/one/answers?set=other&step=x").json() == {"answers": []}
