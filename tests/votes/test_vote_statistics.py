@@ -53,6 +53,16 @@ def test_win_rates_count_ties_as_one_half(vote) -> None:
     assert (found.share.value, found.share.count, found.share.clusters) == (pytest.approx(3 / 5), 5, 5)
 
 
+def test_steps_are_ordered_as_numbers(vote) -> None:
+    (found,) = win_rates([vote("left", left="run step 40", right="run step 120")])
+    assert (found.arm, found.share.value) == ("run step 120", 0.0)
+
+
+def test_tags_with_many_values_are_no_categories(vote) -> None:
+    votes = [vote("left", task=str(k), scores=({"a": 2.0}, {"a": 1.0}), tags={"kind": str(k % 2), "id": str(k)}) for k in range(9)]
+    assert [row.category for row in judge_agreement(votes)] == ["all", "kind=0", "kind=1"]
+
+
 def test_agreement_of_judges_by_hand(vote) -> None:
     votes = [
         vote("left", task="1", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 1.0}), tags={"kind": "add"}),

@@ -205,9 +205,9 @@ def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_p
     given = samples(10, 200, 90)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
     for choice in ("left", "right"):
-        queue.log.add(group.vote(group.pairs[0], choice, voter="ann"))
-    queue.log.add(group.vote(group.pairs[1], "both_bad", voter="ann"))
-    queue.log.add(group.vote(group.pairs[2], "left", voter="ann"))
+        queue.log.add(group.pair(group.pairs[0]).vote(choice, voter="ann"))
+    queue.log.add(group.pair(group.pairs[1]).vote("both_bad", voter="ann"))
+    queue.log.add(group.pair(group.pairs[2]).vote("left", voter="ann"))
     (queue.root / group.images[group.pairs[2][0]][0]).write_bytes(b"")
     with pytest.raises(ValueError, match="2 undecided, 1 without their images"):
         export([queue.log], tmp_path / "pairs")

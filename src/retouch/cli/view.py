@@ -20,6 +20,7 @@ def add_view(commands: Commands) -> None:
         metavar="NAME",
         help="a further name of this machine in the browser's address, e.g. behind a proxy",
     )
+    view.add_argument("--vote", action="store_true", help="the page shows pairs of images, and stores which of them people prefer")
     view.add_argument(
         "--control", action="store_true", help="the page may ask runs to stop, to save a checkpoint, or to store samples"
     )
@@ -47,6 +48,7 @@ def _view(arguments: argparse.Namespace) -> int:
         arguments.folder,
         port=arguments.port,
         hosts=arguments.hosts,
+        vote=arguments.vote,
         control=arguments.control,
         trying=arguments.trying,
         report=partial(print, flush=True),

@@ -25,6 +25,7 @@ from retouch.view.judged import judged_routes
 from retouch.view.live_run import LiveRun
 from retouch.view.thumbnails import Thumbnails
 from retouch.view.trying import Bench, try_routes
+from retouch.view.voting import voting_routes
 
 POLL_SECONDS = 1.0
 _MOST_SAMPLES = 500
@@ -37,13 +38,14 @@ def build_app(
     *,
     token: str,
     hosts: Collection[str] = (),
+    vote: bool = False,
     control: bool = False,
     trying: str | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Starlette:
     """The application for the runs in ``root``.
 
-    ``control``: with requests to runs that are training; without it, no file is written. ``trying``: with tries of the runs'
+    ``vote``: with votes on pairs of images. ``control``: with requests to runs that are training; without both, no file is written. ``trying``: with tries of the runs'
     checkpoints, on this device; "auto" is the recipe's. ``poll_seconds``: how often an open page looks for new lines.
     """
     catalogue, thumbnails = Catalogue(root), Thumbnails()
@@ -54,7 +56,7 @@ def build_app(
             return Response(path.read_bytes(), media_type="text/html", headers=_FRESH)
 
     async def features(request: Request) -> Response:
-        return _json({"control": control, "try": bench is not None})
+        return _json({"vote": vote, "control": control, "try": bench is not None})
 
     async def runs(request: Request) -> Response:
         found = await run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()])
@@ -111,11 +113,12 @@ def build_app(
         Mount("/static", StaticFiles(packages=[("retouch.view", "static")])),
     ]
     routes = [*judged_routes(catalogue), *routes]
+    routes = [*voting_routes(catalogue, writes=vote), *routes]
     if control:
         routes = [*control_routes(catalogue), *routes]
     if bench is not None:
         routes = [*try_routes(catalogue, bench), *routes]
-    gate = Middleware(Gate, token=token, hosts=hosts, writes=control or bench is not None)
+    gate = Middleware(Gate, token=token, hosts=hosts, writes=vote or control or bench is not None)
     return Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate])
 
 

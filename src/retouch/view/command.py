@@ -12,6 +12,7 @@ def view(
     *,
     port: int,
     hosts: Sequence[str] = (),
+    vote: bool = False,
     control: bool = False,
     trying: str | None = None,
     report: Callable[[str], None],
@@ -19,7 +20,7 @@ def view(
     """Serve the page on loopback until a signal stops it; returns the exit code.
 
     ``port``: 0 chooses a free one. ``hosts``: further names under which a browser reaches this machine, for example behind a proxy.
-    ``control`` and ``trying``: as for ``build_app``.
+    ``vote``, ``control`` and ``trying``: as for ``build_app``.
     Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
     """
     for package in ("starlette", "uvicorn"):
@@ -42,7 +43,7 @@ def view(
     with listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         report(f"runs in {root.resolve()}: open {address}/?token={token}")
-        app = build_app(root, token=token, hosts=hosts, control=control, trying=trying)
+        app = build_app(root, token=token, hosts=hosts, vote=vote, control=control, trying=trying)
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -101,6 +101,45 @@ class Vote:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VotePair:
+    """Two images of one task to vote on. ``first`` and ``second`` are in an order that says nothing to the voter; the other fields
+    are those of ``Vote``."""
+
+    task: str
+    instruction: str
+    first: Side
+    second: Side
+    source: str | None = None
+    mask: str | None = None
+    text: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """As ``Vote.pair``."""
+        return pair_id(self.task, self.first.image, self.second.image)
+
+    def vote(self, choice: Choice, *, voter: str, exchanged: bool = False, repeat: bool = False) -> Vote:
+        """The vote of a voter, now. ``exchanged``: the second image was on the left."""
+        left, right = (self.second, self.first) if exchanged else (self.first, self.second)
+        return Vote(
+            id=new_id(),
+            at=time.time(),
+            voter=voter,
+            task=self.task,
+            instruction=self.instruction,
+            left=left,
+            right=right,
+            choice=choice,
+            source=self.source,
+            mask=self.mask,
+            text=self.text,
+            tags=self.tags,
+            repeat=repeat,
+        )
+
+
 def new_id() -> str:
     """A random identifier of a vote."""
     return secrets.token_hex(8)

@@ -18,7 +18,7 @@ from PIL.Image import Image
 from retouch.records import files
 from retouch.rewards.ledger.hashing import image_hash
 from retouch.types import Json, Task
-from retouch.votes.log import Choice, Side, Vote, VoteLog, new_id, pair_id
+from retouch.votes.log import Side, VoteLog, VotePair, pair_id
 
 GROUP = "group.json"
 _CLOSED = "closed"
@@ -44,23 +44,18 @@ class QueuedGroup:
     meta: Mapping[str, Json]
     at: float
 
-    def vote(self, pair: tuple[int, int], choice: Choice, *, voter: str, repeat: bool = False) -> Vote:
-        """The vote of a voter who saw the first image of the pair on the left, now."""
-        left, right = (Side(arm="", image=self.images[index][1], file=self.images[index][0]) for index in pair)
-        return Vote(
-            id=new_id(),
-            at=time.time(),
-            voter=voter,
+    def pair(self, indices: tuple[int, int]) -> VotePair:
+        """Two of its images, to vote on."""
+        first, second = (Side(arm="", image=self.images[index][1], file=self.images[index][0]) for index in indices)
+        return VotePair(
             task=self.task,
             instruction=self.instruction,
-            left=left,
-            right=right,
-            choice=choice,
+            first=first,
+            second=second,
             source=self.source,
             mask=self.mask,
             text=self.text,
             tags=self.tags,
-            repeat=repeat,
         )
 
     def pair_id(self, pair: tuple[int, int]) -> str:

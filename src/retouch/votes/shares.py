@@ -4,6 +4,7 @@ Votes on one task are not independent, so every interval is clustered by task.
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from retouch.benchmarks.statistics import t_quantile
 from retouch.votes.log import Vote
 
 FEWEST_REPEATS = 10
+MOST_TAG_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +67,23 @@ class WinRate:
 
 
 def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
-    """The win rate of each two arms that were compared. ``arm`` is the later one in the order of the names."""
+    """The win rate of each two arms that were compared. ``arm`` is the later one in the order of the names, and of the numbers in
+    them."""
     points: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
     for vote in votes:
         if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm:
-            first, second = sorted((vote.left.arm, vote.right.arm))
+            first, second = sorted((vote.left.arm, vote.right.arm), key=_natural)
             won = vote.left_points if vote.left.arm == second else 1 - vote.left_points
             points[first, second].append((won, vote.task, vote.is_decided))
     return [
         WinRate(second, first, share([won for won, _, _ in rows], [task for _, task, _ in rows]), sum(not row[2] for row in rows))
         for (first, second), rows in sorted(points.items())
     ]
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Orders "step 9" before "step 10"."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name, flags=re.ASCII)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +99,20 @@ class JudgeAgreement:
 
 def judge_agreement(votes: Iterable[Vote]) -> list[JudgeAgreement]:
     """The agreement of every column with the decided votes, over all and by category. Lower scores are not known to be better here:
-    a share below one half means a column of which people prefer less."""
+    a share below one half means a column of which people prefer less. Tags with more than 8 values are no categories."""
+    votes = [vote for vote in votes if vote.is_decided]
+    values: dict[str, set[str]] = defaultdict(set)
+    for vote in votes:
+        for tag, value in vote.tags.items():
+            values[tag].add(value)
     rows: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
     for vote in votes:
-        if not vote.is_decided:
-            continue
+        tags = sorted((tag, value) for tag, value in vote.tags.items() if len(values[tag]) <= MOST_TAG_VALUES)
         better, worse = (vote.left, vote.right) if vote.choice == "left" else (vote.right, vote.left)
         for column in better.scores.keys() & worse.scores.keys():
             difference = better.scores[column] - worse.scores[column]
             right = 1.0 if difference > 0 else 0.0 if difference < 0 else 0.5
-            for category in ("all", *(f"{tag}={value}" for tag, value in sorted(vote.tags.items()))):
+            for category in ("all", *(f"{tag}={value}" for tag, value in tags)):
                 rows[column, category].append((right, vote.task))
     order = sorted(rows, key=lambda key: (key[0], key[1] != "all", key[1]))
     return [

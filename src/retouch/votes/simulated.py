@@ -52,7 +52,7 @@ class SimulatedVoter:
             for pair in self._queue.unanswered(group):
                 if most is not None and given >= most:
                     return given
-                self._queue.log.add(group.vote(pair, self._choice(group, pair), voter=self._name))
+                self._queue.log.add(group.pair(pair).vote(self._choice(group, pair), voter=self._name))
                 given += 1
                 self.votes += 1
         return given

@@ -6,6 +6,8 @@ import { runPage } from "./run.js";
 import { runsPage } from "./runs.js";
 import { samplesPage } from "./samples.js";
 import { tryPage } from "./try.js";
+import { votePage } from "./vote.js";
+import { voteResultsPage } from "./vote-results.js";
 
 const main = document.getElementById("main");
 const crumbs = document.getElementById("crumbs");
@@ -17,13 +19,16 @@ async function show() {
   const { signal } = current;
   const [kind, name] = location.hash.replace(/^#\/?/, "").split("/");
   const names = (name ?? "").split(",").map((part) => decodeURIComponent(part));
-  fill(crumbs, h("a", { href: "#/" }, "Retouch runs"), ...(kind ? [" / ", text(names.join(", "))] : []));
-  document.title = kind ? `${names.join(", ")} · Retouch` : "Retouch";
+  const named = (kind === "vote" ? names.slice(0, 1) : names).join(", ");
+  fill(crumbs, h("a", { href: "#/" }, "Retouch runs"), ...(kind ? [" / ", text(named)] : []));
+  document.title = kind ? `${named} · Retouch` : "Retouch";
   fill(main, h("p", { class: "quiet" }, "Loading."));
   try {
     if (kind === "run") await runPage(main, signal, names[0]);
     else if (kind === "samples") await samplesPage(main, signal, names[0]);
     else if (kind === "try") await tryPage(main, signal, names[0]);
+    else if (kind === "vote") await votePage(main, signal, names);
+    else if (kind === "votes") await voteResultsPage(main, signal, names[0]);
     else if (kind === "compare") await comparePage(main, signal, names);
     else await runsPage(main, signal);
   } catch (error) {

@@ -88,6 +88,7 @@ function header(run, allowed) {
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
     h("p", { class: "tools" },
       run.sample_steps.length > 0 && h("a", { class: "button", href: `#/samples/${path(run.name)}` }, "Samples"),
+      allowed.vote !== undefined && h("a", { class: "button", href: `#/votes/${path(run.name)}` }, "Votes"),
       allowed.try && h("a", { class: "button", href: `#/try/${path(run.name)}` }, "Try it")));
 }
 

@@ -1,0 +1,63 @@
+"""Which pair a voter sees next, and on which sides: random, but a function of the voter and of the votes so far.
+
+So a page that is reloaded asks the same question again, and a vote that is taken back is asked for again.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retouch.votes.log import Vote, VotePair, Votes
+
+REPEAT_EVERY = 8
+"""New pairs between two hidden repeats."""
+_LEAST_BETWEEN = 3
+_AHEAD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NextPair:
+    """``exchanged``: the second image is on the left. ``repeat``: the voter has answered this pair before, on the other sides."""
+
+    pair: VotePair
+    exchanged: bool
+    repeat: bool
+
+
+def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bool) -> NextPair | None:
+    """The next pair for a voter; None if none is left.
+
+    ``shared``: one vote on a pair is enough, whoever gives it, and the pairs come in their order, as for a queue. Otherwise each
+    voter sees all pairs, in an order of their own. After ``REPEAT_EVERY`` pairs, one of the earlier ones comes again with its sides
+    exchanged, so that a voter who always takes one side contradicts the first answer.
+    """
+    known = {pair.id: pair for pair in pairs}
+    own = [vote for vote in votes.votes if vote.voter == voter]
+    here = [vote for vote in own if vote.pair in known]
+    answered = votes.by_pair if shared else {vote.pair: (vote,) for vote in here}
+    left = [pair for identity, pair in known.items() if not answered.get(identity)]
+    if not left:
+        return None
+    again = _repeat(here if not shared else own)
+    if again is not None and again.pair in known:
+        pair = known[again.pair]
+        return NextPair(pair, exchanged=again.left.image == pair.first.image, repeat=True)
+    ahead = left[:_AHEAD] if shared else left  # voters of a queue should not all get the same pair
+    chosen = min(ahead, key=lambda pair: _draw(voter, pair.id, "order"))
+    return NextPair(chosen, exchanged=_draw(voter, chosen.id, "side")[0] % 2 == 1, repeat=False)
+
+
+def _repeat(votes: Sequence[Vote]) -> Vote | None:
+    """The vote whose pair is due again; None if none is."""
+    repeats = {vote.pair for vote in votes if vote.repeat}
+    first = [vote for vote in votes if not vote.repeat]
+    due = len(first) // REPEAT_EVERY
+    if len(repeats) >= due:
+        return None
+    recent = {vote.pair for vote in votes[-_LEAST_BETWEEN:]}
+    waiting = [vote for vote in first if vote.pair not in repeats and vote.pair not in recent]
+    return min(waiting, key=lambda vote: _draw(vote.voter, vote.pair, "repeat")) if waiting else None
+
+
+def _draw(voter: str, pair: str, purpose: str) -> bytes:
+    return hashlib.sha256(f"{purpose}\n{pair}\n{voter}".encode(errors="surrogatepass")).digest()

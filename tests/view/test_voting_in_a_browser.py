@@ -1,0 +1,154 @@
+"""Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a run that trains."""
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from conftest import TOKEN
+from PIL import Image
+
+from retouch.records.folder import RunFolder, SampleRecord
+from retouch.types import Sample, Task
+from retouch.view.app import build_app
+from retouch.votes.log import VoteLog
+from retouch.votes.queue import VoteQueue
+
+CHROMIUM = shutil.which("chromium")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[playwright.Browser]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "runs").mkdir()
+    app = build_app(tmp_path / "runs", token=TOKEN, vote=True, poll_seconds=0.1)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(timeout=30)
+
+
+@pytest.fixture
+def tab(chromium, address: str, request) -> Iterator[playwright.Page]:
+    """A tab that has the token. Any error in the page fails the test."""
+    context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **getattr(request, "param", {})})
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+    page.goto(f"{address}/?token={TOKEN}")
+    yield page
+    context.close()
+    assert errors == []
+
+
+def write_run(root: Path, *, tasks: int = 3, instruction: str = "make it red") -> RunFolder:
+    folder = RunFolder(root / "runs" / "one")
+    folder.write_recipe({"name": "one", "steps": 4})
+    for step in (0, 4):
+        records = [
+            SampleRecord(
+                sample=Sample(
+                    Task(f"t/{number}", instruction, images=(Image.new("RGB", (24, 24), "white"),)),
+                    Image.new("RGB", (24, 24), (50 * step, number, 9)),
+                ),
+                group=number,
+                slot=0,
+                scores={"judge": float(step)},
+                reward=0.0,
+            )
+            for number in range(tasks)
+        ]
+        folder.write_samples(step, "heldout", records)
+    return folder
+
+
+def fits(page: playwright.Page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
+
+
+@pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+def test_keys_are_enough_from_the_name_to_the_results(tab, address: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    tab.goto(f"{address}/#/vote/one")
+    tab.get_by_label("Your name").fill("Ann")
+    assert fits(tab)
+    tab.get_by_role("button", name="Vote on these pairs").focus()
+    tab.keyboard.press("Enter")
+    tab.get_by_text("0 of 3 pairs").wait_for()
+    assert fits(tab)
+    assert tab.get_by_role("button", name="Right →").is_visible()
+    tab.keyboard.press("ArrowLeft")
+    tab.get_by_text("1 of 3 pairs").wait_for()
+    tab.keyboard.press("ArrowUp")
+    tab.get_by_text("2 of 3 pairs").wait_for()
+    tab.keyboard.press("u")
+    tab.get_by_text("taken back").wait_for()
+    tab.get_by_text("1 of 3 pairs").wait_for()
+    tab.keyboard.press("ArrowDown")
+    tab.get_by_text("2 of 3 pairs").wait_for()
+    tab.get_by_role("button", name="right image").click()
+    tab.get_by_text("voted on every pair").wait_for()
+    votes = VoteLog(folder.root).read()
+    assert ([vote.choice for vote in votes.votes], votes.undone) == (["left", "both_bad", "right"], 1)
+    assert {vote.voter for vote in votes.votes} == {"Ann"}
+    tab.get_by_role("link", name="See the results").click()
+    tab.get_by_role("heading", name="Win rates").wait_for()
+    tab.get_by_role("heading", name="Voters").wait_for()
+    assert fits(tab)
+
+
+def test_hostile_text_stays_text(tab, address: str, tmp_path: Path) -> None:
+    write_run(tmp_path, instruction=HOSTILE)
+    tab.goto(f"{address}/#/vote/one")
+    tab.get_by_label("Your name").fill("<i id=planted>x</i>")
+    tab.get_by_role("button", name="Vote on these pairs").click()
+    tab.get_by_text("bold").first.wait_for()
+    tab.keyboard.press("ArrowLeft")
+    tab.get_by_text("1 of 3 pairs").wait_for()
+    assert fits(tab)
+    tab.goto(f"{address}/#/votes/one")
+    tab.get_by_text("<i id=planted>").wait_for()
+    assert tab.locator("#planted").count() == 0
+    assert tab.title() != "planted"
+    assert fits(tab)
+
+
+def test_pairs_of_a_run_that_trains_appear_by_themselves(tab, address: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    queue = VoteQueue(folder.root / "queue")
+
+    def put(number: int):
+        images = [Image.new("RGB", (24, 24), (90 * k, number, 0)) for k in range(2)]
+        return queue.put(Task(f"q/{number}", "make it red", (images[0],)), images, pairs=None)
+
+    group = put(0)
+    tab.goto(f"{address}/#/vote/one")
+    tab.get_by_label("Your name").fill("Ann")
+    tab.get_by_role("button", name="Vote on this run's samples").click()
+    tab.get_by_text("1 pairs wait").wait_for()
+    tab.keyboard.press("ArrowRight")
+    tab.get_by_text("No pair waits").wait_for()
+    assert queue.unanswered(group) == []
+    put(1)
+    tab.get_by_role("button", name="left image").wait_for()
