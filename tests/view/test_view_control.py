@@ -48,7 +48,7 @@ def test_a_request_and_its_answer_are_on_the_page(running, steering) -> None:
 
 
 def test_without_the_flag_nothing_can_be_requested(running, browser) -> None:
-    assert browser.get("/api/features").json() == {"control": False, "try": False}
+    assert browser.get("/api/features").json() == {"vote": False, "control": False, "try": False}
     assert browser.post(PLACE, json={"action": "stop"}, headers=OWN).status_code == 405
     assert not running.control.exists()
 

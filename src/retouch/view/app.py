@@ -45,8 +45,9 @@ def build_app(
 ) -> Starlette:
     """The application for the runs in ``root``.
 
-    ``vote``: with votes on pairs of images. ``control``: with requests to runs that are training; without both, no file is written. ``trying``: with tries of the runs'
-    checkpoints, on this device; "auto" is the recipe's. ``poll_seconds``: how often an open page looks for new lines.
+    ``vote``: with votes on pairs of images. ``control``: with requests to runs that are training. Without both, no file is written.
+    ``trying``: with tries of the runs' checkpoints, on this device; "auto" is the recipe's. ``poll_seconds``: how often an open
+    page looks for new lines.
     """
     catalogue, thumbnails = Catalogue(root), Thumbnails()
     bench = None if trying is None else Bench(None if trying == "auto" else trying)
