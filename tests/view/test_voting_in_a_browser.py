@@ -97,7 +97,7 @@ def test_keys_are_enough_from_the_name_to_the_results(tab, address: str, tmp_pat
     tab.keyboard.press("Enter")
     tab.get_by_text("0 of 3 pairs").wait_for()
     assert fits(tab)
-    assert tab.get_by_role("button", name="Right →").is_visible()
+    assert tab.locator(".vote-choice.right").is_visible()
     tab.keyboard.press("ArrowLeft")
     tab.get_by_text("1 of 3 pairs").wait_for()
     tab.keyboard.press("ArrowUp")

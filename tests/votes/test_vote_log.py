@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from retouch.votes.log import VoteLog, logs_of, pair_id, voter_name
+from vote_maker import VoteMaker
 
 HOSTILE = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000
+
+
+@pytest.fixture
+def vote() -> VoteMaker:
+    return VoteMaker()
 
 
 def test_votes_are_read_back_in_order(tmp_path: Path, vote) -> None:

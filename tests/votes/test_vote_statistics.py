@@ -13,6 +13,12 @@ from retouch.votes.log import Vote
 from retouch.votes.shares import judge_agreement, share, voter_agreement, voters, win_rates
 from retouch.votes.simulated import Preference
 from retouch.votes.summary import as_text, summarise
+from vote_maker import VoteMaker
+
+
+@pytest.fixture
+def vote() -> VoteMaker:
+    return VoteMaker()
 
 
 def test_the_interval_of_independent_values_by_hand() -> None:

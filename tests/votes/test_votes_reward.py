@@ -26,8 +26,14 @@ from retouch.votes.log import VoteLog
 from retouch.votes.queue import VoteQueue, pairs_to_compare
 from retouch.votes.reward import VotesReward
 from retouch.votes.simulated import Preference, SimulatedVoter
+from vote_maker import VoteMaker
 
 SOURCE = Image.new("RGB", (8, 6), (9, 9, 9))
+
+
+@pytest.fixture
+def vote() -> VoteMaker:
+    return VoteMaker()
 
 
 def samples(*reds: int | None, task: str = "t") -> list[Sample]:

@@ -1,20 +1,20 @@
-"""Votes without images, and groups of images that wait for votes."""
+"""Votes without images, for tests of what is computed from them."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import pytest
 
 from retouch.votes.log import Side, Vote
 
 
-@pytest.fixture
-def vote() -> Callable[..., Vote]:
-    """Makes a vote; each has a number as its id and as its time."""
-    numbers = itertools.count()
+class VoteMaker:
+    """Makes votes; each has a number as its id and as its time."""
 
-    def make(
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(
+        self,
         choice: str,
         *,
         task: str = "t",
@@ -24,7 +24,7 @@ def vote() -> Callable[..., Vote]:
         scores: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
         **more: Any,
     ) -> Vote:
-        number = next(numbers)
+        number = next(self._numbers)
         arms = (left, right) if arms is None else arms
         sides = [
             Side(arm=arm, image=f"{task}/{image}", file="", scores=given)
@@ -32,5 +32,3 @@ def vote() -> Callable[..., Vote]:
         ]
         known = {"id": f"{number:016x}", "at": float(number), "voter": "ann", "instruction": "make it red", **more}
         return Vote(task=task, left=sides[0], right=sides[1], choice=choice, **known)  # type: ignore[arg-type]
-
-    return make
