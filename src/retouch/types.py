@@ -136,7 +136,7 @@ class Evaluation:
 
     ``log_ratio``: log of the current over the acting probability, normalised by RatioNorm (arXiv 2510.22319) if the objective needs
     that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, or the importance weight of
-    a token that another engine sampled."""
+    an action that an engine sampled."""
 
     log_probs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]
@@ -152,20 +152,27 @@ class Trajectory:
 
     ``log_probs``: (b, t), fp32, under the acting policy, computed on exactly the stored tensors. ``mask``: (b, t), True for actions
     that the policy chose. ``kind``: (b, t), see ``Kind``. ``outputs``: the input of the renderer. ``values``: (b, t), fp32, the
-    value head's prediction before each action, if there is a value head."""
+    value head's prediction before each action, if there is a value head. ``behaviour_log_probs``: (b, t), fp32, of an engine that
+    sampled the actions with other numerics than the policy; None if the policy's own are those that it sampled with."""
 
     log_probs: Float[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
     kind: Int[Tensor, "b t"]
     outputs: Any
     values: Float[Tensor, "b t"] | None = None
+    behaviour_log_probs: Float[Tensor, "b t"] | None = None
 
     def __len__(self) -> int:
         return int(self.mask.shape[0])
 
     def with_log_probs(self, log_probs: Float[Tensor, "b t"]) -> "Trajectory":
-        """The same actions with the log-probabilities of other weights."""
-        return replace(self, log_probs=log_probs)
+        """The same actions with the log-probabilities of other weights.
+
+        An engine's own log-probabilities change by as much, so that the weight of its mismatch stays as it is.
+        """
+        behaviour = self.behaviour_log_probs
+        shifted = None if behaviour is None else behaviour + (log_probs - self.log_probs)
+        return replace(self, log_probs=log_probs, behaviour_log_probs=shifted)
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "Trajectory":
         """The given rows of all tensors, in the given order."""

@@ -179,7 +179,7 @@ PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
     "pip": pip,
     "python": python,
     **dict.fromkeys(("accelerate", "torchrun"), launcher),
-    **dict.fromkeys(("vllm", "export", "hf", "uv", "conda"), elsewhere),
+    **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda"), elsewhere),
 }
 
 

@@ -60,15 +60,15 @@ ENGINES = (
     Mutant(
         "seeds by place in the batch",
         "policies/engines/vllm_decoding.py",
-        "_seed(batch, batch.group_ids[rows.task]) + rows.slot",
-        "_seed(batch, rows.task) + rows.slot",
+        'group_seed(batch, batch.group_ids[rows.task], "vllm") + rows.slot',
+        'group_seed(batch, rows.task, "vllm") + rows.slot',
         f"{ENGINE}::test_rows_have_seeds_by_group_and_slot",
     ),
     Mutant(
         "the first slot's seed for all requests of a group",
         "policies/engines/vllm_decoding.py",
-        "batch.group_ids[rows.task]) + rows.slot",
-        "batch.group_ids[rows.task])",
+        'batch.group_ids[rows.task], "vllm") + rows.slot',
+        'batch.group_ids[rows.task], "vllm")',
         f"{ENGINE}::test_rows_have_seeds_by_group_and_slot",
     ),
     Mutant(

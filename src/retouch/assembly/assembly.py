@@ -23,7 +23,8 @@ from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import PolicyContext
-from retouch.policies.engines.base import ClosableEngine, Engine, EngineContext, EngineSection
+from retouch.policies.denoising.rollout import ChainEngineSection
+from retouch.policies.engines.base import ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
@@ -72,11 +73,11 @@ class PolicyParts:
         *,
         acting: Literal["current", "old"] = "current",
         keep_means: bool = False,
-        engine: Engine | None = None,
+        engine: Engine | DenoisingEngine | None = None,
     ) -> "DenoisingPolicy | AutoregressivePolicy":
         """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
 
-        ``engine``: what generates the completions of a rollout; None is the policy's own cache.
+        ``engine``: what samples the completions or the chains of a rollout; None is the policy.
         """
         context = PolicyContext(
             copies=self.copies,
@@ -132,7 +133,7 @@ class Assembly(PolicyParts):
     sets: Sequence[DataSets]
     plan: Sequence[tuple[ResolvedPhase, range]]
     clock: Clock = field(default_factory=Clock)
-    engines: dict[EngineSection | None, Engine] = field(default_factory=dict)
+    engines: dict[EngineSection | ChainEngineSection, Engine | DenoisingEngine] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -224,24 +225,29 @@ class Assembly(PolicyParts):
             demonstrates=_has_target if isinstance(self.model, DenoisingModel | TokenizesTargets) else has_completion,
         )
 
-    def _engine(self, rollout: Rollout) -> Engine | None:
+    def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
         """The engine of the rollout; phases with the same engine share one."""
-        if not isinstance(rollout, TokenRollout):
+        section = rollout.engine or (CachedEngine() if isinstance(rollout, TokenRollout) else None)
+        if section is None:
             return None
-        model = self.model
-        assert not isinstance(model, DenoisingModel), "the recipe's checks see to it"
-        if rollout.engine not in self.engines:
+        if section not in self.engines:
+            model, full_weights = self.model, isinstance(self.recipe.policy.train, FullWeights)
             context = EngineContext(
                 weights=self.copies.parameters,
-                save=partial(_save_trained, model.module, full_weights=isinstance(self.recipe.policy.train, FullWeights)),
+                save=partial(_save_trained, model.module, full_weights=full_weights),
                 folder=self.recipe.folder,
-                full_weights=isinstance(self.recipe.policy.train, FullWeights),
+                full_weights=full_weights,
                 first=self.ranks.is_main,
                 any_rank=self.ranks.any,
                 in_step=self._in_step,
             )
-            self.engines[rollout.engine] = (rollout.engine or CachedEngine()).build(model, context)
-        return self.engines[rollout.engine]
+            if isinstance(section, ChainEngineSection):
+                assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+            else:
+                assert not isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+        return self.engines[section]
 
     def close_engines(self) -> None:
         """Remove what the engines keep outside the process, such as adapters in a server."""

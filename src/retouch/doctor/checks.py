@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
@@ -13,6 +14,8 @@ from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.engines.base import Diagnosis
 from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
@@ -182,16 +185,24 @@ def check_prompt_embeddings(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_engines(recipe: Recipe) -> Iterator[Finding]:
-    """The diagnosis of the engines of all phases, once per engine; a vLLM server is queried over HTTP."""
-    if not isinstance(recipe.policy, AutoregressivePolicyKeys):
-        return
-    model, rollouts = recipe.policy.model, [phase.rollout for phase in recipe.resolved_phases()]
-    engines = {each.engine: each for each in rollouts if isinstance(each, TokenRollout) and each.engine is not None}
-    for engine, rollout in engines.items():
-        found = engine.diagnose(
-            rollout,
-            base_model=model.base_model,
-            full_weights=isinstance(recipe.policy.train, FullWeights),
-            image_grammar=model.image_grammar,
-        )
-        yield from (Finding(status, "engine", text, fix) for status, text, fix in found)
+    """The diagnosis of the engines of all phases, once per engine; a server is queried over HTTP."""
+    policy, rollouts = recipe.policy, [phase.rollout for phase in recipe.resolved_phases()]
+    full_weights = isinstance(policy.train, FullWeights)
+    found: dict[Any, Iterator[Diagnosis]] = {}
+    for rollout in rollouts:
+        if rollout.engine is None or rollout.engine in found:
+            continue
+        if isinstance(policy, AutoregressivePolicyKeys):
+            assert isinstance(rollout, TokenRollout), "the recipe's checks ensure it"
+            found[rollout.engine] = rollout.engine.diagnose(
+                rollout,
+                base_model=policy.model.base_model,
+                full_weights=full_weights,
+                image_grammar=policy.model.image_grammar,
+            )
+        else:
+            assert isinstance(rollout, DenoisingRollout), "the recipe's checks ensure it"
+            base = getattr(policy.model, "path", None)
+            found[rollout.engine] = rollout.engine.diagnose(base_model=base, full_weights=full_weights)
+    for diagnosis in found.values():
+        yield from (Finding(status, "engine", text, fix) for status, text, fix in diagnosis)

@@ -16,7 +16,7 @@ from pydantic import Field
 from retouch.config.section import Section
 
 if TYPE_CHECKING:
-    from retouch.policies.engines.base import Engine
+    from retouch.policies.engines.base import DenoisingEngine, Engine
     from retouch.policies.value_heads import LatentValues, TokenValues
     from retouch.policies.weights import WeightCopies
 
@@ -44,7 +44,7 @@ class PolicyContext:
 
     ``copies``: weights besides the current ones. ``microbatch``: rows of a forward with gradient. ``eval_steps``: denoising steps
     of an image without exploration; None: as in the rollout. ``acting``: the weights that act. ``keep_means``: the rollout
-    stores the mean of each transition. ``engine``: what generates the completions of a policy of tokens; None is its own cache.
+    stores the mean of each transition. ``engine``: what samples the completions or the chains of rollouts; None is the policy.
     ``any_rank``: whether a flag is true on at least one rank. ``in_step``: all ranks must call the model equally often. ``head``: a
     value head for this kind of policy.
     """
@@ -54,7 +54,7 @@ class PolicyContext:
     eval_steps: int | None = None
     acting: Literal["current", "old"] = "current"
     keep_means: bool = False
-    engine: Engine | None = None
+    engine: Engine | DenoisingEngine | None = None
     any_rank: Callable[[bool], bool] = bool
     in_step: bool = False
     head: LatentValues | TokenValues | None = None

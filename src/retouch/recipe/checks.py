@@ -173,6 +173,8 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
+    if phase.objective.needs_acting_means and not phase.rollout.writes_tokens and phase.rollout.engine is not None:
+        yield f"{at['objective']}.ratio_norm: an engine does not return the means that it needs; remove ratio_norm, or the engine"
 
 
 def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

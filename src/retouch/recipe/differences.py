@@ -11,7 +11,7 @@ _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding"
     r"|deterministic|ranks|out|policy\.(prompt_embeddings|attention|compile)|optimizer\.fused|(policy|renderer)\.model\.vae_slicing"
     # The connection to an engine.
-    r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience|sleep)"
+    r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|images|timeout|patience|sleep)"
     # What a stream reads in advance.
     r"|(phases\.\d+\.)?data\.ahead"
     r"|eval\.audit|eval\.suites\.\d+\.(every|data|sigmas|on_alarm)"

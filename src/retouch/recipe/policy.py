@@ -16,6 +16,7 @@ from retouch.models.language import LanguageModel
 from retouch.models.train import FullWeights, Lora
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.engines.base import DenoisingEngine
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ class DenoisingPolicyKeys(Section):
         assert isinstance(rollout, DenoisingRollout)
         assert isinstance(model, DenoisingModel)
         assert not isinstance(context.head, TokenValues)
+        assert context.engine is None or isinstance(context.engine, DenoisingEngine)
         return DenoisingPolicy(
             Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
             sampling=rollout,
@@ -141,6 +143,8 @@ class DenoisingPolicyKeys(Section):
             copies=context.copies,
             keep_means=context.keep_means,
             head=context.head,
+            engine=context.engine,
+            any_rank=context.any_rank,
             reference_dropout=self.train.reference_dropout,
         )
 
@@ -217,6 +221,7 @@ class AutoregressivePolicyKeys(Section):
         assert isinstance(rollout, TokenRollout)
         assert not isinstance(model, DenoisingModel)
         assert not isinstance(context.head, LatentValues)
+        assert not isinstance(context.engine, DenoisingEngine)
         return AutoregressivePolicy(
             model,
             sampling=rollout,

@@ -7,6 +7,7 @@ from retouch.models.base import DiffusersModel, ImageModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.policy import DenoisingPolicyKeys
 
@@ -46,6 +47,8 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the engines can generate what the policy learns from."""
     policy = recipe.policy
     for at, rollout in _rollouts(recipe):
+        if isinstance(rollout, DenoisingRollout) and rollout.engine is not None and isinstance(policy, DenoisingPolicyKeys):
+            yield from rollout.engine.problems(rollout, at, model=policy.model, train=policy.train)
         if not isinstance(rollout, TokenRollout) or rollout.engine is None or isinstance(policy, DenoisingPolicyKeys):
             continue
         full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar

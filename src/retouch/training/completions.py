@@ -1,4 +1,4 @@
-"""Completions in a run's records: their texts, which are stored with the images, and their metrics."""
+"""Completions in a run's records: their texts, which are stored with the images, and their metrics; and those of engines."""
 
 from collections.abc import Sequence
 
@@ -23,24 +23,30 @@ def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
 def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
     """The mean number of tokens of a completion, including the one that ended it, and the fraction cut off, over all ranks.
 
-    If the tokens were sampled by an engine with log-probabilities of its own, also the difference from ours in nats per token: the
-    mean and the largest |log ours - log engine|, and the mean of log engine - log ours, which estimates their KL divergence.
+    If the actions were sampled by an engine with log-probabilities of its own, also the difference from ours in nats an action: the
+    mean and the largest |log ours - log engine|, and the mean of log engine - log ours, which estimates their KL divergence. Of
+    denoising chains also ``engine/deviation``: how far the engine's means are from ours, in standard deviations of a step.
 
     Source: the completion metrics of TRL's GRPOTrainer.
     """
     if not isinstance(trajectory, AutoregressiveTrajectory):
-        return {}
+        return _mismatch(trajectory, ranks)
     truncated = sum(completion.truncated for completion in trajectory.outputs)
     sums = torch.tensor([float(trajectory.lengths.sum()), float(truncated), float(len(trajectory))])
     tokens, cut, rows = ranks.sum(sums).tolist()
     return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows, **_mismatch(trajectory, ranks)}
 
 
-def _mismatch(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
+def _mismatch(trajectory: Trajectory, ranks: Ranks) -> Metrics:
     if trajectory.behaviour_log_probs is None:
         return {}
     error = log_prob_difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
     total, kl, count = ranks.sum(torch.stack([error.abs().sum(), -error.sum(), torch.ones_like(error).sum()])).tolist()
     largest = ranks.max(error.abs().max() if len(error) else error.sum()).item()
     count = max(count, 1.0)
-    return {"engine/mismatch": total / count, "engine/mismatch_max": largest, "engine/kl": kl / count}
+    found = {"engine/mismatch": total / count, "engine/mismatch_max": largest, "engine/kl": kl / count}
+    deviations: torch.Tensor | None = getattr(trajectory, "deviations", None)
+    if deviations is not None:
+        squares = ranks.sum(torch.tensor(deviations.double().sum().item())).item()
+        found["engine/deviation"] = (squares / count) ** 0.5
+    return found

@@ -126,7 +126,6 @@ class AutoregressivePolicy:
             support=generation.support,
             prompts=prompts,
             group=group,
-            behaviour_log_probs=None,
         )
 
     def _outputs(self, batch: Batch, ids: Tensor, lengths: Tensor, truncated: Tensor) -> tuple[Completion, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from retouch.types import Prompts, Trajectory
@@ -15,8 +15,7 @@ class AutoregressiveTrajectory(Trajectory):
     """``ids``: prompt excluded, ``pad`` after the end. ``lengths``: tokens of each row, the one that ended it included.
 
     ``vocabulary``: the number of the grammar's vocabulary at each place. ``support``: the ids that top-k and top-p kept there,
-    padded with -1. ``group``: each row's row of ``prompts``. ``outputs``: b of ``Completion``. ``behaviour_log_probs``: the
-    engine's own, where ``log_probs`` had to be computed by the policy.
+    padded with -1. ``group``: each row's row of ``prompts``. ``outputs``: b of ``Completion``.
     """
 
     ids: Int[Tensor, "b t"]
@@ -25,13 +24,6 @@ class AutoregressiveTrajectory(Trajectory):
     support: Int[Tensor, "b t w"] | None
     prompts: Prompts
     group: Int[Tensor, " b"]
-    behaviour_log_probs: Float[Tensor, "b t"] | None
-
-    def with_log_probs(self, log_probs: Float[Tensor, "b t"]) -> "AutoregressiveTrajectory":
-        """The engine's own log-probabilities change by as much, so that the weight of its mismatch stays as it is."""
-        behaviour = self.behaviour_log_probs
-        shifted = None if behaviour is None else behaviour + (log_probs - self.log_probs)
-        return replace(self, log_probs=log_probs, behaviour_log_probs=shifted)
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "AutoregressiveTrajectory":
         outputs = self.outputs[rows] if isinstance(rows, slice) else tuple(self.outputs[row] for row in rows.tolist())

@@ -6,7 +6,7 @@ to ``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
@@ -23,6 +23,7 @@ from retouch.core.transitions import TransitionResult
 from retouch.models.common.parts import to_device
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
+from retouch.policies.engines.base import ChainRequest, DenoisingEngine
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DenoisingModel
@@ -35,8 +36,9 @@ class DenoisingPolicy:
     ``sampling``: how a rollout samples, under the weights ``acting``. ``microbatch``: velocities per forward pass with gradient.
     ``eval_steps``: steps of the deterministic sampling in evaluation and inference. ``copies`` may hold ``reference``, ``old`` and
     ``average`` weights. ``keep_means``: store the means of the transitions, which RatioNorm needs. ``head``: predicts the reward
-    before each action. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no reference image; a rollout
-    always gets it, otherwise its ratio would not be 1.
+    before each action. ``engine``: samples the chains of a rollout with numerics of its own; None is the model. ``any_rank``:
+    whether a flag is true on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no
+    reference image; a rollout always gets it, otherwise its ratio would not be 1.
 
     Source: the denoising chain as a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv 2505.05470).
     """
@@ -52,6 +54,8 @@ class DenoisingPolicy:
         copies: WeightCopies,
         keep_means: bool = False,
         head: LatentValues | None = None,
+        engine: DenoisingEngine | None = None,
+        any_rank: Callable[[bool], bool] = bool,
         reference_dropout: float = 0.0,
     ) -> None:
         self.model = model
@@ -63,16 +67,25 @@ class DenoisingPolicy:
         self.copies = copies
         self.keep_means = keep_means
         self.head = head
+        self.engine = engine
+        self.any_rank = any_rank
         self.reference_dropout = reference_dropout
         self._in_16_bits = any(parameter.dtype.itemsize == 2 for parameter in model.module.parameters())
 
     @torch.no_grad()
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
-        """Sample with exploration in the window of this step. ``outputs``: clean latents (b, ...), fp32."""
+        """Sample with exploration in the window of this step. ``outputs``: clean latents (b, ...), fp32.
+
+        EngineFault: the engine failed, or its chains differ too much from the policy's.
+        """
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         actions = window if self.sampling.transition.stochastic else range(0)
         with self.copies.using("old") if self.acting == "old" else nullcontext():
-            made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
+            if self.engine is not None:
+                made = self._served(self.engine, batch, actions)
+            else:
+                shared = self.sampling.shared_noise
+                made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=shared)
         if self.head is None:
             return made
         rows, count = made.mask.shape
@@ -138,6 +151,55 @@ class DenoisingPolicy:
             conditioning=conditioning,
             group=group,
         )
+
+    def _served(self, engine: DenoisingEngine, batch: Batch, actions: range) -> DenoisingTrajectory:
+        """Chains of the engine, with the policy's own log-probabilities of their transitions.
+
+        Source: truncated importance sampling for rollout engines (Yao et al. 2025), here of denoising steps.
+        """
+        from retouch.policies.denoising.served import check_deviations, squared_deviations
+
+        sampling, conditioning, group = self.sampling, self.model.encode(batch.tasks), self._group(batch)
+        sigmas = self.model.sigmas(sampling.num_steps, conditioning)
+        x = self.model.initial_noise(conditioning.take(slice(0, 1)), [generator(batch.seed, "shape")])[0]
+        kind: str = getattr(sampling.transition, "kind", "")
+        request = ChainRequest(
+            transition=kind,
+            noise_level=sampling.transition.exploration or 0.0,
+            guidance_scale=sampling.guidance_scale,
+            sigmas=sigmas,
+            actions=actions,
+            shape=tuple(x.shape),
+        )
+        chains = engine.sample_chains(batch, conditioning, request)
+        elements = x.numel() if sampling.reduction == "sum" else 1
+        reported = chains.log_probs.to(x.device) * elements
+        trajectory = DenoisingTrajectory(
+            log_probs=torch.zeros_like(reported),
+            mask=torch.ones_like(reported, dtype=torch.bool),
+            kind=torch.full_like(reported, Kind.TRANSITION, dtype=torch.long),
+            outputs=chains.outputs.to(x.device),
+            latents=chains.latents.to(x.device),
+            means=None,
+            sigmas=sigmas.to(x.device),
+            first=actions.start,
+            conditioning=conditioning,
+            group=group,
+        )
+        log_probs = torch.zeros_like(reported)
+        for part in self.microbatches(trajectory):
+            # The stored log-probabilities are 0, and no ratio is read.
+            log_probs[part.rows, part.actions] = self.evaluate(trajectory, part, Needs()).log_probs
+        flat, sigma = reported.new_zeros(len(actions), 1), trajectory.sigmas[actions.start : actions.stop + 1]
+        deviations = squared_deviations(
+            log_probs / elements,
+            reported / elements,
+            step_std=self._transition(flat, flat, sigma[:-1], sigma[1:], trajectory.sigmas, next=flat).step_std,
+            with_variance=kind != "cps",
+        )
+        assert sampling.engine is not None
+        check_deviations(deviations, log_probs, limit=sampling.engine.max_mismatch, any_rank=self.any_rank)
+        return replace(trajectory, log_probs=log_probs, behaviour_log_probs=reported, deviations=deviations)
 
     @staticmethod
     def _image_trajectory(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
@@ -215,7 +277,8 @@ class DenoisingPolicy:
     def evaluate(self, trajectory: DenoisingTrajectory, part: Slice, needs: Needs) -> Evaluation:
         """Log-probabilities of the stored transitions under the current weights, and the KL to the reference if needed.
 
-        ``log_ratio`` "norm" gives RatioNorm's ratio and scale (GRPO-Guard, arXiv 2510.22319).
+        ``log_ratio`` "norm" gives RatioNorm's ratio and scale (GRPO-Guard, arXiv 2510.22319). The scale of chains that an engine
+        sampled is their importance weight.
         """
         old_log_probs = trajectory.log_probs[part.rows, part.actions]
         shape = old_log_probs.shape
@@ -236,6 +299,12 @@ class DenoisingPolicy:
             means = trajectory.means[part.rows, part.actions].flatten(0, 1)
             log_ratio = ratio_norm(after, made.mean, means, step_std=made.step_std, reduction=self.sampling.reduction).view(shape)
             scale = gradient_balance(sigma, sigma_next).view(shape)
+        if trajectory.behaviour_log_probs is not None:
+            from retouch.policies.denoising.served import mismatch_weights
+
+            assert self.sampling.engine is not None
+            assert scale is None, "the recipe's checks refuse RatioNorm with an engine"
+            scale = mismatch_weights(trajectory, part, truncate_at=self.sampling.engine.truncate_at)
 
         kl = None
         if needs.kl is not None:

@@ -15,7 +15,8 @@ class DenoisingTrajectory(Trajectory):
     """``latents``: fp32 states before each action and after the last one. ``group``: each row's row in ``conditioning``.
 
     ``means``: the means of the transitions, if RatioNorm needs them. ``sigmas``: the whole schedule. ``first``: the number of the
-    step that is action 0.
+    step that is action 0. ``deviations``: of chains that an engine sampled, the mean squared distance of the engine's means from
+    the policy's, in variances of the step.
     """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
@@ -24,6 +25,7 @@ class DenoisingTrajectory(Trajectory):
     first: int
     conditioning: Conditioning
     group: Int[Tensor, " b"]
+    deviations: Float[Tensor, "b t"] | None = None
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
         return replace(
@@ -36,6 +38,8 @@ class DenoisingTrajectory(Trajectory):
             means=None if self.means is None else self.means[rows],
             group=self.group[rows],
             values=None if self.values is None else self.values[rows],
+            behaviour_log_probs=None if self.behaviour_log_probs is None else self.behaviour_log_probs[rows],
+            deviations=None if self.deviations is None else self.deviations[rows],
         )
 
     @classmethod
@@ -46,6 +50,8 @@ class DenoisingTrajectory(Trajectory):
             total += int(next(iter(part.conditioning.tensors.values())).shape[0])
         means = [part.means for part in parts if part.means is not None]
         values = [part.values for part in parts if part.values is not None]
+        behaviour = [part.behaviour_log_probs for part in parts if part.behaviour_log_probs is not None]
+        deviations = [part.deviations for part in parts if part.deviations is not None]
         return cls(
             log_probs=torch.cat([part.log_probs for part in parts]),
             mask=torch.cat([part.mask for part in parts]),
@@ -58,4 +64,6 @@ class DenoisingTrajectory(Trajectory):
             conditioning=Conditioning.concat([part.conditioning for part in parts]),
             group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
             values=torch.cat(values) if values else None,
+            behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
+            deviations=torch.cat(deviations) if deviations else None,
         )

@@ -15,7 +15,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 log = logging.getLogger("retouch")
 
 
-class AdapterPublisher(WeightPublisher):
+class AdapterPublisher(WeightPublisher[ServedWeights]):
     """Keeps the server's adapter equal to the policy's. ``save`` writes PEFT's format."""
 
     def served(self, name: str) -> ServedWeights:

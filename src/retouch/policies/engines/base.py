@@ -1,4 +1,4 @@
-"""The interface between a policy of tokens and the engines that generate its completions, and what both share.
+"""The interfaces between policies and the engines that sample for them: completions of tokens, and chains of denoising steps.
 
 Recipes import this file, so it imports no torch.
 """
@@ -14,7 +14,7 @@ from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section
 from retouch.protocols import AutoregressiveModel
-from retouch.types import Batch, Prompts
+from retouch.types import Batch, Conditioning, Prompts
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -73,6 +73,44 @@ class Engine(Protocol):
     def exact(self) -> bool: ...
 
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ChainRequest:
+    """Which chains an engine is asked for.
+
+    ``transition``: the kind of the stochastic steps, with ``noise_level``. ``sigmas``: the whole schedule, fp32, with n + 1 values
+    for n steps. ``actions``: the numbers of the stochastic steps; all others are deterministic. ``shape``: of a row's latents.
+    """
+
+    transition: str
+    noise_level: float
+    guidance_scale: float
+    sigmas: Float[Tensor, " n_plus_1"]
+    actions: range
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Chains:
+    """The chains of a batch, row by row, in fp32 and on the CPU.
+
+    ``latents``: the states before each action and after the last one. ``outputs``: the final latents. ``log_probs``: of the actions
+    as the engine reports them, in the form of ``core/transitions.py::transition`` with the mean over a latent's elements.
+    """
+
+    latents: Float[Tensor, "b t_plus_1 ..."]
+    outputs: Float[Tensor, "b ..."]
+    log_probs: Float[Tensor, "b t"]
+
+
+@runtime_checkable
+class DenoisingEngine(Protocol):
+    """Samples a denoising chain for each row of a batch under the model's current weights, with numerics of its own."""
+
+    def sample_chains(self, batch: Batch, conditioning: Conditioning, request: ChainRequest) -> Chains:
+        """EngineFault, on all ranks, if the engine fails on one of them or returns anything else than was requested."""
+        ...
 
 
 @runtime_checkable

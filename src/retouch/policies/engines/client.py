@@ -1,4 +1,4 @@
-"""HTTP requests to a vLLM server: temporary faults are retried for a time, permanent ones are raised at once."""
+"""HTTP requests to the server of an engine: temporary faults are retried for a time, permanent ones are raised at once."""
 
 import json
 import logging
@@ -49,8 +49,8 @@ class Client:
 
     ``timeout``: most seconds without any data. ``patience``: seconds over which a temporary fault is retried, with jittered pauses
     that double. HTTP 500 is tried three times, or for ``patience`` if the server's engine is dead, since somebody will then
-    restart the server. The key comes from ``VLLM_API_KEY`` alone, if it is set. ValueError: it is not bound to this address
-    (``retouch.config.keys``).
+    restart the server. ``kind``: what messages call the server. ``key``: the environment variable of its key; nothing is sent if
+    that is not set. ValueError: it is not bound to this address (``retouch.config.keys``). ``max_bytes``: of a response.
     """
 
     def __init__(
@@ -59,18 +59,23 @@ class Client:
         *,
         timeout: float,
         patience: float,
+        kind: str = "vLLM",
+        key: str | None = keys.VLLM_KEY,
+        max_bytes: int = _MAX_BYTES,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.patience = patience
+        self.kind = kind
+        self._max_bytes = max_bytes
         self._sleep = sleep
         self._clock = clock
-        key = os.environ.get(keys.VLLM_KEY, "").strip()
-        if key:
-            keys.require_bound(keys.VLLM_KEY, self.url)
+        secret = "" if key is None else os.environ.get(key, "").strip()
+        if key is not None and secret:
+            keys.require_bound(key, self.url)
         self._http = httpx.Client(
-            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+            headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {secret}"} if secret else {}),
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
@@ -82,6 +87,11 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def server(self) -> str:
+        """The server, as messages name it."""
+        return f"the {self.kind} server at {self.url}"
 
     def close(self) -> None:
         """Close the connections."""
@@ -110,18 +120,18 @@ class Client:
                 left = began + self.patience - self._clock()
                 if left <= 0:
                     raise EngineFault(
-                        f"the vLLM server at {self.url} did not answer {path} within {self.patience:g} s "
+                        f"{self.server} did not answer {path} within {self.patience:g} s "
                         f"(rollout.engine.patience), tried {tries} times; the last time: {fault}"
                     ) from None
                 if tries == 1:
                     until = f"at most {tries_of_500 - 1} times" if errors else f"for {self.patience:g} s"
-                    log.warning("the vLLM server at %s, %s: %s; trying again %s", self.url, path, fault, until)
+                    log.warning("%s, %s: %s; trying again %s", self.server, path, fault, until)
             self._sleep(min(left, _pause(path, tries)))
 
     def _once(self, method: str, path: str, document: dict[str, Any] | None) -> bytes:
         try:
             with self._http.stream(method, self.url + path, json=document) as response:
-                body = _body(response)
+                body = self._body(response)
         except httpx.TimeoutException:
             raise _Temporary("no answer in time") from None
         except (httpx.HTTPError, httpx.StreamError) as error:
@@ -135,21 +145,20 @@ class Client:
         raise RequestRefused(response.status_code, _message(body))
 
     def _is_healthy(self) -> bool:
-        """Whether the server's engine is alive; where it is dead, vLLM answers 503 and ends."""
+        """Whether the server's engine is alive; where it is dead, vLLM and SGLang answer 503."""
         try:
             return self._http.get(f"{self.url}/health").status_code != 503
         except (httpx.HTTPError, httpx.StreamError):
             return False
 
-
-def _body(response: httpx.Response) -> bytes:
-    parts, size = [], 0
-    for part in response.iter_raw():
-        parts.append(part)
-        size += len(part)
-        if size > _MAX_BYTES:
-            raise _Temporary(f"an answer of more than {_MAX_BYTES} bytes")
-    return b"".join(parts)
+    def _body(self, response: httpx.Response) -> bytes:
+        parts, size = [], 0
+        for part in response.iter_raw():
+            parts.append(part)
+            size += len(part)
+            if size > self._max_bytes:
+                raise _Temporary(f"an answer of more than {self._max_bytes} bytes")
+        return b"".join(parts)
 
 
 def _message(body: bytes) -> str:

@@ -15,7 +15,7 @@ from retouch.policies.engines.wire import ServedWeights
 RPC, VERSION, SET_VERSION, RESET = "/collective_rpc", "/weight_info", "/update_weight_version", "/reset_prefix_cache"
 
 
-class FullWeightPublisher(WeightPublisher):
+class FullWeightPublisher(WeightPublisher[ServedWeights]):
     """Keeps all weights of the server equal to the policy's. ``save`` writes a folder of safetensors in transformers' layout."""
 
     def served(self, name: str) -> ServedWeights:

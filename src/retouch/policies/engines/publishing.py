@@ -1,4 +1,4 @@
-"""Keeps a vLLM server's weights equal to the policy's: what publishing a LoRA and publishing all weights have in common."""
+"""Keeps a server's weights equal to the policy's: what publishing a LoRA and publishing all weights have in common."""
 
 import hashlib
 import json
@@ -7,19 +7,21 @@ import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client
-from retouch.policies.engines.wire import ServedWeights
 
+Served = TypeVar("Served")
 log = logging.getLogger("retouch")
 
 
-class WeightPublisher(ABC):
+class WeightPublisher(ABC, Generic[Served]):
     """Writes the weights to a folder that the server reads too, and loads them into the server whenever they have changed.
 
     ``weights``: the trained parameters, by name. ``save``: writes them to a folder. ``folder``: must have the same path for the
@@ -51,13 +53,13 @@ class WeightPublisher(ABC):
         """Whether the server has weights of this publisher."""
         return self._loaded is not None
 
-    def publish(self, client: Client) -> ServedWeights:
+    def publish(self, client: Client) -> Served:
         """Load the current weights if the server does not have them; returns what requests name. EngineFault, on all ranks."""
         name = f"{self._prefix}-{_digest(self._weights)}"
         if name != self._loaded:
             fault = self._replace(client, name) if self._first else None
             if self._any_rank(fault is not None):
-                raise fault or EngineFault("rank 0 could not load the weights into the vLLM server; its log says why")
+                raise fault or EngineFault(f"rank 0 could not load the weights into the {client.kind} server; its log says why")
             self._loaded = name
         return self.served(name)
 
@@ -75,11 +77,11 @@ class WeightPublisher(ABC):
         try:
             self.unload(client, name)
         except EngineFault as fault:
-            log.warning("the vLLM server at %s may still have %s: %s", client.url, name, fault)
+            log.warning("%s may still have %s: %s", client.server, name, fault)
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     @abstractmethod
-    def served(self, name: str) -> ServedWeights:
+    def served(self, name: str) -> Served:
         """How requests name these weights."""
 
     @abstractmethod
@@ -113,3 +115,19 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def release_weights(publisher: WeightPublisher[Any], connect: Callable[[], Client], folder: Path | None) -> None:
+    """Unload the run's weights from the server, and remove their folder if it is the run's own."""
+    if publisher.has_loaded:
+        with connect() as client:
+            publisher.close(client)
+    if folder is not None:
+        remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    """The adapters' folder, and the run's if it is empty: then only the doctor was here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()

@@ -4,13 +4,11 @@ import importlib.util
 import logging
 import operator
 import os
-import shutil
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -59,6 +57,7 @@ class VllmEngine(EngineSection):
         self.connect().close()  # a missing httpx is noticed first
         from retouch.policies.engines.adapters import AdapterPublisher
         from retouch.policies.engines.full_weights import FullWeightPublisher
+        from retouch.policies.engines.publishing import remove_folder
         from retouch.policies.engines.sleep_mode import SleepMode
         from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
 
@@ -94,7 +93,7 @@ class VllmEngine(EngineSection):
         )
         if release is not None:
             if own is not None:
-                _remove(own)
+                remove_folder(own)
             weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
         return engine
 
@@ -204,24 +203,15 @@ def _diagnose_sleep(client: "Client") -> Iterator[Diagnosis]:
         yield "ok", f"the server at {client.url} frees its GPU memory between rollouts", ""
 
 
-def _close(publisher: "WeightPublisher", connect: "Callable[[], Client]", folder: Path | None, *, wakes: bool) -> None:
+def _close(publisher: "WeightPublisher[Any]", connect: "Callable[[], Client]", folder: Path | None, *, wakes: bool) -> None:
     """Unload the run's weights from the server, and remove their folder if it is the run's own. ``wakes``: it may be asleep."""
+    from retouch.policies.engines.publishing import release_weights
     from retouch.policies.engines.sleep_mode import set_asleep
 
-    if publisher.has_loaded:
+    if publisher.has_loaded and wakes:
         with connect() as client:
-            if wakes:
-                try:
-                    set_asleep(client, asleep=False)
-                except EngineFault as fault:
-                    log.warning("the vLLM server at %s may still be asleep: %s", client.url, fault)
-            publisher.close(client)
-    if folder is not None:
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
-    """The adapters' folder, and the run's if it is empty: then only the doctor was here."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        folder.parent.rmdir()
+            try:
+                set_asleep(client, asleep=False)
+            except EngineFault as fault:
+                log.warning("the vLLM server at %s may still be asleep: %s", client.url, fault)
+    release_weights(publisher, connect, folder)

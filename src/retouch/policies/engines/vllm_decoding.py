@@ -5,11 +5,8 @@ completions itself and keeps the server's values as ``behaviour_log_probs``. Row
 group, slot), but vLLM reproduces a seed only in the same batch, so a resumed run does not have the same bits.
 """
 
-import hashlib
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -20,6 +17,7 @@ from retouch.policies.engines.base import EngineFault, Generation, TokenSampling
 from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import ImageGrammar, grammar_to_json
 from retouch.policies.engines.publishing import WeightPublisher
+from retouch.policies.engines.rows import Rows, concurrently, consecutive_rows, group_seed
 from retouch.policies.engines.server import query_sampling
 from retouch.policies.engines.sleep_mode import SleepMode
 from retouch.policies.engines.wire import (
@@ -58,15 +56,6 @@ class Servable(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """``count`` consecutive rows of the batch: of task number ``task``, with slots from ``slot`` on."""
-
-    task: int
-    slot: int
-    count: int
-
-
 class VllmDecoding:
     """Requests the completions of a batch from a server: one request per task for all its rows (implements ``Engine``).
 
@@ -83,7 +72,7 @@ class VllmDecoding:
         model: Servable,
         *,
         connect: Callable[[], Client],
-        weights: WeightPublisher,
+        weights: WeightPublisher[ServedWeights],
         any_rank: Callable[[bool], bool] = bool,
         release: Callable[[], None] | None = None,
         sleep_mode: SleepMode | None = None,
@@ -162,7 +151,7 @@ class VllmDecoding:
     ) -> list[ServerCompletion]:
         """One for each row of the batch."""
 
-        def generate(rows: _Rows) -> list[ServerCompletion]:
+        def generate(rows: Rows) -> list[ServerCompletion]:
             ids, mask = prompts.ids[rows.task], prompts.mask[rows.task]
             request = GenerateRequest(
                 weights=weights,
@@ -172,18 +161,13 @@ class VllmDecoding:
                 sampling=sampling,
                 stop=self.model.stop,
                 banned=self._banned,
-                seed=_seed(batch, batch.group_ids[rows.task]) + rows.slot,
+                seed=group_seed(batch, batch.group_ids[rows.task], "vllm") + rows.slot,
                 count=rows.count,
                 grammar=self._grammar,
             )
             return self._generate(client, request)
 
-        with ThreadPoolExecutor(_MAX_CONCURRENT) as pool:
-            futures = [pool.submit(generate, rows) for rows in _consecutive_rows(batch)]
-            try:
-                return [completion for future in futures for completion in future.result()]
-            finally:
-                pool.shutdown(cancel_futures=True)
+        return concurrently(generate, consecutive_rows(batch), most=_MAX_CONCURRENT)
 
     def _generate(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
         try:
@@ -245,24 +229,6 @@ class VllmDecoding:
             log_probs=_pad([completion.log_probs for completion in completions], longest, 0.0).to(device),
             support=None if support is None else support.int().to(device),
         )
-
-
-def _consecutive_rows(batch: Batch) -> list[_Rows]:
-    """The rows, split where the task changes or the slots are not consecutive."""
-    found: list[_Rows] = []
-    for task, slot in zip(batch.group, batch.slot, strict=True):
-        last = found[-1] if found else None
-        if last is not None and task == last.task and slot == last.slot + last.count:
-            found[-1] = replace(last, count=last.count + 1)
-        else:
-            found.append(_Rows(task, slot, count=1))
-    return found
-
-
-def _seed(batch: Batch, group: int) -> int:
-    """The seed of slot 0 of a group; slot k adds k. 62 bits, since the server takes 63 and no sign."""
-    key = hashlib.sha256(repr((batch.seed, "vllm", batch.step, group)).encode()).digest()
-    return int.from_bytes(key[:8], "big") >> 2
 
 
 def _pad(rows: Sequence[Sequence[float]], width: int, filler: float) -> Tensor:

@@ -1,0 +1,175 @@
+"""The recipe's section of an SGLang-Diffusion server. It imports neither torch nor httpx before it is built."""
+
+import importlib.util
+import json
+import logging
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from retouch.config.section import Count, NonNegative, Positive
+from retouch.models.base import ImageModel
+from retouch.models.train import FullWeights, TrainedPart
+from retouch.policies.denoising.rollout import ChainEngineSection, DenoisingRollout
+from retouch.policies.engines.base import DenoisingEngine, Diagnosis, EngineContext, EngineFault
+from retouch.protocols import DenoisingModel
+
+if TYPE_CHECKING:
+    from retouch.policies.engines.client import Client
+
+READ = "0.5.23"
+"""The version of SGLang whose sources this follows."""
+FAMILIES = ("qwen-image", "flux", "sd3")
+"""Models that SGLang's server samples with the schedule, the prompts and the guidance of diffusers."""
+EMBEDDED_GUIDANCE = 3.5
+"""The guidance input that the server gives FLUX.1-dev; no request can change it."""
+UNTESTED = "this engine is tested against the sources of SGLang 0.5.23, and has not been run against a server, which needs a GPU"
+_DIAGNOSIS_SECONDS = 10.0
+_LARGEST_RESPONSE = 4 * 2**30
+_STARTING = "start the server as docs/engines.md says"
+log = logging.getLogger("retouch")
+
+
+class SglangEngine(ChainEngineSection):
+    """An SGLang-Diffusion server, into which the adapter or all weights are loaded after each update. For Qwen-Image, FLUX.1 and
+    Stable Diffusion 3, text to image.
+
+    Tested against the sources of SGLang 0.5.23, and not run against a server yet, because that needs a GPU (docs/engines.md).
+
+    Source: SGLang (Zheng et al. 2024, arXiv 2312.07104), its rollout interface.
+    """
+
+    kind: Literal["sglang"] = "sglang"
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
+    """Address of the server, ``http://127.0.0.1:30000`` say. It has no key, so keep it away from others."""
+    adapters: str | None = None
+    """Folder for adapters or weights, which the server must see under the same path; null takes ``adapters`` in the run's own."""
+    images: Count = 8
+    """Images of one request. A response holds their states and decoded images: about 10 MB for each image of 1024 pixels, and 1 MB
+    for each action of it."""
+    timeout: Positive = 1800.0
+    """Seconds without any data from the server after which a request is sent again."""
+    patience: NonNegative = 600.0
+    """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
+
+    def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
+        """The engine. ValueError if httpx is not installed, or the server cannot sample for this model."""
+        self.connect().close()  # a missing httpx is noticed first
+        from retouch.models.common.wrappers import ModelWrapper
+        from retouch.policies.engines.publishing import release_weights, remove_folder
+        from retouch.policies.engines.sglang.sampling import Promptable, SglangSampling
+        from retouch.policies.engines.sglang.weights import TRANSFORMER, LoraPublisher, TransformerPublisher
+
+        while isinstance(model, ModelWrapper):
+            model = model.model
+        if not isinstance(model, Promptable):
+            raise ValueError(f"rollout.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {type(model).__name__}")
+        if context.in_step:
+            raise ValueError("rollout.engine.kind: sglang gets the weights from rank 0, and fsdp2 shards them; use zero2 or none")
+        log.warning("rollout.engine: %s", UNTESTED)
+        folder = context.folder / "adapters" if self.adapters is None else Path(self.adapters)
+        options: dict[str, Any] = {
+            "weights": context.weights,
+            "folder": folder,
+            "prefix": f"retouch-{context.folder.name}",
+            "first": context.first,
+            "any_rank": context.any_rank,
+        }
+        publisher: LoraPublisher | TransformerPublisher
+        if context.full_weights:
+            publisher = TransformerPublisher(save=lambda to: context.save(to / TRANSFORMER), **options)
+        else:
+            publisher = LoraPublisher(save=context.save, **options)
+        own = folder if self.adapters is None else None
+        release = partial(release_weights, publisher, self._impatient().connect, own) if context.first else None
+        engine = SglangSampling(
+            model, connect=self.connect, weights=publisher, images=self.images, any_rank=context.any_rank, release=release
+        )
+        if release is not None:
+            if own is not None:
+                remove_folder(own)
+            weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
+        return engine
+
+    def connect(self) -> "Client":
+        """A new connection to the server. ValueError if httpx is not installed."""
+        try:
+            from retouch.policies.engines.client import Client
+        except ModuleNotFoundError as error:
+            if error.name != "httpx":
+                raise
+            raise ValueError("asking an SGLang server needs httpx: pip install 'retouch[sglang]'") from None
+        return Client(self.url, timeout=self.timeout, patience=self.patience, kind="SGLang", key=None, max_bytes=_LARGEST_RESPONSE)
+
+    def _impatient(self) -> "SglangEngine":
+        """The same server, asked once and not for long."""
+        return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
+
+    def problems(self, rollout: DenoisingRollout, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
+        if model.kind not in FAMILIES:
+            yield f"{key}.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {model.kind}; remove the engine"
+        kind = getattr(rollout.transition, "kind", "import")
+        if kind not in ("sde", "cps"):
+            why = "has no log-probabilities by which its server could be checked" if kind == "ode" else "is none of SGLang's"
+            yield f"{key}.transition.kind: {kind} {why}; use sde or cps, or remove the engine"
+        elif not rollout.transition.exploration:
+            yield f"{key}.transition.noise_level: SGLang has no log-probabilities without noise; use more than 0"
+        if rollout.shared_noise:
+            yield f"{key}.shared_noise: SGLang draws other noise for each image; remove it, or the engine"
+        if rollout.window.branches:
+            yield f"{key}.window.mode: in SGLang no images share a chain; use window, or remove the engine"
+        if getattr(model, "guidance", None) not in (None, EMBEDDED_GUIDANCE):
+            yield f"policy.model.guidance: SGLang's server gives FLUX {EMBEDDED_GUIDANCE}; use null, or remove the engine"
+        lora = train.lora
+        if not isinstance(train, FullWeights) and lora is not train:
+            yield f"policy.train.kind: {getattr(train, 'kind', 'this')} cannot be loaded into SGLang; use lora or full"
+        elif lora is not None and not float(lora.alpha).is_integer():
+            yield f"policy.train.alpha: SGLang takes whole numbers, and not {lora.alpha:g}"
+
+    def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
+        """Whether the server answers, serves the base model, samples rollouts, and lets weights be loaded and compared."""
+        try:
+            client = self._impatient().connect()
+        except ValueError as error:
+            assert importlib.util.find_spec("httpx") is None
+            yield "FAILED", str(error), "pip install 'retouch[sglang]'"
+            return
+        from retouch.policies.engines.client import RequestRefused
+        from retouch.policies.engines.sglang.weights import CHECKSUM, LIST_LORAS
+        from retouch.policies.engines.sglang.wire import GENERATE
+
+        with client:
+            try:
+                info = json.loads(client.get("/server_info"))
+                version, path = str(info["version"]), str(info["model_path"])
+                # A body without a prompt is refused where there are rollouts.
+                rollouts = _refusal(client, GENERATE) == 422
+                (client.post(CHECKSUM, {"module_names": []}) if full_weights else client.get(LIST_LORAS))
+            except (EngineFault, RequestRefused, ValueError, KeyError, TypeError) as fault:
+                text = str(fault) if isinstance(fault, EngineFault) else f"{client.server}: {fault}"
+                yield "FAILED", text, _STARTING
+                return
+        where = f"SGLang {version} at {client.url}"
+        yield "ok", f"{where} serves {path}", ""
+        yield "note", UNTESTED, ""
+        if version != READ:
+            yield "note", f"{where} may differ from {READ}, whose sources this follows", ""
+        if base_model and path != base_model:
+            yield "note", f"it serves {path}, and policy.model.path is {base_model}; the weights must be the same", ""
+        if not rollouts:
+            yield "FAILED", f"{where} has no {GENERATE}", _STARTING
+
+
+def _refusal(client: "Client", path: str) -> int | None:
+    """The status with which the server refuses an empty body; None if it takes it."""
+    from retouch.policies.engines.client import RequestRefused
+
+    try:
+        client.post(path, {})
+    except RequestRefused as refused:
+        return refused.status
+    return None
