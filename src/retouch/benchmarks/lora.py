@@ -1,15 +1,31 @@
-"""Loads trained weights into a pipeline of diffusers: a LoRA in any format that diffusers or PEFT reads, or whole weights."""
+"""Loads trained weights into a pipeline of diffusers: a LoRA in any format that diffusers or PEFT reads, or whole weights.
+
+diffusers warns about layers of a file that it cannot place, and goes on without them. Here they are an error. To find them, a copy
+of the file is loaded first, in which every layer has a number in place of its weights. The numbers that are then in the model are
+those of the layers that diffusers has converted and placed, in whatever format the file is.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from retouch.types import Json
 
 _DIFFUSERS = "pytorch_lora_weights.safetensors"
 _PEFT = "adapter_model.safetensors"
+_NUMBERS = "numbers"
+_PARTS = re.compile(r"\.(?:lora[._]|alpha$|lokr_|hada_)")
+_DOWN = re.compile(r"lora_down|lora_A|lora\.down")
+_SHOWN = 5
 
 
 def load_lora(pipeline: Any, path: str | Path) -> None:
@@ -19,27 +35,23 @@ def load_lora(pipeline: Any, path: str | Path) -> None:
     the keys of kohya's scripts and of ComfyUI. A folder with only ``adapter_model.safetensors`` is loaded by PEFT. A folder
     ``transformer`` (what `retouch export` writes of a run that trained all weights) replaces the pipeline's transformer.
 
-    Raises ValueError if nothing of this is there, or if no layer of the pipeline has the names in the file.
+    Raises ValueError if nothing of this is there, or if a layer in the file is none of the pipeline's; the message names it.
     """
     place = Path(path)
-    if place.is_file():
-        pipeline.load_lora_weights(str(place.parent), weight_name=place.name)
-    elif (place / _DIFFUSERS).is_file():
-        pipeline.load_lora_weights(str(place), weight_name=_DIFFUSERS)
+    file = place if place.is_file() else place / _DIFFUSERS
+    if file.is_file():
+        _require_placed(pipeline, file, path)
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     elif (place / _PEFT).is_file():
-        from peft import PeftModel
-
-        PeftModel.from_pretrained(pipeline.transformer, place)  # puts its layers into the transformer itself
+        _load_peft(pipeline, place, path)
     elif (place / "transformer" / "config.json").is_file():
         old = pipeline.transformer
         new = type(old).from_pretrained(place / "transformer", torch_dtype=old.dtype).to(old.device)
         pipeline.register_modules(transformer=new)
-        return
     elif place.exists():
         raise ValueError(f"--lora {path}: no {_DIFFUSERS}, no {_PEFT} and no folder transformer there; name the file")
     else:
         raise ValueError(f"--lora {path}: no such file or folder")
-    _require_layers(pipeline, path)
 
 
 def lora_digest(path: str | Path) -> dict[str, Json]:
@@ -52,12 +64,88 @@ def lora_digest(path: str | Path) -> dict[str, Json]:
     return {"path": str(path), "sha256": digest.hexdigest()}
 
 
-def _require_layers(pipeline: Any, path: str | Path) -> None:
+def _require_placed(pipeline: Any, file: Path, path: str | Path) -> None:
+    """Raise ValueError if diffusers leaves out a layer of the file, or cannot read it."""
+    numbers, numbered = _numbered(file, path)
+    try:
+        pipeline.load_lora_weights(numbered, adapter_name=_NUMBERS)
+        found = _values_in(pipeline)
+        pipeline.unload_lora_weights()
+    except (ValueError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        first = ", ".join(list(numbers)[:_SHOWN])
+        raise ValueError(
+            f"--lora {path}: diffusers cannot load it into {type(pipeline).__name__}: {error}; its first layers are {first}"
+        ) from error
+    _require_none([name for name, number in numbers.items() if number not in found], len(numbers), pipeline, path)
+
+
+def _numbered(file: Path, path: str | Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """The number of each layer in the file, and its content with that number in place of every weight."""
+    shapes: dict[str, list[int]] = {}
+    try:
+        with safe_open(file, framework="pt") as content:
+            for key in content.keys():  # noqa: SIM118, it is no mapping
+                shapes[key] = content.get_slice(key).get_shape()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"--lora {path}: not a safetensors file: {error}") from error
+    ranks = {_layer(key): shape[0] for key, shape in shapes.items() if _DOWN.search(key)}
+    numbers: dict[str, float] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for key, shape in shapes.items():
+        if key.endswith(".alpha"):
+            tensors[key] = torch.tensor(float(ranks.get(_layer(key), 1)))  # the weights are multiplied by alpha / rank
+        else:
+            tensors[key] = torch.full(shape, numbers.setdefault(_layer(key), _number(len(numbers))))
+    return numbers, tensors
+
+
+def _number(index: int) -> float:
+    """A number for each index below 3000 or so, which is exact in float16 and bfloat16."""
+    return math.ldexp(1 + (index % 128) / 128, index // 128 - 8)
+
+
+def _layer(key: str) -> str:
+    """The layer that a key belongs to: ``a.to_q`` of ``a.to_q.lora_down.weight``. Any other key is a layer of its own."""
+    return _PARTS.split(key)[0]
+
+
+def _values_in(pipeline: Any) -> set[float]:
+    """The values of the weights of the numbered LoRA, in all parts of the pipeline."""
     from peft.tuners.tuners_utils import BaseTunerLayer
-    from torch import nn
 
     modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
-    if not any(isinstance(layer, BaseTunerLayer) for module in modules for layer in module.modules()):
-        raise ValueError(
-            f"--lora {path}: none of its weights belongs to a layer of {type(pipeline).__name__}; it is for another model"
-        )
+    found: set[float] = set()
+    for layer in (layer for module in modules for layer in module.modules() if isinstance(layer, BaseTunerLayer)):
+        for name in layer.adapter_layer_names:
+            held = getattr(layer, name)
+            if _NUMBERS in held:
+                weight = held[_NUMBERS].weight if isinstance(held[_NUMBERS], nn.Module) else held[_NUMBERS]
+                found |= set(weight.detach().float().unique().tolist())
+    return found
+
+
+def _load_peft(pipeline: Any, place: Path, path: str | Path) -> None:
+    """Put PEFT's layers into the transformer. Raise ValueError if one of the file is none of them."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    try:
+        model = PeftModel.from_pretrained(pipeline.transformer, place)  # puts its layers into the transformer itself
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise ValueError(f"--lora {path}: PEFT cannot load it into {type(pipeline).__name__}: {error}") from error
+    placed = get_peft_model_state_dict(model)
+    with safe_open(place / _PEFT, framework="pt") as content:
+        keys = list(content.keys())
+    left = dict.fromkeys(_layer(key) for key in keys if key not in placed)
+    _require_none(list(left), len({_layer(key) for key in keys}), pipeline, path)
+
+
+def _require_none(left: Sequence[str], of: int, pipeline: Any, path: str | Path) -> None:
+    """Raise ValueError if layers of a file are left that are none of the pipeline's."""
+    if not left:
+        return
+    count = "none of its layers is" if len(left) == of else f"{len(left)} of its {of} layers are not"
+    shown = ", ".join(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
+    raise ValueError(
+        f"--lora {path}: {count} in {type(pipeline).__name__}: {shown}. It is for another model, or in a format that diffusers "
+        "does not convert for this one"
+    )

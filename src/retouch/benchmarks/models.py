@@ -145,7 +145,7 @@ def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, An
     if (folder / "adapter.json").is_file():
         return _playground_maker(folder, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, local_files_only=True).to(place)
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=dtype, local_files_only=True).to(place)
     identity: dict[str, Json] = {"model": name, "call": dict(call), "dtype": str(dtype)}
     if lora is not None:
         load_lora(pipeline, lora)
