@@ -17,6 +17,7 @@ from judge_double import FAULTS, KEY, Double
 from rank_commands import on_two_ranks
 from retouch import cli
 from retouch.benchmarks.comparison import compare
+from retouch.benchmarks.kinds import find_suite
 from retouch.benchmarks.results import BenchmarkResult
 from retouch.benchmarks.running import run
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
@@ -25,6 +26,8 @@ from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.models import Endpoint
 from retouch.session import session
 from retouch.types import Column
@@ -174,11 +177,41 @@ class JudgedSuite(Suite):
         return VieScore(judge=require_judge(self, judge))
 
 
-def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def coloured(folder: Path) -> Path:
+    """The images of ``JudgedSuite``."""
+    folder.mkdir()
     for row in range(30):
-        path = tmp_path / "images" / f"{row:03d}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.new("RGB", (8, 8), (8 * row, 100, 50)).save(path)
+        Image.new("RGB", (8, 8), (8 * row, 100, 50)).save(folder / f"{row:03d}.png")
+    return folder
+
+
+def test_a_spent_budget_ends_a_benchmark_that_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    images = coloured(tmp_path / "images")
+    with Double() as server:
+        monkeypatch.setenv("DOUBLE_KEY", KEY)
+        monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
+        judge = Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", quota=JudgeQuota(calls=35))
+        with pytest.raises(BudgetSpent, match=r"budget of 35 calls .* the same command continues"):
+            run(JudgedSuite(), images=images, judge=judge, audit=False, out=tmp_path / "out")
+        assert 0 < len(server.requests) <= 35
+        assert not (tmp_path / "out" / "scores" / "double" / "result.json").exists()
+        second = run(JudgedSuite(), images=images, judge=judge, audit=False, out=tmp_path / "out")
+        assert second is not None
+        assert second.table["all"]["overall"]["n"] == 30
+        assert set(server.seen.values()) == {1}, "nothing is asked twice"
+        assert len(server.requests) == 60
+        unlimited = judge.model_copy(update={"quota": None})
+        clean = run(JudgedSuite(), images=images, judge=unlimited, audit=False, out=tmp_path / "clean")
+        assert scores(second) == scores(clean)
+        section = {"kind": "viescore", "judge": judge.model_copy(update={"quota": JudgeQuota(calls=1)}).model_dump(mode="json")}
+        words = ["bench", "playground", "--images", str(images), "--judge", json.dumps(section), "--no-audit"]
+        Image.new("RGB", (24, 24)).save(images / f"{find_suite('playground').items(None)[0][0].id.replace('/', '%2F')}.png")
+        assert cli.main([*words, "--out", str(tmp_path / "command")]) == 2
+        assert "the same command continues" in capsys.readouterr().err
+
+
+def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured(tmp_path / "images")
     faulty = {"on": True}
     kinds: dict[str, str] = {}
 
