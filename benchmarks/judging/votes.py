@@ -48,12 +48,11 @@ def main() -> None:
         return
     base = load("quickstart", [f"seed={given.seed}", "device=cpu", "eval.best_of_k=0", "samples.every=0"])
     name = f"{given.way}-{given.seed}"
-    document = {**base.document(), "name": name, "out": str(given.out), "trackers": []}
+    rate = {} if given.learning_rate is None else {"learning_rate": given.learning_rate}
+    document = {**base.document(), **rate, "name": name, "out": str(given.out), "trackers": []}
     make = {"votes": _with_votes, "exact": _with_scores, "dpo": _with_pairs}[given.way]
     with consent.allowing(["votes"]):
         recipe = make(document, given)
-    if given.learning_rate is not None:
-        recipe = parse({**recipe.document(), "learning_rate": given.learning_rate})
     voter = _start_voter(recipe) if given.way == "votes" else None
     try:
         with consent.allowing(["votes"]):
@@ -85,13 +84,13 @@ def _with_scores(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
 
 
 def _with_pairs(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
-    """DPO on the pairs of the run `votes` of this seed, which it does not sample again: two passes of 32 pairs a step."""
+    """DPO on the pairs of the run `votes` of this seed, which it does not sample again: one pass or two of 32 pairs a step."""
     folder = given.out / f"pairs-{given.seed}"
     if not folder.exists():
         print(export([VoteLog(given.out / f"votes-{given.seed}" / "queue")], folder))
     data = {"kind": "folder", "path": str(folder), "held_out": 0}
     objective = {"kind": "dpo", "pairs": "data", "shift": 3.0, "beta": 2000.0}
-    phase = {"name": "pairs", "steps": 120, "data": data, "objective": objective, "group_size": 2, "tasks_per_step": 32}
+    phase = {"name": "pairs", "steps": 60, "data": data, "objective": objective, "group_size": 2, "tasks_per_step": 32}
     reward = {"kind": "import", "class": "votes:PlaygroundScores", "combine": {"overall": 1.0}}
     # The skipped phase has the tasks that are held out.
     return parse({**document, "steps": None, "reward": reward, "phases": [{"name": "edits", "steps": 0}, phase]})

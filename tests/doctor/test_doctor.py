@@ -371,6 +371,16 @@ def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> No
     assert "overall missing" in unsure.text
 
 
+def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path) -> None:
+    rewards = {"votes": {"kind": "votes", "queue": str(tmp_path / "queue")}, "judge": {"kind": "playground"}}
+    reward = {"kind": "several", "rewards": rewards, "combine": {"votes/preference": 1}}
+    recipe = small(f"reward={json.dumps(reward)}", "eval.column=judge/overall")
+    found = check_scoring(recipe, build_sets(recipe, recipe.data, size=None))
+    assert found.status == "ok"
+    assert found.text.endswith("not tested, because it compares the images of a group")
+    assert not (tmp_path / "queue").exists()
+
+
 def test_the_doctor_waits_for_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 

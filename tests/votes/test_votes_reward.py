@@ -4,7 +4,7 @@ import json
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,15 +17,19 @@ from retouch.recipe.recipe import load
 from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.identity import fingerprint
 from retouch.rewards.judging import RewardScorer
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.rewards.scorers.pixels import ShareReward
-from retouch.types import Sample, Task
+from retouch.types import Batch, Sample, Task
 from retouch.votes.calibrated import CalibratedReward
 from retouch.votes.calibration import calibrate
 from retouch.votes.export import export
+from retouch.votes.judged_votes import judged_votes
 from retouch.votes.log import VoteLog
 from retouch.votes.queue import VoteQueue, pairs_to_compare
 from retouch.votes.reward import VotesReward
 from retouch.votes.simulated import Preference, SimulatedVoter
+from retouch.votes.summary import summarise
 from vote_maker import VoteMaker
 
 SOURCE = Image.new("RGB", (8, 6), (9, 9, 9))
@@ -261,6 +265,25 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
     other = {"kind": "calibrated", "of": {"kind": "playground"}, "column": "overal", "map": "m", "combine": {"win_probability": 1}}
     with pytest.raises(ValueError, match=r"reward\.column: the reward gives no 'overal'"):
         load("quickstart", [f"reward={json.dumps(other)}"])
+
+
+def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) -> None:
+    queue = tmp_path / "run" / "queue"
+    given = samples(10, 200, 90)
+    with voting(queue):
+        VotesReward(queue=str(queue))(given)
+    with closing(Database(tmp_path / "run" / "ledger.sqlite")) as database:
+        batch = Batch(seed=0, step=0, tasks=(given[0].task,), group_ids=(0,), group=(0, 0, 0), slot=(0, 1, 2))
+        scores = {"judge": torch.tensor([0.1, 0.9, math.nan]), "votes/preference": torch.tensor([0.0, 1.0, 0.5])}
+        Journal(database).record(journal_rows(batch, given, split="train", step=0), scores)
+    votes = judged_votes([VoteLog(queue)])
+    assert sorted(str(dict(side.scores)) for vote in votes for side in (vote.left, vote.right)) == [
+        *(["{'judge': 0.10000000149011612}"] * 2),
+        *(["{'judge': 0.8999999761581421}"] * 2),
+        *(["{}"] * 2),
+    ]
+    (agreement,) = [row for row in summarise([VoteLog(queue)])["judges"] if row["category"] == "all"]
+    assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
 
 
 def test_the_command(tmp_path: Path, capsys) -> None:

@@ -90,11 +90,19 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
     except ValueError as error:
         download = re.search("`(hf download [^`]+)`", str(error))
         return failed("reward", str(error), fix=download[1] if download else fix)
+    if value != value and set(missing) <= _columns_of_groups(recipe):
+        return ok("reward", f"{text}; not tested, because it compares the images of a group")
     if value != value:
         problem = f"could not score an image of {task.id}: {', '.join(missing)} missing"
         return failed("reward", f"{recipe.reward.name} {problem}", fix=fix)
     image = "an unedited source image" if task.images else "a gray image"
     return ok("reward", f"{text}: {value:.3f} for {image}")
+
+
+def _columns_of_groups(recipe: Recipe) -> set[str]:
+    """The columns of rewards that give no score to an image alone."""
+    parts = [(prefix, part) for _, prefix, part in recipe.reward.parts() if part.compares_groups]
+    return {f"{prefix}{name}" for prefix, part in parts for name in part.known_columns() or ()}
 
 
 def check_watch(watch: Watch, device: torch.device) -> Finding:

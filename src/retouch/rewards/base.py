@@ -69,6 +69,8 @@ class RewardSection(Section):
     """Whether every task must have a source image."""
     needs_target: ClassVar[bool] = False
     """Whether every task must have a target image."""
+    compares_groups: ClassVar[bool] = False
+    """Whether it compares the samples of a task with each other, so that a sample alone has no score."""
     data_kinds: ClassVar[tuple[str, ...]] = ()
     """The only kinds of data whose tasks it can score; empty for any."""
 

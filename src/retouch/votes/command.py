@@ -31,8 +31,9 @@ def votes_command(arguments: Namespace) -> str:
 
 def _calibrate(logs: list[VoteLog], arguments: Namespace) -> str:
     from retouch.votes.calibration import calibrate
+    from retouch.votes.judged_votes import judged_votes
 
-    made = calibrate([vote for log in logs for vote in log.read().votes], arguments.column)
+    made = calibrate(judged_votes(logs), arguments.column)
     made.save(arguments.to)
     ends = [f"{made.scores[k]:.4g}: {made.probability[k]:.2f} ({made.low[k]:.2f} to {made.high[k]:.2f})" for k in (0, -1)]
     return f"{arguments.to}: {made.votes} votes on {made.tasks} tasks; win probability at a score of {ends[0]}, of {ends[1]}"

@@ -5,13 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from retouch.votes import bradley_terry, shares
+from retouch.votes.judged_votes import judged_votes
 from retouch.votes.log import VoteLog
 
 
 def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:
     """All statistics of the votes of several files: ``win_rates``, ``arms``, ``judges``, ``voters`` and ``voter_agreement``."""
     read = [log.read() for log in logs]
-    votes = [vote for found in read for vote in found.votes]
+    votes = judged_votes(logs)
     return {
         "votes": len(votes),
         "tasks": len({vote.task for vote in votes}),

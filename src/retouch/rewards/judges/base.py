@@ -45,8 +45,6 @@ class JudgeReward(RewardSection):
     """For each question about a sample: its rubric, and the number of images in it. For estimates of calls and tokens."""
     one_token: ClassVar[bool] = False
     """Whether an answer is one token."""
-    compares_groups: ClassVar[bool] = False
-    """Whether it compares the samples of a task with each other."""
 
     @property
     def panel(self) -> Panel:
