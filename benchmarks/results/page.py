@@ -171,6 +171,47 @@ The same with GRPO instead of DiffusionNFT (all weights, 80 steps, 213 CPU secon
 """
 """The run of docs/guides/photos.md, whose photographs are not part of this repository."""
 
+IMAGE_TOKEN_LIMITS = """## What limits RL of image tokens
+
+Many samples of the base models, before RL, on 150 validation tasks (`python benchmarks/playground/exploration.py s sc`). S: tasks
+with one edit; C: with two or three. Equal: the share of groups of 8 with equal rewards. Correlation: of `overall` with IP, within
+groups. Made: the share of requested edits that one sample makes, and the best of 16 samples.
+
+| base | tasks | most likely | samples | best of 16 | equal | correlation | recolour | reshape | remove | add | move |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| SFT (S) | S | 7.78 | 7.52 | 8.92 | 0.53 | 0.14 | 0.59, 0.88 | 0.05, 0.33 | 0.91, 1.00 | 0.97, 1.00 | 0.78, 1.00 |
+| SFT (S) | C | 4.03 | 4.07 | 6.59 | 0.08 | 0.09 | 0.03, 0.21 | 0.05, 0.29 | 0.51, 0.86 | 0.24, 0.50 | 0.12, 0.48 |
+| SFT (S+C) | S | 9.49 | 9.48 | 9.95 | 0.68 | 0.16 | 0.91, 1.00 | 0.91, 1.00 | 0.99, 1.00 | 0.95, 1.00 | 0.92, 1.00 |
+| SFT (S+C) | C | 9.00 | 8.77 | 9.63 | 0.28 | 0.31 | 0.91, 1.00 | 0.95, 1.00 | 0.97, 1.00 | 0.53, 0.84 | 0.58, 0.91 |
+
+RL cannot reinforce what no sample contains. After SFT (S), one sample in thirty makes a requested recolour in a complex edit. The
+best of 16 samples scores 6.59, and a share of 0.30 needs 5.8. The reward `overall` does not protect the source image: it is the
+root of min(IF, IP) times PQ, so where IF is lower than IP, a change of other objects costs nothing. A product of the columns as
+reward did not prevent the shortcut. After SFT (S+C), samples score less than the most likely image; RL first removes this
+difference, which raises the training reward and not the held-out score. EARL itself reports 3.88 of 10 for SFT (S) and 4.80
+after RL (S+C), a share of 0.15.
+
+Settings that were tried, on 240 validation tasks, one seed, with 12 tasks of 16 samples per step, and with advantages that are not
+divided by the deviation of their group. IP: its change over all tasks; below -0.3 is a shortcut.
+
+| start | settings | step | C, before -> after | share of gap | IP | seconds per step |
+| --- | --- | --- | --- | --- | --- | --- |
+| sc | `steps=200 objective.kl.weight=0.01` | 100 of 200 | 8.95 -> 8.95 | 0.00 | -0.24 | 1.0 |
+| sc | `steps=200 reward.combine='gmean(IF, IP, PQ)'` | 50 of 200 | 8.95 -> 9.02 | 0.08 | -0.19 | 1.0 |
+| sc | the same | 100 of 200 | 8.95 -> 9.06 | 0.12 | -0.22 | 1.0 |
+| sc | the same | 200 of 200 | 8.95 -> 9.07 | 0.14 | -0.17 | 1.0 |
+| s | A: `steps=250 learning_rate=3e-4 reward.combine='gmean(IF, IP, PQ)'` | 50 of 250 | 4.20 -> 4.59 | 0.07 | -0.69 | 1.0 |
+| s | B: `steps=250 learning_rate=4e-4 reward.combine='gmean(IF, IP, IP, PQ)'` | 50 of 250 | 4.20 -> 4.76 | 0.10 | -0.50 | 1.1 |
+| s | the same | 100 of 250 | 4.20 -> 4.52 | 0.06 | -0.65 | 1.1 |
+
+Each row is `retouch train recipes/emu3/sft_sc__rl_sc-playground.jsonnet --set eval.split=validation --set eval.tasks=240
+--set eval.every=50 --set tasks_per_step=12 --set group_size=16 --set 'advantage={"kind": "group", "scale": "none", "clip": null}'`
+with `--set` for each of its settings, and `--set policy.model.start=s` where the start is s; A and B also have
+`objective.kl.weight=0.005 objective.entropy_bonus=0.05`. "50 of 250" is the evaluation at step 50 of a run that was stopped later.
+Seconds are CPU seconds of one core.
+"""
+"""Measured while settings for image tokens were chosen; the runs are not kept."""
+
 WITHOUT_RESULT = (
     (
         "`qwen-image-edit/flow-grpo-playground`, `qwen-image-2/flow-grpo-playground`",
@@ -219,7 +260,7 @@ def page(found: dict[Entry, list[dict]]) -> str:
             if section.plot is not None:
                 lines += [f"![{section.title}: held-out reward over CPU seconds, seed 0](pictures/{section.plot})", ""]
             lines += [*edits(section, rows), ""] if section.kinds else []
-    lines += [*PHOTOGRAPHS.splitlines(), ""]
+    lines += [*IMAGE_TOKEN_LIMITS.splitlines(), "", *PHOTOGRAPHS.splitlines(), ""]
     lines += ["## Recipes without a result", "", "These twins of full-size recipes step, but were not shown to learn.", ""]
     lines += ["| recipe | what is known |", "| --- | --- |", *(f"| {recipe} | {known} |" for recipe, known in WITHOUT_RESULT), ""]
     return "\n".join(lines[:-1]) + "\n"
