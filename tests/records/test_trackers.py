@@ -8,6 +8,7 @@ from accelerate import PartialState
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.libraries import require_trackers
 from retouch.records.trackers import CompositeTracker, open_trackers
@@ -111,7 +112,7 @@ def test_stored_samples_become_tables_where_they_are_wanted(chosen: bool, tmp_pa
     folder, tables = RunFolder(tmp_path / "run"), Tables()
     folder.create()
     both = CompositeTracker([open_tensorboard(folder), tables])
-    recorder = Recorder(folder, both, total=3, pictured_groups=1, tables=chosen)
+    recorder = Recorder(folder, both, total=3, samples=Samples(groups=1, tables=chosen))
     task = Task("t", "make it red", images=(Image.new("RGB", (4, 4), "blue"),))
     sample = Sample(task, Image.new("RGB", (4, 4), "red"))
     records = [

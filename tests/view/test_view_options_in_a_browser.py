@@ -132,3 +132,42 @@ def test_a_damaged_ledger_is_said_and_nothing_else_breaks(judged, tab, address: 
     assert reply.status == 409
     assert "cannot be used" in reply.json()["error"]
     assert tab.request.get(f"{address}/api/runs/one/answers?set=other&step=x").json() == {"answers": []}
+
+
+def test_the_tokens_of_a_completion_and_the_states_of_a_chain(write_run, tab, address: str) -> None:
+    folder = write_run("one")
+    image = Image.new("RGB", (64, 64), "blue")
+    tokens = [("paint", -0.01), (" it", -0.5), (f" {HOSTILE}", -1.0), (" blue", -2.0), ("!", -7.0)]
+    sample = Sample(Task("task/7", "make it blue"), image)
+    record = SampleRecord(
+        sample=sample, group=0, slot=0, scores={}, reward=1.0, text="paint it", tokens=tokens, states=[image, image]
+    )
+    folder.write_samples(4, "group", [record])
+    tab.goto(f"{address}/#/samples/one")
+    tab.get_by_label("Set").select_option("group")
+    tab.locator(".sample", has_text="make it blue").click()
+    tab.get_by_role("heading", name="Denoising steps around its actions").wait_for()
+    assert tab.get_by_alt_text("state 1").evaluate("image => image.decode().then(() => image.naturalWidth)") == 64
+    spans = tab.locator(".tokens span")
+    assert [spans.nth(place).get_attribute("class") for place in range(5)] == [f"level-{level}" for level in range(5)]
+    assert spans.nth(4).get_attribute("title") == "log-probability -7"
+    assert tab.locator("#planted").count() == 0
+    assert fits(tab)
+
+
+def test_tokens_that_are_none_are_left_out(write_run, tab, address: str) -> None:
+    folder = write_run("one")
+    path = folder.samples(4) / "samples.jsonl"
+    line = json.loads(path.read_text()) | {
+        "text": "a completion",
+        "tokens": [3, [4, 5], None, {"a": 1}],
+        "states": [1, "../../x.png"],
+    }
+    path.write_text(json.dumps(line) + "\n")
+    found = tab.request.get(f"{address}/thumbnails/one/4/..%2f..%2fx.png")
+    assert found.status == 404
+    path.write_text(json.dumps(line | {"states": "x"}) + "\n")
+    tab.goto(f"{address}/#/samples/one")
+    tab.locator(".sample").first.click()
+    tab.get_by_text("a completion").wait_for()
+    assert tab.locator(".tokens").count() == 0

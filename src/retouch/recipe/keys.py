@@ -93,6 +93,10 @@ class Samples(Section):
     """Number of training groups."""
     tables: bool = Field(default=False, exclude_if=operator.not_)
     """Also send them, with texts and scores, as a table to W&B and Trackio, where ``trackers`` has one of these."""
+    tokens: bool = Field(default=False, exclude_if=operator.not_)
+    """Also store the sampled text tokens of each stored training sample, with their log-probabilities."""
+    states: bool = Field(default=False, exclude_if=operator.not_)
+    """Also store an image of each state of the denoising chain around its actions, for the first stored sample of each group."""
 
 
 class Checkpoints(Section):

@@ -37,7 +37,8 @@ class SampleRecord:
 
     ``group`` and ``slot``: which sample of which group it is (for held-out tasks the index of the task, and slot 0). NaN in
     ``scores`` or ``reward`` means "could not be scored". ``advantage``: None if there is none (held-out tasks). ``text``: the
-    completion that the policy wrote for the image, if it writes.
+    completion that the policy wrote for the image, if it writes. ``tokens``: its sampled tokens with their log-probabilities in
+    nats. ``states``: images of the states of its denoising chain.
     """
 
     sample: Sample
@@ -47,6 +48,8 @@ class SampleRecord:
     reward: float
     advantage: float | None = None
     text: str | None = None
+    tokens: Sequence[tuple[str, float]] | None = None
+    states: Sequence[Image] = ()
 
 
 @dataclass(frozen=True)
@@ -323,13 +326,15 @@ def _write_sample(folder: Path, head: dict[str, Any], item: SampleRecord, *, wri
     task = item.sample.task
     stem = f"{head['set']}-{item.group:04d}"
     source = task.images[0] if task.images else None
+    own = f"{stem}-{item.slot:03d}"
+    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, written=written) for place, each in enumerate(item.states)]
     return {
         **head,
         "task": task.id,
         "instruction": task.instruction,
         "group": item.group,
         "slot": item.slot,
-        "image": _write_image(folder / f"{stem}-{item.slot:03d}.png", item.sample.image, written=written),
+        "image": _write_image(folder / f"{own}.png", item.sample.image, written=written),
         "source": _write_image(folder / f"{stem}-source.png", source, written=written),
         "target": _write_image(folder / f"{stem}-target.png", task.target, written=written),
         "scores": dict(item.scores),
@@ -337,6 +342,8 @@ def _write_sample(folder: Path, head: dict[str, Any], item: SampleRecord, *, wri
         "advantage": item.advantage,
         "tags": dict(task.tags),
         **({} if item.text is None else {"text": item.text}),
+        **({} if item.tokens is None else {"tokens": item.tokens}),
+        **({"states": states} if states else {}),
     }
 
 

@@ -199,9 +199,12 @@ class TrainingSession:
             chosen = self.recipe.samples
             self.steering = Steering(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
-            self.recorder = Recorder(
-                self.folder, trackers, total=self.parts.steps, pictured_groups=chosen.groups, tables=chosen.tables
-            )
+            details = None
+            if chosen.tokens or chosen.states:
+                from retouch.training.sample_details import SampleDetails
+
+                details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
+            self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
             self.watching = False
             try:
                 yield from self._train(stepper)

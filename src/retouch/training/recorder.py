@@ -5,8 +5,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder, SampleRecord, SampleSet
 from retouch.records.trackers import CompositeTracker
 from retouch.training.completions import completion_texts
@@ -14,21 +15,30 @@ from retouch.training.evaluation import EvaluationResult
 from retouch.training.loop import Collected, Metrics
 from retouch.types import Sample, Scores
 
+if TYPE_CHECKING:
+    from retouch.training.sample_details import SampleDetails
+
 log = logging.getLogger("retouch")
 
 
 class Recorder:
-    """Use it on the main rank only. ``total``: the number of steps of the run, for the remaining time. ``tables``: samples are also
-    sent to the trackers."""
+    """Use it on the main rank only. ``total``: the number of steps of the run, for the remaining time. ``samples``: of the
+    recipe. ``details``: what else is stored of training samples."""
 
     def __init__(
-        self, folder: RunFolder, tracker: CompositeTracker, *, total: int, pictured_groups: int, tables: bool = False
+        self,
+        folder: RunFolder,
+        tracker: CompositeTracker,
+        *,
+        total: int,
+        samples: Samples,
+        details: "SampleDetails | None" = None,
     ) -> None:
         self.folder = folder
-        self.tables = tables
+        self.samples = samples
+        self.details = details
         self.tracker = tracker
         self.total = total
-        self.pictured_groups = pictured_groups
         self._began: tuple[float, int] | None = None
         self.resume_clock()
 
@@ -52,9 +62,11 @@ class Recorder:
         """Store the images of the step's first groups."""
         if collected.judged is None:
             return
-        batch, records, texts = collected.batch, [], completion_texts(collected.trajectory)
+        batch, texts = collected.batch, completion_texts(collected.trajectory)
+        records: list[SampleRecord] = []
         for row, group in enumerate(batch.group):
-            if group < self.pictured_groups:
+            if group < self.samples.groups:
+                first = not records or records[-1].group != batch.group_ids[group]
                 records.append(
                     SampleRecord(
                         sample=Sample(batch.tasks[group], collected.images[row]),
@@ -64,6 +76,8 @@ class Recorder:
                         reward=collected.judged.rewards[row].item(),
                         advantage=_advantage(collected, row),
                         text=texts[row],
+                        tokens=None if self.details is None else self.details.tokens(collected.trajectory, row),
+                        states=[] if self.details is None or not first else self.details.states(collected, row),
                     )
                 )
         self._write(done, "group", records)
@@ -85,7 +99,7 @@ class Recorder:
 
     def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         self.folder.write_samples(done, kind, records)
-        if self.tables:
+        if self.samples.tables:
             lines = [line for line in self.folder.read_samples(done) if line["set"] == kind]
             self.tracker.log_samples(kind, [_shown(line, self.folder.samples(done)) for line in lines], done)
 

@@ -10,12 +10,32 @@ export function details(name, line, signal) {
   more.append(group, answers);
   if (line.set === "group") ranked(name, line).then((found) => !signal.aborted && fill(group, found), () => {});
   judged(name, line).then((found) => !signal.aborted && fill(answers, found), (error) => fill(answers, h("p", { class: "quiet" }, error.message)));
-  return { written: completion(line), more };
+  return { written: [completion(line), chain(name, line)], more };
 }
 
+const LEVELS = [-0.1, -0.7, -1.6, -3];
+const WORDS = ["above 0.9", "above 0.5", "above 0.2", "above 0.05", "less"];
+const MOST_TOKENS = 5000;
+
+/** The completion; where its tokens are stored, their background says how probable each was. */
 function completion(line) {
-  if (!line.text) return null;
-  return h("section", {}, h("h3", {}, "Completion"), h("pre", { dir: "auto" }, line.text));
+  const tokens = (Array.isArray(line.tokens) ? line.tokens : []).filter((each) => Array.isArray(each) && typeof each[0] === "string").slice(0, MOST_TOKENS);
+  if (!tokens.length && !line.text) return null;
+  if (!tokens.length) return h("section", {}, h("h3", {}, "Completion"), h("pre", { dir: "auto" }, line.text));
+  const level = (value) => (LEVELS.findIndex((limit) => value > limit) + LEVELS.length + 1) % (LEVELS.length + 1);
+  return h("section", {}, h("h3", {}, "Completion"),
+    h("pre", { class: "tokens", dir: "auto" }, tokens.map(([piece, value]) =>
+      h("span", { class: `level-${level(value)}`, title: `log-probability ${number(value)}` }, piece || "∎"))),
+    h("p", { class: "quiet" }, "∎ is a special token, such as the end. Probability of each token: ", WORDS.map((words, index) => [h("span", { class: `level-${index}` }, words), " "])));
+}
+
+/** The states of the denoising chain, where they are stored. */
+function chain(name, line) {
+  const states = (Array.isArray(line.states) ? line.states : []).filter((each) => typeof each === "string");
+  if (!states.length) return null;
+  return h("section", {}, h("h3", {}, "Denoising steps around its actions"), h("div", { class: "strip" }, states.map((file, index) => h("figure", {},
+    h("img", { src: `/thumbnails/${path(name, line.step, file)}`, alt: `state ${index}`, loading: "lazy" }),
+    h("figcaption", {}, index === 0 ? "before the first action" : `after action ${index}`)))));
 }
 
 /** The samples of the same group, the best first, with their advantages. */
