@@ -1,5 +1,7 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright, where both are installed."""
 
+from pathlib import Path
+
 import pytest
 from conftest import TOKEN
 
@@ -110,3 +112,31 @@ def test_a_run_that_is_gone_leads_back(tab, address: str, write_run) -> None:
     tab.get_by_role("link", name="one", exact=True).wait_for()
     reply = tab.request.get(f"{address}/api/runs/other")
     assert (reply.status, reply.json()) == (404, {"error": "there is no such run"})
+
+
+@pytest.mark.parametrize("place", ["#/", "#/run/one", "#/samples/one", "#/compare/one,two"])
+def test_a_saved_page_shows_the_same_without_a_server(write_run, tab, address: str, place: str, tmp_path: Path) -> None:
+    write_run("one", instruction=f"make it red {HOSTILE}")
+    write_run("two", of=8)
+    tab.goto(f"{address}/{place}")
+    tab.get_by_text("make it red" if place in ("#/samples/one", "#/compare/one,two") else "one").first.wait_for()
+    shown = tab.locator("main").inner_text()
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="Save this page").click()
+    file = tmp_path / "saved.html"
+    download.value.save_as(file)
+    content = file.read_text(encoding="utf-8")
+    assert "<script" not in content.lower().replace("&lt;script", "")
+    assert address not in content
+    assert TOKEN not in content
+    page = tab.context.new_page()
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(file.as_uri())
+    first = "2 of 2 runs" if place == "#/" else next(line for line in shown.splitlines() if line.strip())
+    assert first in page.locator("main").inner_text()
+    assert page.locator("#planted").count() == 0
+    assert [url for url in requested if not url.startswith(("file:", "data:"))] == []
+    if "samples" in place or "compare" in place:
+        assert page.locator("img").first.evaluate("image => image.naturalWidth") > 0
+    assert page.evaluate("getComputedStyle(document.body).maxWidth") == "1240px"

@@ -5,6 +5,7 @@ import { comparePage } from "./compare.js";
 import { runPage } from "./run.js";
 import { runsPage } from "./runs.js";
 import { samplesPage } from "./samples.js";
+import { savePage } from "./save.js";
 import { tryPage } from "./try.js";
 import { votePage } from "./vote.js";
 import { voteResultsPage } from "./vote-results.js";
@@ -20,7 +21,8 @@ async function show() {
   const [kind, name] = location.hash.replace(/^#\/?/, "").split("/");
   const names = (name ?? "").split(",").map((part) => decodeURIComponent(part));
   const named = (kind === "vote" ? names.slice(0, 1) : names).join(", ");
-  fill(crumbs, h("a", { href: "#/" }, "Retouch runs"), ...(kind ? [" / ", text(named)] : []));
+  fill(crumbs, h("a", { href: "#/" }, "Retouch runs"), ...(kind ? [" / ", text(named)] : []),
+    h("button", { class: "save", type: "button", onclick: savePage, title: "one file with the images, which needs no server" }, "Save this page"));
   document.title = kind ? `${named} · Retouch` : "Retouch";
   fill(main, h("p", { class: "quiet" }, "Loading."));
   try {
