@@ -106,10 +106,11 @@ class RunFolder:
         return any(path.stem != "step-000000" for path in written)
 
     def discard_attempt(self) -> None:
-        """Remove what a run wrote before its first step, except its logs and the ledger, whose scores cost time or money."""
+        """Remove what a run wrote before its first step, except its logs and the ledgers, whose scores cost time or money."""
         self.require_owner()
         results = (self.evals, self.suites, self.saved, self.alarm, self.summary, self.report, self.tensorboard, self.watch)
-        for path in (*results, self.root / "evals", self.root / "samples", self.root / "suites", *self.checkpoints.glob("step-*")):
+        steps = (*self.root.glob("suites/*/step-*"), *self.checkpoints.glob("step-*"))
+        for path in (*results, self.root / "evals", self.root / "samples", *steps):
             remove(path)
 
     def require_owner(self) -> None:
