@@ -91,7 +91,10 @@ def test_every_key_is_documented() -> None:
         ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
         ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
-        ({"advantage": {"kind": "group", "max_missing": 1}}, "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing"),
+        (
+            {"advantage": {"kind": "group", "max_missing": 1}},
+            "advantage.max_missing: unknown key; there is reward.max_missing or reward.of.max_missing",
+        ),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
         (
