@@ -8,7 +8,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import family_runs
 import sglang_double
+import tiny_models
 import tiny_policies as tiny
 from retouch.distributed.ranks import Ranks
 from retouch.models.common.lora import write_lora
@@ -24,6 +26,8 @@ from retouch.policies.engines.base import EngineContext, EngineFault
 from retouch.policies.engines.sglang.msgpack import unpack
 from retouch.policies.engines.sglang.section import SglangEngine
 from retouch.policies.weights import WeightCopies
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
 from retouch.testing import check_policy
 from retouch.training.completions import completion_metrics
 from retouch.types import Needs, Slice
@@ -435,3 +439,22 @@ def test_short_forms_are_read(body, value):
 def test_what_is_no_message_is_refused(body):
     with pytest.raises(ValueError, match=r".+"):
         unpack(body)
+
+
+# A run
+
+
+def test_a_recipe_runs_with_the_engine(tmp_path):
+    folder = tiny_models.save_flux(tmp_path / "flux")
+    recipe = family_runs.recipe_of({"kind": "flux", "path": str(folder), "size": [32, 48]}, tmp_path)
+    double = sglang_double.twin(parse(recipe).policy.model.build(device=torch.device("cpu")))
+    with sglang_double.serving(double) as url:
+        recipe["rollout"]["engine"] = {"kind": "sglang", "url": url, "timeout": 60.0, "patience": 0.0}
+        read = parse(recipe)
+        assert parse(read.document()) == read
+        assert run(read, fresh=False) == 0
+    lines = family_runs.lines_of(read)
+    assert len(double.bodies(SET_LORA)) == 2
+    for line in lines[-2:]:
+        assert line["engine/deviation"] < 0.05
+        assert line["policy/ratio_max_first"] == 0
