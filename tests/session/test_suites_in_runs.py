@@ -61,6 +61,9 @@ def test_suites_have_the_numbers_of_the_command_and_do_not_change_training(tmp_p
     assert result.table == lines[-1]["table"]
     page = write_report(made.folder).read_text()
     assert "Benchmarks" in read(page).words
+    reward, benchmarks, scores = (page.index(f"<h2>{title}") for title in ("Reward", "Benchmarks", "Held-out scores"))
+    assert reward < benchmarks < scores
+    assert "<svg" in page[benchmarks:scores]
     assert folder.truncate_after(1) == []
     assert [line["step"] for line in folder.read_suites()] == [0, 1]
     assert sorted(path.name for path in (made.folder / "suites" / "playground").glob("step-*")) == ["step-000000", "step-000001"]

@@ -91,9 +91,9 @@ def _results(folder: RunFolder, recipe: Mapping[str, Any]) -> list[Html]:
     watched = [_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []
     return [
         _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
+        *suites.sections(folder.read_suites()),
         *watched,
         _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
-        *suites.sections(folder.read_suites()),
         _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
         _section("Training groups", _groups(folder), "No images of training samples yet."),
     ]

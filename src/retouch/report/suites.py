@@ -1,15 +1,18 @@
 """The results of the benchmarks that a run makes during training (``eval.suites``), and their alarms."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retouch.report.charts import Chart, Line, draw
 from retouch.report.markup import Html, tag
+from retouch.report.series import Point
 
 _ALL = "all"
 
 
 def sections(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """A section with a table for each suite: its headline and every category, step by step; none for a run without suites."""
+    """A section with a chart and a table for each suite: its headline and every category, step by step; none without suites."""
     names = list(dict.fromkeys(line["suite"] for line in lines))
     if not names:
         return []
@@ -34,7 +37,22 @@ def _suite(name: str, lines: Sequence[Mapping[str, Any]]) -> Html:
     alarms = [f"after step {line['step']}, {line['alarm']}" for line in lines if line["alarm"] is not None]
     warning = tag("p", f"Alarm: {'; '.join(alarms)}.", class_="warning") if alarms else None
     caption = tag("p", tag("b", name), f", {column}", class_="caption")
-    return tag("div", caption, tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll"), warning)
+    table = tag("div", tag("table", tag("thead", head), tag("tbody", body)), class_="scroll")
+    return tag("div", caption, _chart(name, column, lines), table, warning)
+
+
+def _chart(name: str, column: str, lines: Sequence[Mapping[str, Any]]) -> Html | None:
+    """The headline over the steps with its intervals; None before the run has made a step, or without a score."""
+    cells = [(int(line["step"]), line["table"].get(_ALL, {}).get(column)) for line in lines]
+    points = [
+        Point(step, cell["mean"], *(math.nan if cell[end] is None else cell[end] for end in ("low", "high")))
+        for step, cell in cells
+        if cell is not None and cell["mean"] is not None
+    ]
+    last = max(step for step, _ in cells)
+    if not points or last == 0:
+        return None
+    return draw(Chart(f"{name}, {column}", [], last, marks=[Line(column, "held", points)]))
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
