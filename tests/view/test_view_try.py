@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from conftest import TOKEN
 from PIL import Image
@@ -17,10 +18,11 @@ from starlette.testclient import TestClient
 import tiny_recipes
 from retouch.inference.side_by_side import SideBySide
 from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.types import Task
 from retouch.view.app import build_app
-from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS
+from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS, Bench
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/small/try"
@@ -124,6 +126,35 @@ def test_only_the_page_itself_can_try_and_only_with_the_flag(page: TestClient, r
     with TestClient(build_app(runs, token=TOKEN, control=True), base_url="http://127.0.0.1:8765") as other:
         other.get(f"/?token={TOKEN}")
         assert other.post(PLACE, json=job, headers=OWN).status_code in (404, 405)
+
+
+class Client:
+    """A request whose client is there, or has left."""
+
+    def __init__(self, *, left: bool) -> None:
+        self.left = left
+
+    async def is_disconnected(self) -> bool:
+        return self.left
+
+
+def test_a_try_that_is_cancelled_leaves_room_for_the_next(runs: Path) -> None:
+    folder = RunFolder(runs / "small")
+    job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
+
+    async def try_twice() -> list[str]:
+        bench = Bench("cpu")
+        with anyio.move_on_after(0.1) as scope:
+            async for _ in bench.events(folder, job, Client(left=False)):  # type: ignore[arg-type]
+                pass
+        assert scope.cancelled_caught
+        found = [line async for line in bench.events(folder, job, Client(left=True))]  # type: ignore[arg-type]
+        await anyio.sleep(0.5)  # the loop notes that the processes have ended
+        return found
+
+    before = children()
+    assert anyio.run(try_twice) == []
+    assert children() <= before
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def build_app(
         yield
         await task
         if bench is not None:
-            await bench.close()
+            await bench.stop()
 
     routes = [
         Route("/", page),

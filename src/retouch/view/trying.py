@@ -71,18 +71,24 @@ class Bench:
         except (BrokenPipeError, ConnectionResetError):
             yield json.dumps({"error": await self._last_words()}) + "\n"
         finally:
+            self._busy = False  # nothing here may wait: a cancelled task cannot
             if not complete:
-                await self.close()
-            self._busy = False
+                self.close()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Kill the process."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
-            await process.wait()
         if self._reading is not None:
             self._reading.cancel()
+
+    async def stop(self) -> None:
+        """Kill the process, and wait until it has ended."""
+        process = self._process
+        self.close()
+        if process is not None:
+            await process.wait()
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
