@@ -15,6 +15,7 @@ from judge_double import KEY, Double
 from rank_commands import on_ranks
 from retouch.benchmarks.results import BenchmarkResult, ImageRow, make_table
 from retouch.benchmarks.running import run as bench
+from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
@@ -80,7 +81,7 @@ def test_suites_have_the_numbers_of_the_command_and_do_not_change_training(tmp_p
 )
 def test_wrong_suites_are_refused_before_anything_is_loaded(tmp_path: Path, suites: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        open_suites(small(tmp_path, *suites), world=1)
+        open_suites(small(tmp_path, *suites), Ranks())
 
 
 def result_of(suite: OpenSuite, root: Path, step: int, scores: Sequence[float], *, write: bool = True) -> BenchmarkResult:
@@ -114,7 +115,7 @@ def test_a_suite_that_falls_while_the_reward_rises_raises_an_alarm(
     tmp_path: Path, change: float, reward: float, alarm: bool
 ) -> None:
     recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"})
-    (suite,) = open_suites(recipe, world=1)
+    (suite,) = open_suites(recipe, Ranks())
     folder = RunFolder(recipe.folder)
     folder.create()
     for step, shift in ((0, 0.0), (30, change)):
@@ -135,7 +136,7 @@ def test_a_suite_that_falls_while_the_reward_rises_raises_an_alarm(
 
 def test_noise_raises_no_alarm_and_a_fall_does(tmp_path: Path) -> None:
     """Runs of eight results each, whose items have noise of their own at every step, against the best of them as in a run."""
-    (suite,) = open_suites(small(tmp_path, {**SUITE, "subset": 32, "options": {"tasks": 32}}), world=1)
+    (suite,) = open_suites(small(tmp_path, {**SUITE, "subset": 32, "options": {"tasks": 32}}), Ranks())
     draw, raised, found = np.random.default_rng(3), 0, 0
     level = draw.normal(5, 1, 32)
     for _ in range(40):
@@ -153,7 +154,7 @@ def test_noise_raises_no_alarm_and_a_fall_does(tmp_path: Path) -> None:
 
 def test_less_is_better_for_some_suites(tmp_path: Path) -> None:
     data = suite_rows.preservation(tmp_path)
-    (suite,) = open_suites(small(tmp_path, {"suite": "preservation", "data": str(data)}), world=1)
+    (suite,) = open_suites(small(tmp_path, {"suite": "preservation", "data": str(data)}), Ranks())
     low, high = (result_of(suite, tmp_path, step, values) for step, values in ((0, [0.1, 0.11]), (1, [0.3, 0.32])))
     assert fall(suite, low, high).mean == pytest.approx(0.205)
     assert fall(suite, high, low).mean == pytest.approx(-0.205)

@@ -23,8 +23,7 @@ from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import PolicyContext
-from retouch.policies.denoising.rollout import ChainEngineSection
-from retouch.policies.engines.base import ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
+from retouch.policies.engines.base import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies, stale_copies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer

@@ -48,7 +48,7 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
     policy = recipe.policy
     for at, rollout in _rollouts(recipe):
         if isinstance(rollout, DenoisingRollout) and rollout.engine is not None and isinstance(policy, DenoisingPolicyKeys):
-            yield from rollout.engine.problems(rollout, at, model=policy.model, train=policy.train)
+            yield from rollout.engine_problems(at, model=policy.model, train=policy.train)
         if not isinstance(rollout, TokenRollout) or rollout.engine is None or isinstance(policy, DenoisingPolicyKeys):
             continue
         full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar

@@ -80,11 +80,9 @@ def open_session(
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
         opened = None
         if recipe.eval.suites:
-            from retouch.session.suites import audit_judges, open_suites
+            from retouch.session.suites import open_suites
 
-            opened = open_suites(recipe, world=ranks.world)
-            if recipe.eval.audit:
-                audit_judges(opened, ranks)
+            opened = open_suites(recipe, ranks)
         publisher = None
         if recipe.push is not None:
             from retouch.inference.publishing import open_publisher

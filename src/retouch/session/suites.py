@@ -45,12 +45,15 @@ class OpenSuite:
         return self.scorer.suite.name
 
 
-def open_suites(recipe: Recipe, *, world: int) -> list[OpenSuite]:
-    """The suites of the recipe, with their items read. ValueError: no such suite, data or judge, or a suite that is named twice."""
+def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
+    """The suites of the recipe, with their items read and their judges audited, if ``eval.audit`` says so, before anything is made.
+
+    Raises ValueError, on every rank: no such suite, data or judge, a suite that is named twice, or a judge that fails its audit.
+    """
     names = [keys.suite for keys in recipe.eval.suites]
     if len(set(names)) < len(names):
         raise ValueError(f"eval.suites: {names} names a suite twice; name each once")
-    if recipe.sharding == "fsdp2" and world > 1:
+    if recipe.sharding == "fsdp2" and ranks.world > 1:
         raise ValueError("eval.suites: ranks that share weights with fsdp2 cannot make different images; run `retouch bench` later")
     found = []
     for index, keys in enumerate(recipe.eval.suites):
@@ -60,13 +63,9 @@ def open_suites(recipe: Recipe, *, world: int) -> list[OpenSuite]:
             found.append(OpenSuite(keys, choose_scorer(suite, judge), choose_items(suite, keys.data, subset=keys.subset)))
         except ValueError as error:
             raise ValueError(f"eval.suites.{index}: {error}") from error
+    for opened in found if recipe.eval.audit else ():
+        require_judges(opened.scorer.section, ranks=ranks, clients=CountedClients(ranks.device, opened.quotas), note=log.info)
     return found
-
-
-def audit_judges(suites: Sequence[OpenSuite], ranks: Ranks) -> None:
-    """The short audit of every judge of the suites, before anything is made. Raises ValueError, on every rank, if one fails."""
-    for suite in suites:
-        require_judges(suite.scorer.section, ranks=ranks, clients=CountedClients(ranks.device, suite.quotas), note=log.info)
 
 
 class RunSuites:

@@ -371,7 +371,7 @@ def test_models_and_training_that_it_cannot_serve_are_refused():
 
 def _problems(section, *, model=None, train=None):
     model, train = model or SD3Model(path="p", size=(8, 16)), train or Lora(rank=4, alpha=4.0)
-    return section.engine.problems(section, "rollout", model=model, train=train)
+    return section.engine_problems("rollout", model=model, train=train)
 
 
 def test_sharded_weights_and_other_models_are_refused(tmp_path, monkeypatch):

@@ -9,39 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from retouch.config.kinds import Kinds
-from retouch.config.section import Count, Positive, Section
+from retouch.config.section import Count
 from retouch.models.base import ImageModel
 from retouch.models.train import TrainedPart
 from retouch.policies.context import StaleRollout
 from retouch.policies.denoising.transitions import TRANSITIONS, Transition
 from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
-from retouch.policies.engines.base import DenoisingEngine, Diagnosis, EngineContext
-from retouch.protocols import DenoisingModel
+from retouch.policies.engines.base import ChainEngineSection
 
 CHAIN_ENGINES = Kinds("chain_engine", {"sglang": "retouch.policies.engines.sglang.section:SglangEngine"})
-
-
-class ChainEngineSection(Section):
-    """What every engine of denoising chains has. The policy computes the log-probabilities that are trained on."""
-
-    max_mismatch: Positive = 0.1
-    """The run stops if the means of the engine's steps differ from the policy's by more than this share of the step's standard
-    deviation: the root of the mean square over the elements of a rollout. Both log-probabilities of a step give it."""
-    truncate_at: Annotated[float, Field(ge=1.0)] | None = 2.0
-    """Each action's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight. The
-    ratio is that of the objective, of log-probabilities reduced as ``reduction`` says."""
-
-    def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
-        """The engine for ``model``. ValueError if it cannot sample for this model."""
-        raise NotImplementedError
-
-    def problems(self, rollout: DenoisingRollout, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
-        """What of the policy this engine cannot do, as "key: mistake; what to do". ``key``: of the rollout."""
-        return iter(())
-
-    def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
-        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
-        return iter(())
 
 
 class DenoisingRollout(StaleRollout):
@@ -90,3 +66,16 @@ class DenoisingRollout(StaleRollout):
             yield f"{key}.num_steps: {self.num_steps} {last}; use 2 or more"
         else:
             yield from self.window.problems(num_steps=self.num_steps, key=f"{key}.window")
+
+    def engine_problems(self, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
+        """A line for everything that its engine cannot do, as in ``problems``."""
+        if self.engine is not None:
+            yield from self.engine.problems(
+                key,
+                transition=getattr(self.transition, "kind", "import"),
+                noise_level=self.transition.exploration,
+                shared_noise=self.shared_noise,
+                branches=self.window.branches,
+                model=model,
+                train=train,
+            )

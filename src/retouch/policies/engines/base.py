@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runti
 from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section
-from retouch.protocols import AutoregressiveModel
+from retouch.models.base import ImageModel
+from retouch.models.train import TrainedPart
+from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.types import Batch, Conditioning, Prompts
 
 if TYPE_CHECKING:
@@ -163,4 +165,41 @@ class EngineSection(Section):
     ) -> Iterator[Diagnosis]:
         """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known. The
         other arguments are those of ``problems``."""
+        return iter(())
+
+
+class ChainEngineSection(Section):
+    """What every engine of denoising chains has. The policy computes the log-probabilities that are trained on."""
+
+    max_mismatch: Positive = 0.1
+    """The run stops if the means of the engine's steps differ from the policy's by more than this share of the step's standard
+    deviation: the root of the mean square over the elements of a rollout. Both log-probabilities of a step give it."""
+    truncate_at: Annotated[float, Field(ge=1.0)] | None = 2.0
+    """Each action's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight. The
+    ratio is that of the objective, of log-probabilities reduced as ``reduction`` says."""
+
+    def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
+        """The engine for ``model``. ValueError if it cannot sample for this model."""
+        raise NotImplementedError
+
+    def problems(
+        self,
+        key: str,
+        *,
+        transition: str,
+        noise_level: float | None,
+        shared_noise: bool,
+        branches: bool,
+        model: ImageModel,
+        train: TrainedPart,
+    ) -> Iterator[str]:
+        """What of the policy this engine cannot do, as "key: mistake; what to do".
+
+        ``key``: of the rollout. ``transition``: its kind, and ``noise_level`` its noise, None if it has none. ``shared_noise``: the
+        samples of a group start from the same noise. ``branches``: they share the steps before the window.
+        """
+        return iter(())
+
+    def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
+        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
         return iter(())

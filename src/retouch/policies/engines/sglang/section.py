@@ -14,8 +14,13 @@ from pydantic import Field
 from retouch.config.section import Count, NonNegative, Positive
 from retouch.models.base import ImageModel
 from retouch.models.train import FullWeights, TrainedPart
-from retouch.policies.denoising.rollout import ChainEngineSection, DenoisingRollout
-from retouch.policies.engines.base import DenoisingEngine, Diagnosis, EngineContext, EngineFault
+from retouch.policies.engines.base import (
+    ChainEngineSection,
+    DenoisingEngine,
+    Diagnosis,
+    EngineContext,
+    EngineFault,
+)
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
@@ -109,18 +114,28 @@ class SglangEngine(ChainEngineSection):
         """The same server, asked once and not for long."""
         return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
 
-    def problems(self, rollout: DenoisingRollout, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
+    def problems(
+        self,
+        key: str,
+        *,
+        transition: str,
+        noise_level: float | None,
+        shared_noise: bool,
+        branches: bool,
+        model: ImageModel,
+        train: TrainedPart,
+    ) -> Iterator[str]:
         if model.kind not in FAMILIES:
             yield f"{key}.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {model.kind}; remove the engine"
-        kind = getattr(rollout.transition, "kind", "import")
-        if kind not in ("sde", "cps"):
-            why = "has no log-probabilities by which its server could be checked" if kind == "ode" else "is none of SGLang's"
-            yield f"{key}.transition.kind: {kind} {why}; use sde or cps, or remove the engine"
-        elif not rollout.transition.exploration:
+        if transition not in ("sde", "cps"):
+            ode = transition == "ode"
+            why = "has no log-probabilities by which its server could be checked" if ode else "is none of SGLang's"
+            yield f"{key}.transition.kind: {transition} {why}; use sde or cps, or remove the engine"
+        elif not noise_level:
             yield f"{key}.transition.noise_level: SGLang has no log-probabilities without noise; use more than 0"
-        if rollout.shared_noise:
+        if shared_noise:
             yield f"{key}.shared_noise: SGLang draws other noise for each image; remove it, or the engine"
-        if rollout.window.branches:
+        if branches:
             yield f"{key}.window.mode: in SGLang no images share a chain; use window, or remove the engine"
         if getattr(model, "guidance", None) not in (None, EMBEDDED_GUIDANCE):
             yield f"policy.model.guidance: SGLang's server gives FLUX {EMBEDDED_GUIDANCE}; use null, or remove the engine"
