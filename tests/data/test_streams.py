@@ -160,7 +160,7 @@ def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_pat
         "import stream_kills\n"
         "from retouch.data import stream_loader\n"
         "load = stream_loader.load_task\n"
-        "stream_loader.load_task = lambda *given, **named: (time.sleep(1.0), load(*given, **named))[1]\n"
+        "stream_loader.load_task = lambda *given, **named: (time.sleep(0.3), load(*given, **named))[1]\n"
         "stream_kills.main(sys.argv[1], sys.argv[2], 0, 1, 1, 0)\n"
     )
     command = [sys.executable, "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]

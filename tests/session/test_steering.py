@@ -73,6 +73,7 @@ def train_with_and_without_requests(out: Path) -> None:
     assert not (whole.folder / "control").exists()
 
 
+@pytest.mark.slow
 def test_requests_change_no_bit_of_a_run(tmp_path: Path) -> None:
     """In a process without the type checker of the tests, which draws from Python's generator, whose state is compared too."""
     code = "import sys; from pathlib import Path; import test_steering as t; t.train_with_and_without_requests(Path(sys.argv[1]))"

@@ -1,13 +1,16 @@
 """What the page refuses: no token, other hosts and origins, changes, and every path outside the runs."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 import pytest
 from conftest import TOKEN
+
+from retouch.view.command import view
 
 SECRET = "the secret"
 OUTSIDE = (
@@ -159,6 +162,18 @@ def test_text_from_runs_is_only_data(write_run, browser) -> None:
         word in scripts for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
     )
     assert "<script>" not in (static / "index.html").read_text()
+
+
+def test_the_address_can_be_opened_as_soon_as_it_is_printed(write_run, tmp_path: Path) -> None:
+    write_run("one")
+
+    def report(line: str) -> None:
+        url = urlsplit(line.split("open ")[1])
+        socket.create_connection((url.hostname, url.port), timeout=5).close()
+        raise RuntimeError("it was reached")
+
+    with pytest.raises(RuntimeError, match="it was reached"):
+        view(tmp_path / "runs", port=0, report=report)
 
 
 def test_the_token_is_in_no_log(write_run, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def view(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
+        listener.listen()  # before the address is printed: whoever opens it at once waits, and is not refused
     except OSError as error:
         listener.close()
         raise ValueError(f"port {port} cannot be used: {error.strerror}; choose another with --port, or 0 for any") from None
