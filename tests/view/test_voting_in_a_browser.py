@@ -1,63 +1,22 @@
 """Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a run that trains."""
 
-import shutil
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import uvicorn
-from conftest import TOKEN
 from PIL import Image
 
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.types import Sample, Task
-from retouch.view.app import build_app
 from retouch.votes.log import VoteLog
 from retouch.votes.queue import VoteQueue
 
-CHROMIUM = shutil.which("chromium")
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 
 
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[playwright.Browser]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
-    (tmp_path / "runs").mkdir()
-    app = build_app(tmp_path / "runs", token=TOKEN, vote=True, poll_seconds=0.1)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(timeout=30)
-
-
-@pytest.fixture
-def tab(chromium, address: str, request) -> Iterator[playwright.Page]:
-    """A tab that has the token. Any error in the page fails the test."""
-    context = chromium.new_context(**{"viewport": {"width": 1200, "height": 800}, **getattr(request, "param", {})})
-    page = context.new_page()
-    page.set_default_timeout(10_000)
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
-    page.goto(f"{address}/?token={TOKEN}")
-    yield page
-    context.close()
-    assert errors == []
+def options() -> dict[str, Any]:
+    return {"vote": True}
 
 
 def write_run(root: Path, *, tasks: int = 3, instruction: str = "make it red") -> RunFolder:
@@ -81,7 +40,7 @@ def write_run(root: Path, *, tasks: int = 3, instruction: str = "make it red") -
     return folder
 
 
-def fits(page: playwright.Page) -> bool:
+def fits(page: Any) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 

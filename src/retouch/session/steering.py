@@ -17,7 +17,7 @@ _SETTLED_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StepRequests:
     """What to do after a step; the same on all ranks."""
 
     stop: bool
@@ -39,7 +39,7 @@ class Steering:
         self._waiting: dict[str, ControlRequest] = {}
         self.refuse(step, "the run was not training")
 
-    def wanted(self, *, stop: bool, last: bool) -> Wanted:
+    def wanted(self, *, stop: bool, last: bool) -> StepRequests:
         """What new requests ask for, on all ranks. ``stop``: this rank was asked to stop by a signal. ``last``: the run is at its
         last step, where requests have no effect."""
         if self._ranks.is_main:
@@ -50,7 +50,7 @@ class Steering:
         actions = set() if last else {request.action for request in self._waiting.values()}
         flags = torch.tensor([float(stop or "stop" in actions), float("checkpoint" in actions)])
         stopping, saving = self._ranks.max(flags).tolist()
-        return Wanted(stop=stopping > 0, checkpoint=saving > 0)
+        return StepRequests(stop=stopping > 0, checkpoint=saving > 0)
 
     def answer(self, step: int, *, last: bool) -> None:
         """Answer the requests of this step, after the run did what they ask for."""

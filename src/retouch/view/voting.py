@@ -33,7 +33,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ShownPair:
     """What a voter is asked. ``log``: where the answer goes. ``root``: no file outside of it is served."""
 
     voter: str
@@ -58,7 +58,7 @@ class Polls:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._lock = threading.Lock()
-        self._questions: OrderedDict[str, Question] = OrderedDict()
+        self._questions: OrderedDict[str, ShownPair] = OrderedDict()
         self._logs: dict[Path, VoteLog] = {}
         self._queues: dict[Path, VoteQueue] = {}
         self._stored: dict[Path, StoredPairs] = {}
@@ -91,7 +91,7 @@ class Polls:
             if found is None:
                 return {"question": None, **progress}
             identity = secrets.token_urlsafe(12)
-            self._questions[identity] = Question(voter, log, found, self._catalogue.root)
+            self._questions[identity] = ShownPair(voter, log, found, self._catalogue.root)
             while len(self._questions) > _MOST_QUESTIONS:
                 self._questions.popitem(last=False)
             shown = {"id": identity, "instruction": found.pair.instruction, "source": found.pair.source is not None}

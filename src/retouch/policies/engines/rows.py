@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TaskRows:
     """``count`` consecutive rows of the batch: of task number ``task``, with slots from ``slot`` on."""
 
     task: int
@@ -20,15 +20,15 @@ class Rows:
     count: int
 
 
-def consecutive_rows(batch: Batch, *, most: int | None = None) -> list[Rows]:
+def consecutive_rows(batch: Batch, *, most: int | None = None) -> list[TaskRows]:
     """The rows, split where the task changes or the slots are not consecutive, and after ``most`` of them."""
-    found: list[Rows] = []
+    found: list[TaskRows] = []
     for task, slot in zip(batch.group, batch.slot, strict=True):
         last = found[-1] if found else None
         if last is not None and task == last.task and slot == last.slot + last.count and last.count != most:
             found[-1] = replace(last, count=last.count + 1)
         else:
-            found.append(Rows(task, slot, count=1))
+            found.append(TaskRows(task, slot, count=1))
     return found
 
 
@@ -38,7 +38,7 @@ def group_seed(batch: Batch, group: int, engine: str) -> int:
     return int.from_bytes(key[:8], "big") >> 2
 
 
-def concurrently(ask: Callable[[Rows], Sequence[T]], requests: Sequence[Rows], *, most: int) -> list[T]:
+def concurrently(ask: Callable[[TaskRows], Sequence[T]], requests: Sequence[TaskRows], *, most: int) -> list[T]:
     """The results of ``ask`` in the order of the requests, at most ``most`` at a time. An error cancels the rest."""
     with ThreadPoolExecutor(most) as pool:
         futures = [pool.submit(ask, rows) for rows in requests]

@@ -17,7 +17,7 @@ from retouch.policies.engines.base import EngineFault, Generation, TokenSampling
 from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import ImageGrammar, grammar_to_json
 from retouch.policies.engines.publishing import WeightPublisher
-from retouch.policies.engines.rows import Rows, concurrently, consecutive_rows, group_seed
+from retouch.policies.engines.rows import TaskRows, concurrently, consecutive_rows, group_seed
 from retouch.policies.engines.server import query_sampling
 from retouch.policies.engines.sleep_mode import SleepMode
 from retouch.policies.engines.wire import (
@@ -151,7 +151,7 @@ class VllmDecoding:
     ) -> list[ServerCompletion]:
         """One for each row of the batch."""
 
-        def generate(rows: Rows) -> list[ServerCompletion]:
+        def generate(rows: TaskRows) -> list[ServerCompletion]:
             ids, mask = prompts.ids[rows.task], prompts.mask[rows.task]
             request = GenerateRequest(
                 weights=weights,

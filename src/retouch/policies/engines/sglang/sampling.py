@@ -11,7 +11,7 @@ import torch
 
 from retouch.policies.engines.base import ChainRequest, Chains, EngineFault
 from retouch.policies.engines.client import Client, RequestRefused
-from retouch.policies.engines.rows import Rows, concurrently, consecutive_rows, group_seed
+from retouch.policies.engines.rows import TaskRows, concurrently, consecutive_rows, group_seed
 from retouch.policies.engines.sglang.weights import ConfirmedPublisher
 from retouch.policies.engines.sglang.wire import GENERATE, RolloutRequest, ServedChain, parse_rollout
 from retouch.policies.engines.wire import InvalidResponse
@@ -84,7 +84,9 @@ class SglangSampling:
         if self._release is not None:
             self._release()
 
-    def _ask(self, client: Client, batch: Batch, conditioning: Conditioning, chain: ChainRequest, rows: Rows) -> list[ServedChain]:
+    def _ask(
+        self, client: Client, batch: Batch, conditioning: Conditioning, chain: ChainRequest, rows: TaskRows
+    ) -> list[ServedChain]:
         request = RolloutRequest(
             prompt=batch.tasks[rows.task].instruction,
             negative=self._negative,
