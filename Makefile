@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors trackers lint bench results mutants shape docs engines gpu gpu-wheels
+.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines gpu gpu-wheels
 
 install: $(STAMP)
 
@@ -35,12 +35,12 @@ test-all: lint .venv-all/.installed
 	$(MAKE) engines
 	$(MAKE) mutants
 
-# With the extras that `make test` does without, so that their tests run: DeepSpeed, Ray Serve, the documentation site.
+# With the extras that `make test` does without, so that their tests run: DeepSpeed, Optuna, Ray Serve, the documentation site.
 .venv-all/.installed: pyproject.toml constraints.txt
 	test -d .venv-all || $(PYTHON) -m venv .venv-all
 	.venv-all/bin/pip install --quiet --upgrade pip
 	.venv-all/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	.venv-all/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,ray]' msgpack ninja setuptools
+	.venv-all/bin/pip install --quiet --constraint constraints.txt --editable '.[dev,docs,league,ray]' msgpack ninja setuptools
 	.venv-all/bin/pip install --quiet --constraint constraints.txt --no-build-isolation 'deepspeed>=0.18'
 	touch $@
 
@@ -79,6 +79,17 @@ bench: install
 
 results: install
 	$(BIN)/python benchmarks/results/results.py
+
+# Compares the algorithms, and writes docs/league.md. Hours of CPU time; several may run at once, and each continues what is there.
+league: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[league]'
+	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/league.py
+
+# How far one algorithm gets with more samples, larger groups, more trained steps or a worse judge, and docs/scaling.md. About 25
+# minutes of CPU time; it continues what is there.
+scaling: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/scaling.py
 
 # Checks on one GPU in at most 9 minutes, without a network and with this machine's own Python: docs/machines.md. What that Python
 # lacks is downloaded elsewhere by gpu-wheels, and unpacked here.

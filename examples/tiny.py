@@ -32,7 +32,7 @@ def sd3() -> dict[str, Any]:
 
 def enhancer() -> dict[str, Any]:
     """A tiny Qwen2-VL that writes prompts, and the text-to-image model that draws them."""
-    from retouch.playground.world.paintings import PaintingData
+    from retouch.data.playground.paintings import PaintingData
 
     return {
         **RUN,
@@ -45,7 +45,7 @@ def enhancer() -> dict[str, Any]:
 
 def writer() -> dict[str, Any]:
     """A tiny Qwen2.5-VL that sees an image and writes how to edit it, and the editor that reads what it wrote."""
-    from retouch.playground.world.indirect import IndirectPlaygroundData
+    from retouch.data.playground.indirect import IndirectPlaygroundData
 
     return {
         **RUN,
@@ -54,13 +54,14 @@ def writer() -> dict[str, Any]:
         "train_dataset": IndirectPlaygroundData(complexity={1: 1.0, 2: 1.0}, count=100),
         "reward_funcs": retouch.rewards.Playground(),
         "reward_weights": {"overall": 1.0},
-        "rollout": {"kind": "tokens", "max_new_tokens": 32},
+        # The writer is certain of its words in most tasks; at temperature 1 their gradient vanishes.
+        "rollout": {"kind": "tokens", "max_new_tokens": 32, "temperature": 2.0},
     }
 
 
 def inpainting() -> dict[str, Any]:
     """A tiny FLUX.1-Fill that paints words on signs."""
-    from retouch.playground.world.words import WordData
+    from retouch.data.playground.words import WordData
 
     return {
         **RUN,
@@ -74,7 +75,7 @@ def inpainting() -> dict[str, Any]:
 
 def emu3() -> dict[str, Any]:
     """A tiny Emu3 that edits images of the playground."""
-    from retouch.playground.world.tasks import PlaygroundData
+    from retouch.data.playground.tasks import PlaygroundData
 
     return {
         **RUN,

@@ -21,20 +21,20 @@ from peft import get_peft_model
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
+from retouch.data.playground.indirect import IndirectPlaygroundData
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.playground.family import PlaygroundModel
+from retouch.models.playground.language import PlaygroundWriter
 from retouch.models.qwen_vl.family import QwenLanguageModel
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.language_models import PlaygroundWriter
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.protocols import Reward
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.types import Task
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from retouch.models.train import FullWeights as FullWeights
     from retouch.models.train import Lora as Lora
     from retouch.objectives.advantages import BatchAdvantage as BatchAdvantage
+    from retouch.objectives.advantages import BestAdvantage as BestAdvantage
+    from retouch.objectives.advantages import ExponentialAdvantage as ExponentialAdvantage
     from retouch.objectives.advantages import GAEAdvantage as GAEAdvantage
     from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
     from retouch.objectives.awm import AWM as AWM
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from retouch.objectives.presets import GRPO as GRPO
     from retouch.objectives.presets import GSPO as GSPO
     from retouch.objectives.presets import REINFORCE as REINFORCE
+    from retouch.objectives.reward_gradient import DRaFT as DRaFT
+    from retouch.objectives.reward_gradient import ReFL as ReFL
     from retouch.objectives.supervised import Supervised as Supervised
     from retouch.policies.denoising.transitions import CPSTransition as CPSTransition
     from retouch.policies.denoising.transitions import ODETransition as ODETransition
@@ -45,11 +49,14 @@ __version__ = "0.1.0"
 _NAMES = {
     "AWM": "retouch.objectives.awm",
     "BatchAdvantage": "retouch.objectives.advantages",
+    "BestAdvantage": "retouch.objectives.advantages",
     "CISPO": "retouch.objectives.presets",
     "CPSTransition": "retouch.policies.denoising.transitions",
     "Callback": "retouch.trainer.callbacks",
     "CrossEntropy": "retouch.objectives.cross_entropy",
     "DPO": "retouch.objectives.dpo",
+    "DRaFT": "retouch.objectives.reward_gradient",
+    "ExponentialAdvantage": "retouch.objectives.advantages",
     "FullWeights": "retouch.models.train",
     "GAEAdvantage": "retouch.objectives.advantages",
     "GRPO": "retouch.objectives.presets",
@@ -62,6 +69,7 @@ _NAMES = {
     "ODETransition": "retouch.policies.denoising.transitions",
     "PolicyGradient": "retouch.objectives.policy_gradient",
     "REINFORCE": "retouch.objectives.presets",
+    "ReFL": "retouch.objectives.reward_gradient",
     "Recipe": "retouch.recipe.recipe",
     "SDETransition": "retouch.policies.denoising.transitions",
     "Supervised": "retouch.objectives.supervised",

@@ -78,6 +78,18 @@ class DenoisingModel(Protocol):
 
 
 @runtime_checkable
+class DecodesTensors(Protocol):
+    """A denoising model that decodes with gradient, as an objective needs it that follows the gradient of a reward."""
+
+    def decode_tensors(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
+        """The images of clean x, 0 to 1, in fp32 and without rounding; ``DenoisingModel.decode`` gives the same images.
+
+        With gradient in x where it is enabled. No weight of the decoder gets a gradient.
+        """
+        ...
+
+
+@runtime_checkable
 class Grammar(Protocol):
     """Which tokens may follow which. It is part of the policy's distribution, in sampling and in evaluation.
 
@@ -199,6 +211,23 @@ class VelocityPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class ImageGradientPolicy(Policy, Protocol):
+    """A denoising policy as DRaFT and ReFL use it: its images with gradient in the current weights."""
+
+    def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:
+        """Slices that cover every row once, each small enough for one forward pass with gradient."""
+        ...
+
+    def images(self, trajectory: Trajectory, rows: slice, *, predicted: bool) -> Float[Tensor, "r 3 h w"]:
+        """The images of these rows, 0 to 1, from the state that the rollout kept (``Objective.first_gradient_step``).
+
+        All steps after it are computed with gradient. ``predicted``: one step goes from the kept state to the clean image that the
+        model predicts there.
+        """
+        ...
+
+
+@runtime_checkable
 class Renderer(Protocol):
     """Turns a policy's outputs into images; nothing in it is trained."""
 
@@ -215,6 +244,32 @@ class Reward(Protocol):
     def columns(self) -> Mapping[str, Column]: ...
 
     def __call__(self, samples: Sequence[Sample]) -> Scores: ...
+
+
+@runtime_checkable
+class DifferentiableReward(Protocol):
+    """A section of a reward that also scores images as tensors, with gradient (``objective.reward`` of DRaFT and ReFL)."""
+
+    def build(self, *, device: torch.device | str) -> Any:
+        """The reward with all that it needs loaded; it has ``score_tensors`` too. ValueError: something is not there."""
+        ...
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """One score per image, higher is better, on the device of the images, with gradient in them and in nothing else.
+
+        ``images``: 0 to 1, one per task. The score is that of one column of the reward, up to the rounding of images to 8 bits.
+        Where a column is clamped to its range, the score may go beyond it.
+        """
+        ...
+
+
+@runtime_checkable
+class CombinesGradients(DifferentiableReward, Protocol):
+    """A section of several rewards, whose scores with gradient it combines."""
+
+    def require_gradient(self) -> None:
+        """ValueError: a reward has no gradient in the image, or the combination has none."""
+        ...
 
 
 @runtime_checkable

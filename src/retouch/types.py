@@ -48,6 +48,10 @@ class Task:
     rejected: Image | None = None
 
 
+SplitName: TypeAlias = Literal["train", "validation", "test"]
+"""The parts of a data set."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskContents:
     """What the tasks of a data source contain. True: every task; False: no task; None: some tasks, or not known.
@@ -82,9 +86,10 @@ class Sample:
 class Batch:
     """The rows of this rank in one step.
 
-    ``tasks``: the p tasks of these rows. ``group_ids``: their numbers (p,) in the global order of the step. Row i belongs to
-    ``tasks[group[i]]`` and is sample ``slot[i]`` of its group. Every random draw for a row is keyed by
-    (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are distributed over ranks or chunks.
+    ``tasks``: the p tasks of these rows. ``group_ids``: their numbers (p,) in the global order of the step; tasks that replace
+    others (``rollout.refill``) have higher ones. Row i belongs to ``tasks[group[i]]`` and is sample ``slot[i]`` of its group. Every
+    random draw for a row is keyed by (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are distributed
+    over ranks or chunks.
     """
 
     seed: int
@@ -97,9 +102,10 @@ class Batch:
     def __len__(self) -> int:
         return len(self.group)
 
-    def take(self, rows: slice) -> "Batch":
-        """The given rows, with only their tasks."""
-        group, slot = self.group[rows], self.slot[rows]
+    def take(self, rows: slice | Sequence[int]) -> "Batch":
+        """The given rows, in the given order, with only their tasks."""
+        chosen = range(len(self))[rows] if isinstance(rows, slice) else rows
+        group, slot = tuple(self.group[row] for row in chosen), tuple(self.slot[row] for row in chosen)
         kept = sorted(set(group))
         place = {old: new for new, old in enumerate(kept)}
         return Batch(
@@ -128,6 +134,7 @@ class Needs:
     entropy: bool = False
     values: bool = False
     log_ratio: Literal["plain", "norm"] = "plain"
+    step_weights: Literal["equal", "noise"] = "equal"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,8 +142,8 @@ class Evaluation:
     """The evaluation of a slice under the current weights; all tensors are fp32 and (b, t), with gradient.
 
     ``log_ratio``: log of the current over the acting probability, normalised by RatioNorm (arXiv 2510.22319) if the objective needs
-    that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, or the importance weight of
-    an action that an engine sampled."""
+    that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, the weight of its step by
+    its noise, or the importance weight of an action that an engine sampled."""
 
     log_probs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]

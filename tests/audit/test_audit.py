@@ -15,13 +15,14 @@ from retouch.assembly.phases import build_phase, build_sets
 from retouch.audit.ledger_view import LedgerView
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
-from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.recipe.recipe import Recipe, load
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample

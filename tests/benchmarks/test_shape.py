@@ -122,4 +122,5 @@ def test_the_package_itself_has_no_circles_and_no_class_name_twice(counts) -> No
     assert found["lists"]["circles"]["modules"] == []
     assert found["lists"]["circles"]["modules, with imports in functions"] == []
     assert found["lists"]["circles"]["packages"] == []
+    assert found["lists"]["circles"]["packages, with imports in functions"] == []
     assert found["totals"]["files over 400 lines"] == 0

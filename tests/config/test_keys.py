@@ -7,11 +7,11 @@ import json
 import socketserver
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+import loopback
 from retouch.config import keys
 from retouch.doctor.reward import check_key_addresses
 from retouch.policies.engines.base import TokenSampling
@@ -102,16 +102,14 @@ def test_names_of_an_organization_and_a_project_go_where_they_are_bound(monkeypa
     """The ``openai`` package takes them from the environment and sends them to every address."""
     received: list[dict[str, str]] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(loopback.Handler):
         def do_POST(self) -> None:
+            self.body()
             received.append({name.lower(): value for name, value in self.headers.items()})
-            self.send_error(400)
+            self.reply(400, {})
 
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}"
+    with loopback.running(loopback.Server(Handler)) as server:
+        url = server.url
         given = {"OPENAI_ORG_ID": "org-1", "OPENAI_PROJECT_ID": "project-1"}
         for variable, value in {**given, "OPENAI_ADMIN_KEY": SECRET}.items():
             monkeypatch.setenv(variable, value)
@@ -120,7 +118,6 @@ def test_names_of_an_organization_and_a_project_go_where_they_are_bound(monkeypa
         client = ChatClient(judge(url, key=None))
         client.ask([Question("Judge.", ("Is this red?",), ChoiceForm("red", {"yes": 1.0, "no": 0.0}), seed=0, temperature=0.0)])
         client.close()
-        server.shutdown()
     sent = {name: value for name, value in received[0].items() if name in ("openai-organization", "openai-project")}
     assert sent == ({"openai-organization": "org-1", "openai-project": "project-1"} if bound else {})
     assert SECRET not in str(received)

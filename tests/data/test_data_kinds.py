@@ -11,7 +11,7 @@ from PIL import Image
 from retouch.config.packaged import packaged_recipes
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.kinds import DATA
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.recipe.differences import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import tiny_writer_runs
+from image_levels import ROUNDING, encode, levels_apart
 from retouch.assembly.assembly import assemble
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
 from retouch.models.offloading.on_device import on_device, parts_of
-from retouch.playground.models import playground_weights
+from retouch.models.playground.family import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.wrappers import RendererInContext
@@ -49,8 +50,8 @@ def test_parts_on_devices_of_their_own_do_what_they_do_on_one(tmp_path: Path, wr
     changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
     alone = step(tmp_path, writer, HERE, **changes)
     apart = step(tmp_path, writer, APART, **changes)
-    for name in ("written", "pictures"):
-        assert apart[name] == alone[name], name
+    assert apart["written"] == alone["written"]
+    assert levels_apart(apart["pictures"], alone["pictures"]) <= ROUNDING
     assert apart["loss"] == pytest.approx(alone["loss"], abs=1e-6)
     assert apart["gradient"] == pytest.approx(alone["gradient"], rel=1e-4)
     assert len(alone["pictures"]) == 8
@@ -69,7 +70,7 @@ def test_one_device_is_shared_in_turn(tmp_path: Path, writer: Path) -> None:
     shared = step(tmp_path, writer, {**dict.fromkeys(HERE, "pretend:0"), "offload": True})
     assert shared["renderer"] == ["cpu"]
     assert shared["drawn_on"] == ["pretend:0"]
-    assert shared["pictures"] == step(tmp_path, writer, HERE)["pictures"]
+    assert levels_apart(shared["pictures"], step(tmp_path, writer, HERE)["pictures"]) <= ROUNDING
 
 
 # Weights that wait
@@ -132,10 +133,10 @@ def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path
             for parameter in parts.copies.parameters.values():
                 parameter.add_(0.3)
         drawn = run.renderer([batch.tasks[k] for k in batch.group], trajectory)
-        pictures.append([image.tobytes() for image in drawn if image is not None])
+        pictures.append(encode(drawn))
         parts.judge.close()
     assert len(pictures[0]) == 8
-    assert pictures[0] == pictures[1]
+    assert levels_apart(*pictures) <= ROUNDING
 
 
 @pytest.mark.parametrize("encoder", ["policy", "frozen"])

@@ -15,6 +15,7 @@ def check(fault: str, out: Path) -> rank_faults.Outcome:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_of_which_one_rank_was_killed_ends_and_continues(tmp_path: Path) -> None:
     assert check("rank 1 is killed", tmp_path).code != 0
 

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
-from retouch.playground.models import playground_weights
+from retouch.distributed import fsdp
+from retouch.distributed.ranks import Ranks
+from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -23,7 +27,7 @@ from vllm_double import Double, serving
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
-STEPPED = [*SHARED, "fsdp2-cpu"]
+STEPPED = [*SHARED, "fsdp2-moments", pytest.param("fsdp2-weights", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=STEPPED)
@@ -76,6 +80,28 @@ def test_copies_of_shared_weights_are_swapped_and_blended(stepped: list[dict[str
         assert found["blend_apart"] < 1e-6
 
 
+class Blocks(nn.Sequential):
+    _no_split_modules = ("Linear",)
+
+
+@pytest.mark.parametrize(("device", "page_locked"), [("cuda:0", True), ("cpu", False)])
+def test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_awaits(
+    monkeypatch: pytest.MonkeyPatch, device: str, page_locked: bool
+) -> None:
+    given, awaited = [], []
+    monkeypatch.setattr(fsdp, "init_device_mesh", lambda kind, shape: kind)
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: given.append((type(module), options["offload_policy"])))
+    monkeypatch.setattr(torch.cuda, "synchronize", awaited.append)
+    ranks = Ranks(world=2, device=torch.device(device))
+    network = Blocks(nn.Linear(2, 2))
+    fsdp.shard(network, ranks, weights_wait=True)
+    assert given == [(kind, CPUOffloadPolicy(pin_memory=page_locked)) for kind in (nn.Linear, Blocks)]
+    network(torch.ones(1, 2))
+    assert awaited == [ranks.device] * page_locked
+    fsdp.shard(Blocks(nn.Linear(2, 2)), ranks)
+    assert not any(isinstance(policy, CPUOffloadPolicy) for _, policy in given[2:])
+
+
 # Whole runs
 
 
@@ -112,6 +138,24 @@ def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_sam
     for group in states[0]:
         assert states[0][group].keys() == states[1][group].keys()
         for name, tensor in states[0][group].items():
+            assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
+
+
+@pytest.mark.slow
+def test_weights_that_wait_in_cpu_memory_learn_the_same_bits_in_any_part_of_a_run(tmp_path: Path, writer: Path) -> None:
+    """On the CPU, copies to and from the device are no copies, so nothing may differ."""
+    there: dict[str, Any] = {"sharding": "fsdp2"}
+    waiting = {**there, "devices": {"weights": "cpu"}}
+    whole = train(tmp_path, writer, "whole", steps=3, **there)
+    train(tmp_path, writer, "resumed", steps=1, **there)
+    train(tmp_path, writer, "resumed", steps=2, **waiting)
+    resumed = train(tmp_path, writer, "resumed", steps=3, **there)
+    assert "2 ranks with fsdp2, weights wait in CPU memory" in resumed.log(0).read_text()
+    assert whole.read_metrics() == resumed.read_metrics()
+    states = [checkpoint.load(folder.checkpoints / "step-000003").tensors for folder in (whole, resumed)]
+    assert {group: tensors.keys() for group, tensors in states[0].items()} == {k: v.keys() for k, v in states[1].items()}
+    for group, tensors in states[0].items():
+        for name, tensor in tensors.items():
             assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
 
 
@@ -192,7 +236,6 @@ def test_zero3_is_refused_with_the_reason_and_what_to_take(tmp_path: Path, write
 
 def test_one_rank_alone_shares_nothing(tmp_path: Path, writer: Path) -> None:
     from retouch.assembly.assembly import assemble
-    from retouch.distributed.ranks import Ranks
     from retouch.distributed.stepper import ReplicatedStepper
 
     for sharding in ("zero2", "fsdp2"):

@@ -56,13 +56,28 @@ def test_what_says_the_same_is_taken(sharding: str | None, environment: dict[str
             "offloads DeepSpeed's optimizer",
         ),
         ("fsdp2", {**FSDP, "FSDP_VERSION": "1"}, "fsdp_version 1; only 2 is supported"),
-        ("fsdp2", {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "offloads FSDP's parameters"),
+        (
+            "fsdp2",
+            {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            r"offloads FSDP's parameters.*devices\.weights=cpu",
+        ),
         ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "has sharding fsdp2, but the recipe has zero2"),
     ],
 )
 def test_what_is_not_followed_is_refused(sharding: str | None, environment: dict[str, str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_sharding(sharded(sharding), environment)
+
+
+def test_weights_that_wait_in_cpu_memory_need_ranks_that_share_them() -> None:
+    recipe = parse({**SMALL, "sharding": "fsdp2", "devices": {"weights": "cpu"}})
+    offloads = {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2"}
+    check_sharding(recipe, offloads)
+    check_sharding(recipe, {**offloads, "FSDP_OFFLOAD_PARAMS": "false"})
+    with pytest.raises(ValueError, match=r"devices\.weights: one rank alone shards nothing"):
+        check_sharding(recipe, {})
+    (found,) = check_sharding_settings(recipe, world=1)
+    assert (found.status, found.fix) == ("FAILED", "--set devices.weights=null, or --set ranks=N")
 
 
 def test_a_missing_library_is_reported_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

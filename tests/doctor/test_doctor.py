@@ -24,7 +24,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.doctor import trial
 from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.doctor.device import GPUS, PlannedDevice, check_device
-from retouch.doctor.findings import Finding, failed, note, ok
+from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.doctor.install import check_install, check_playground, check_versions
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
@@ -32,8 +32,8 @@ from retouch.doctor.reward import check_scoring, check_watch
 from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
+from retouch.models.playground.family import playground_weights
 from retouch.models.qwen_image.family import QwenImageModel
-from retouch.playground.models import playground_weights
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import libraries
@@ -202,6 +202,20 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     # Both branches of guidance at once; adapters in the type of the base.
     setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8, trained_dtype=torch.bfloat16)
     assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
+
+
+def test_sharded_weights_that_wait_are_planned_in_cpu_memory_and_saved_whole() -> None:
+    shared = ["sharding=fsdp2", "devices.weights=cpu", "optimizer.moments=cpu"]
+    described = describe(load(FULL), None)
+    assert described is not None
+    whole, found = (footprint(load(FULL, changes), described) for changes in ([], shared))
+    assert found.checkpoint == whole.checkpoint
+    training = ("transformer, frozen", "transformer, trained", "gradients", "AdamW", "copies", "fp32 master")
+    of_training = [row.bytes for row in whole.plan.rows if row.name.startswith(training)]
+    assert len(of_training) == 5
+    assert not any(row.name.startswith(training) for row in found.plan.rows)
+    assert found.counts.endswith(f"; {gigabytes(sum(of_training) // 8)} of the transformer's training in CPU memory")
+    assert "CPU memory" not in whole.counts
 
 
 def test_a_plan_that_fits_with_little_room_is_a_note() -> None:

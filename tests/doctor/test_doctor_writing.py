@@ -13,7 +13,7 @@ from retouch.doctor.checks import check_data
 from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding
 from retouch.doctor.writer_memory import check_writer_memory
-from retouch.playground.language_models import PlaygroundEmu3
+from retouch.models.playground.language import PlaygroundEmu3
 from retouch.recipe.recipe import load
 
 A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
@@ -120,7 +120,11 @@ def test_following_the_advice_makes_it_fit() -> None:
 
 def test_fsdp2_shards_the_writer() -> None:
     whole, sharded = (lines(check(A, "h200", f"sharding={kind}")[0])["writer, frozen weights"] for kind in ("zero2", "fsdp2"))
-    assert sharded == pytest.approx(whole / 8, abs=0.01)
+    replicated = 2 * (2 * 152064 * 3584 + 676_550_144) / 1e9  # embeddings and head, and the vision tower
+    assert sharded == pytest.approx(replicated + (whole - replicated) / 8, abs=0.01)
+    policy, *_, waiting = check(A, "h200", "sharding=fsdp2", "devices.weights=cpu")
+    assert lines(policy)["writer, frozen weights"] == pytest.approx(replicated, abs=0.01)
+    assert "GB of the writer's training in CPU memory, for each rank of the machine" in waiting.text
 
 
 def test_models_without_a_known_configuration_are_named() -> None:

@@ -192,3 +192,14 @@ def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
     assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 1000; the run takes [\d.]+ h ", done.stdout)
     assert "(measured, mine.json)" in done.stdout
     assert re.search(r"\nnote    cost          [\d,.]+ GPU hours: [\d.]+ h x 32 GPUs x \$3\.00 = \$[\d,.]+\n", done.stdout)
+
+
+@pytest.mark.slow
+def test_fault_11_a_recipe_is_estimated_after_its_trial_step() -> None:
+    """In one process torch's autograd would not know the rehearsal's device, which is added after its first backward pass."""
+    words = ["doctor", "quickstart", "--estimate"]
+    done = subprocess.run([sys.executable, "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "ok      trial step" in done.stdout
+    assert "estimated for h100, because no GPU was named" in done.stdout
+    assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 120; the run takes ", done.stdout)

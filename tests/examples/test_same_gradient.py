@@ -12,7 +12,7 @@ import torch
 
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
-from retouch.pretraining.networks.tiny_sd3 import tiny_sd3_pipeline
+from retouch.models.playground.tiny_sd3 import tiny_sd3_pipeline
 from retouch.recipe.recipe import load
 from retouch.training.loop import accumulate, collect, make_minibatch
 

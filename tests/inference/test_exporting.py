@@ -14,7 +14,7 @@ from retouch import cli
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
 from retouch.models.common.lora import write_lora
-from retouch.playground.models import playground_weights
+from retouch.models.playground.family import playground_weights
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.session.session import run

@@ -15,11 +15,11 @@ from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.chat_template import TURNS
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.models import PlaygroundModel
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import TooManyMissing
@@ -192,7 +192,7 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
 
     generate = module.generate
     monkeypatch.setattr(module, "generate", lambda **inputs: asked.append(inputs["input_ids"]) or generate(**inputs))
-    encoder = Encoder.policy(module, published=policy.disable_adapter)
+    encoder = ResponseEncoder.policy(module, published=policy.disable_adapter)
     config = ResponseRenderer(model=PlaygroundModel(), encoder="policy", num_steps=2, cut_off="draw", guidance_scale=2.0)
     renderer = Kept(QwenResponses(editor, encoder), config)
     trainer = GRPOTrainer(

@@ -1,6 +1,7 @@
 """Memory plans of writers and image models, compared with torch's profiler and with counts by hand."""
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from measured_memory import measured_peak
 from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.peak import peak_bytes
 from retouch.memory.plan import LoraShape, MemoryPlan
-from retouch.memory.sizes import parts, reward_model, stored_count
+from retouch.memory.sizes import build_meta, parts, reward_model, stored_count
 from retouch.memory.tokens import WriterSetup, writer_plan
 from retouch.models.base import ImageBatch
 from retouch.models.common.recompute import recomputing
@@ -101,6 +102,10 @@ def test_published_models_have_their_known_sizes() -> None:
     assert stored_count(clip) == 151_277_313
 
 
+def vision_weights(language: dict[str, Any]) -> int:
+    return sum(weight.numel() for name, weight in build_meta(language).named_parameters() if name.startswith("model.visual."))
+
+
 def test_trained_weights_follow_from_parameter_counts() -> None:
     language = published_language_model(VLM)
     assert language is not None
@@ -118,8 +123,15 @@ def test_trained_weights_follow_from_parameter_counts() -> None:
     assert zero["AdamW's two moments"] == trained
     assert zero["writer, frozen weights"] == alone["writer, frozen weights"]
     sharded = rows(writer_plan(language, replace(setup, sharding="fsdp2")))
-    for name in ("writer, frozen weights", "writer, trained weights", "gradients", "AdamW's two moments"):
+    for name in ("writer, trained weights", "gradients", "AdamW's two moments"):
         assert sharded[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+    replicated = 2 * (2 * 152064 * wide + vision_weights(language))  # embeddings and head, and the vision tower
+    assert sharded["writer, frozen weights"] == replicated + math.ceil((alone["writer, frozen weights"] - replicated) / 8)
+    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_wait=True)))
+    assert waiting["writer, frozen weights"] == replicated
+    assert not {"writer, trained weights", "gradients", "AdamW's two moments", "copies of the trained weights"} & waiting.keys()
+    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_wait=True, lora=None)))
+    assert waiting["gradients"] == waiting["writer, trained weights"] == 2 * replicated
     whole = rows(writer_plan(language, replace(setup, lora=None)))
     assert "writer, frozen weights" not in whole
     assert whole["gradients"] == whole["writer, trained weights"]

@@ -202,6 +202,8 @@ def test_fsdp_shares_the_transformer_and_nothing_else():
     block = 2 * 20.4e9 / 60  # bytes of one of the sixty blocks
     assert eight["two gathered blocks"] == pytest.approx(2 * block, rel=0.02)
     assert rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8)) == one
+    waiting = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8, sharding="fsdp", weights_wait=True))
+    assert waiting == {name: eight[name] for name in ("two gathered blocks", "text_encoder", "vae", "activations (estimate)")}
 
 
 def test_parts_elsewhere_and_copies():

@@ -6,6 +6,8 @@ from consent_mutants import CONSENT
 from engine_mutants import ENGINES
 from flux2_mutants import FLUX2
 from flux_mutants import FLUX
+from gradient_mutants import GRADIENTS
+from imitation_mutants import IMITATION
 from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
@@ -17,6 +19,7 @@ from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from token_mutants import TOKENS
 from value_mutants import VALUES
+from voting_mutants import VOTING
 from watching_mutants import WATCHING
 from writing_mutants import WRITING
 from z_image_mutants import Z_IMAGE
@@ -49,9 +52,9 @@ MUTANTS = (
     Mutant(
         "groups known by their prompt",
         "policies/denoising/policy.py",
-        "return torch.tensor(batch.group, device",
-        "words = [task.instruction for task in batch.tasks]\n"
-        "        return torch.tensor([words.index(words[k]) for k in batch.group], device",
+        "        conditioning = self.model.encode(batch.tasks)\n        group = torch.tensor(batch.group, device",
+        "        conditioning = self.model.encode(batch.tasks)\n        words = [task.instruction for task in batch.tasks]\n"
+        "        group = torch.tensor([words.index(words[k]) for k in batch.group], device",
         "tests/policies/denoising/test_denoising.py::test_tasks_with_the_same_words_stay_two_tasks",
     ),
     Mutant(
@@ -159,7 +162,7 @@ MUTANTS = (
         "training/staleness.py",
         "nullcontext() if acting == step else copies.using(names[acting % staleness])",
         "nullcontext()",
-        "tests/session/test_resume.py::test_killed_while_rollouts_are_ahead_of_learning",
+        "tests/session/test_resume.py::test_killed_at_three_places_while_rollouts_are_ahead_of_learning",
     ),
     Mutant(
         "a missing score counts as zero",
@@ -310,6 +313,7 @@ MUTANTS = (
     *ENGINES,
     *SERVING,
     *COMBINING,
+    *IMITATION,
     *JUDGING,
     *RENDERING,
     *PAINTING,
@@ -318,7 +322,9 @@ MUTANTS = (
     *REFERENCES,
     *FLUX,
     *FLUX2,
+    *GRADIENTS,
     *Z_IMAGE,
     *QWEN_IMAGE_2,
     *CONSENT,
+    *VOTING,
 )

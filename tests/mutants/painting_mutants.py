@@ -2,35 +2,35 @@
 
 from mutant import Mutant
 
-JUDGE = "tests/playground/judges/test_painting_judge.py"
-TASKS = "tests/playground/world/test_paintings.py"
+JUDGE = "tests/rewards/playground/test_painting_judge.py"
+TASKS = "tests/data/playground/test_paintings.py"
 USING = "tests/inference/test_using_writers.py"
 
 PAINTING = (
     Mutant(
         "things too many cost nothing",
-        "playground/judges/painting_judge.py",
+        "rewards/playground/painting_judge.py",
         "(wanted.sum(-1) + extra)",
         "wanted.sum(-1)",
         f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
     ),
     Mutant(
         "a thing is looked for on the background that was asked for",
-        "playground/judges/painting_judge.py",
+        "rewards/playground/painting_judge.py",
         "CELL_TEMPLATES[seen.backgrounds[:, None], requested]",
         "CELL_TEMPLATES[background[:, None], requested]",
         f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
     ),
     Mutant(
         "incomplete completions are drawn in the request's stead",
-        "playground/world/paintings.py",
+        "data/playground/paintings.py",
         "else request(scene.background, things, random)",
         "else request(scene.background, named, random)",
         f"{TASKS}::test_lazy_completions_stop_early_and_change_nothing_else",
     ),
     Mutant(
         "held-out completions are incomplete",
-        "playground/world/paintings.py",
+        "data/playground/paintings.py",
         'demonstration_faults = ("incomplete",)',
         "demonstration_faults = ()",
         "tests/recipe/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",

@@ -31,6 +31,13 @@ PLACING = (
         f"{SHARDING}::test_copies_of_shared_weights_are_swapped_and_blended[fsdp2]",
     ),
     Mutant(
+        "weights that should wait in CPU memory stay on the device",
+        "distributed/fsdp.py",
+        "CPUOffloadPolicy(pin_memory=on_gpu) if weights_wait else",
+        "CPUOffloadPolicy(pin_memory=on_gpu) if False else",
+        f"{SHARDING}::test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_awaits",
+    ),
+    Mutant(
         "accelerate's ZeRO-3 is passed over",
         "distributed/placement.py",
         'if stage == "3":',
@@ -40,8 +47,8 @@ PLACING = (
     Mutant(
         "a frozen reader of the writer's own weights reads with what it has learnt",
         "models/qwen_image/encoder.py",
-        "return Encoder.without_adapter(writer, published=published) if frozen else",
-        "return Encoder.policy(writer, published=published) if frozen else",
+        "made = ResponseEncoder.without_adapter if frozen else",
+        "made = ResponseEncoder.policy if frozen else",
         f"{PLACEMENT}::test_a_frozen_encoder_of_the_writers_own_weights_is_held_once",
     ),
     Mutant(

@@ -4,41 +4,41 @@ from mutant import Mutant
 
 ADAPTERS = "tests/models/ip_adapter/test_ip_adapter.py"
 RUNS = "tests/models/ip_adapter/test_ip_adapter_runs.py"
-SIGNS = "tests/playground/judges/test_sign_judge.py"
-WORDS = "tests/playground/world/test_words.py"
+SIGNS = "tests/rewards/playground/test_sign_judge.py"
+WORDS = "tests/data/playground/test_words.py"
 
 REFERENCES = (
     Mutant(
         "an empty sign has ink",
-        "playground/judges/sign_judge.py",
+        "rewards/playground/sign_judge.py",
         "np.linalg.norm(own_ink - own_paper) >= CONTRAST",
         "np.linalg.norm(own_ink - own_paper) >= 0",
         f"{SIGNS}::test_flat_signs_have_the_scores_of_the_formula",
     ),
     Mutant(
         "the sign is looked at with all that hangs beside it",
-        "playground/judges/sign_judge.py",
+        "rewards/playground/sign_judge.py",
         "_pixels(sample.image)[np.asarray(mask) > 127]",
         "_pixels(sample.image)[np.asarray(mask) >= 0]",
         f"{SIGNS}::test_the_right_picture_gets_all_and_other_styles_little",
     ),
     Mutant(
         "ink is the pixel that is nearest to the paper",
-        "playground/judges/sign_judge.py",
+        "rewards/playground/sign_judge.py",
         "np.argsort(-away",
         "np.argsort(away",
         f"{SIGNS}::test_flat_signs_have_the_scores_of_the_formula",
     ),
     Mutant(
         "every sample is held against the first one's reference",
-        "playground/judges/sign_judge.py",
+        "rewards/playground/sign_judge.py",
         "if id(sample.task) not in wanted:\n                wanted[id(sample.task)] = ",
         "if id(sample.task) not in wanted:\n                wanted[id(sample.task)] = next(iter(wanted.values()), None) or ",
         f"{SIGNS}::test_the_right_picture_gets_all_and_other_styles_little",
     ),
     Mutant(
         "apart from its style, the empty sign still has the paper that is asked for",
-        "playground/world/words.py",
+        "data/playground/words.py",
         'write(source, box, "", source_style)',
         'write(source, box, "", style)',
         f"{WORDS}::test_apart_changes_the_pictures_signs_and_nothing_else",

@@ -1,10 +1,12 @@
 """Puts each deliberate bug into a copy of the source and runs the test that must notice it; exit status 1 where one does not.
 
-python tests/mutants/run.py [WORDS OF A NAME]...
+python tests/mutants/run.py [--under PATH]... [WORDS OF A NAME]...
 
-Each test runs in a fork of this process, which has the heavy libraries loaded already and the project not.
+``--under core --under models/flux`` runs only the bugs in these files and folders of src/retouch. Each test runs in a fork of this
+process, which has the heavy libraries loaded already and the project not.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -32,11 +34,20 @@ HEAVY = {
 DIED = 70
 
 
-def main(names: Sequence[str]) -> int:
-    chosen = [mutant for mutant in MUTANTS if not names or any(name in mutant.name for name in names)]
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Runs, for each deliberate bug, the test that must notice it.")
+    parser.add_argument("names", nargs="*", metavar="WORDS", help="only bugs whose name has one of these words")
+    parser.add_argument(
+        "--under",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="only bugs in this file or folder of src/retouch; several add up",
+    )
+    asked = parser.parse_args(words)
+    chosen = choose(asked.names, asked.under)
     if not chosen:
-        tell(f"no mutant is called like {' or '.join(names)}")
-        return 1
+        parser.error("no deliberate bug has such a name and such a file; they are listed in tests/mutants")
     os.chdir(ROOT)
     for module, attributes in HEAVY.items():
         for attribute in attributes:
@@ -57,6 +68,17 @@ def main(names: Sequence[str]) -> int:
     noticed = outcomes.count("noticed")
     tell(f"{noticed} of {len(outcomes)} deliberate bugs were noticed")
     return 0 if noticed == len(outcomes) else 1
+
+
+def choose(names: Sequence[str], under: Sequence[str]) -> list[Mutant]:
+    """The mutants with one of the words in their name, in one of the files and folders; an empty sequence leaves all."""
+    folders = [Path(path) for path in under]
+    return [
+        mutant
+        for mutant in MUTANTS
+        if (not names or any(name in mutant.name for name in names))
+        and (not folders or any(Path(mutant.file).is_relative_to(folder) for folder in folders))
+    ]
 
 
 def runner(copy: Path) -> Callable[[Sequence[str]], int]:

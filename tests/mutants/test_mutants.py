@@ -1,6 +1,7 @@
 """Every deliberate bug still fits the source, and the test that must notice it exists. (`make mutants` runs them.)"""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,18 @@ def test_names_are_names():
     assert len(set(names)) == len(names)
 
 
+def test_slices_by_folder_leave_no_mutant_out():
+    choose = runpy.run_path(str(Path(__file__).parent / "run.py"))["choose"]
+    folders = {mutant.file.split("/")[0] for mutant in MUTANTS}
+    slices = [choose([], [folder]) for folder in folders]
+    assert sorted(mutant.name for each in slices for mutant in each) == sorted(mutant.name for mutant in MUTANTS)
+    assert choose([], []) == list(MUTANTS)
+    file, name = MUTANTS[0].file, MUTANTS[0].name
+    assert choose([name], [file, "types.py"]) == [MUTANTS[0]]
+    assert choose([name], ["types.py"]) == choose([], [file.removesuffix("y")]) == []
+
+
+@pytest.mark.slow  # the files and functions are checked above; this collects a third of all tests
 def test_pytest_finds_every_test_by_its_parameters():
     tests = dict.fromkeys(mutant.test for mutant in MUTANTS)
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-p", "no:cacheprovider", *tests]

@@ -38,7 +38,7 @@ WATCHING = (
     ),
     Mutant(
         "the state that raised an alarm is saved and gone back to",
-        "session/session.py",
+        "session/training_session.py",
         "        back_to = None\n",
         "        self._save(stepper)\n        back_to = None\n",
         f"{_WATCH}::test_roll_back_ends_at_the_checkpoint_from_before",

@@ -233,6 +233,34 @@ def test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means():
 
 
 @pytest.mark.parametrize("mode", ["all", "window", "branch"])
+def test_weights_by_noise_multiply_the_loss_of_each_step(mode):
+    """TempFlow-GRPO: s sqrt(-dt) over its mean over all steps that can train, also those outside of the window."""
+    policy, batch = tiny.policy(mode=mode), tiny.batch()
+    trajectory = policy.rollout(batch)
+    sigma, after = trajectory.sigmas[:-2], trajectory.sigmas[1:-1]
+    stds = 0.7 * (sigma / (1 - torch.where(sigma == 1, trajectory.sigmas[1], sigma)) * (sigma - after)).sqrt()
+    wanted = (stds / stds.mean())[trajectory.first : trajectory.first + trajectory.mask.shape[1]]
+    every = Slice(slice(0, 4), slice(0, len(wanted)))
+    with torch.no_grad():
+        scale = policy.evaluate(trajectory, every, Needs(step_weights="noise")).scale
+        assert policy.evaluate(trajectory, every, Needs()).scale is None
+    torch.testing.assert_close(scale, wanted.expand(4, -1))
+    found, _ = tiny.gradient(policy, objective(step_weights="noise"), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    weighted = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    weighted = replace(weighted, advantages=weighted.advantages * wanted)
+    assert tiny.distance(found, tiny.gradient(policy, objective(), weighted)[0]) < 1e-5
+
+
+def test_weights_by_noise_are_refused_where_they_mean_nothing():
+    told = PolicyGradient(clip_low=1e-6, clip_high=1e-6, step_weights="noise", ratio_norm=True)
+    (line,) = told.problems(CONTEXT)
+    assert line == "objective.step_weights: ratio_norm already gives every step the same scale; remove one of them"
+    (line,) = objective(step_weights="noise").problems(replace(CONTEXT, writes_tokens=True, reduction="token"))
+    assert line == "objective.step_weights: it weights denoising steps, and tokens have none; remove it"
+    assert "step_weights" not in objective().model_dump()
+
+
+@pytest.mark.parametrize("mode", ["all", "window", "branch"])
 @pytest.mark.parametrize(
     "options", [{}, {"kl": Kl(kind="closed", weight=0.1)}, {"kl": Kl(kind="velocity", weight=5.0), "ratio_norm": True}]
 )

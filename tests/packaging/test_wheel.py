@@ -19,7 +19,7 @@ MOST_BYTES = 30_000_000
 # README.md's snippet, on a tiny pipeline and for two steps.
 TINY = """
 import retouch
-from retouch.pretraining.networks.tiny_sd3 import tiny_sd3_pipeline
+from retouch.models.playground.tiny_sd3 import tiny_sd3_pipeline
 
 real = retouch.Trainer.__init__
 small = {
@@ -108,6 +108,7 @@ def test_a_recipe_that_needed_a_file_of_the_checkout_trains(installed: Path, tmp
     assert "step 1/1" in run(installed, ["retouch", "train", "tiny-sd3", *changes], tmp_path)
 
 
+@pytest.mark.slow
 def test_the_code_of_the_readme_runs(installed: Path, tmp_path: Path) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     snippet = next(block for block in readme.split("```python\n")[1:] if "retouch.Trainer(" in block).split("```")[0]
@@ -116,6 +117,7 @@ def test_the_code_of_the_readme_runs(installed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_doctor_plans_a_recipe_for_real_weights(installed: Path, tmp_path: Path) -> None:
     printed = run(installed, ["retouch", "doctor", "sd3/ocr-grpo"], tmp_path, code=1)
     assert "not ready: data\n" in printed

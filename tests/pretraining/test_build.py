@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.playground.models import PlaygroundModel, playground_weights
-from retouch.pretraining.build_editor import build_editor, measure
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.models.playground.family import PlaygroundModel, playground_weights
+from retouch.pretraining.build_editor import build_editor, build_large_editor, measure
 from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.autoencoder import AutoencoderTraining
-from retouch.pretraining.networks.editor import EditorRound, EditorTraining
+from retouch.pretraining.networks.editor import EditorRound, EditorTraining, deepened
 from retouch.pretraining.networks.qwen_parts import SPECIAL_TOKENS
 from retouch.records.files import read_json
 
@@ -36,6 +37,30 @@ def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
     assert load(tmp_path / "one").module.config.num_layers == 4
+
+
+def test_a_deeper_editor_computes_the_same_before_it_is_trained() -> None:
+    small = load(playground_weights())
+    large = deepened(load(playground_weights()), 3, seed=0)
+    assert len(large.module.transformer_blocks) == 12
+    tasks = PlaygroundData(seed=3, count=2, complexity=[1]).tasks(in_turn=True)[:2]
+    velocities = []
+    for model in (small, large):
+        conditioning = model.encode(tasks)
+        x = model.initial_noise(conditioning, [torch.Generator().manual_seed(row) for row in range(2)])
+        with torch.no_grad():
+            velocities.append(model.velocity(model.module, x, torch.tensor([0.9, 0.3]), conditioning))
+    assert torch.equal(*velocities)  # the new blocks add 0
+
+
+@pytest.mark.slow
+def test_the_large_editor_is_built_and_its_new_blocks_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.pretraining.build_editor.HELD_OUT", 8)
+    rounds = (EditorRound(steps=2, learning_rate=1e-3),)
+    build_large_editor(tmp_path, seed=0, editor=EditorTraining(rounds=rounds, batch=4, warmup=1, average_decay=0.5))
+    built = load(tmp_path)
+    assert built.module.config.num_layers == 4 * load(playground_weights()).module.config.num_layers
+    assert all(block.img_mod[-1].weight.abs().max() > 0 for block in built.module.transformer_blocks)
 
 
 def test_another_seed_gives_other_weights() -> None:

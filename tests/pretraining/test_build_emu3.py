@@ -2,13 +2,15 @@
 
 import json
 from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from retouch.playground import language_models
-from retouch.playground.language_models import PlaygroundEmu3
-from retouch.playground.models import playground_weights
+from retouch.models.playground import language
+from retouch.models.playground.family import playground_weights
+from retouch.models.playground.language import PlaygroundEmu3
+from retouch.pretraining import build_emu3 as build_module
 from retouch.pretraining.build_emu3 import build_emu3
 from retouch.pretraining.networks.emu3 import Emu3Training
 from retouch.pretraining.networks.image_codes import CodesTraining
@@ -21,10 +23,16 @@ STARTS = {
 FURTHER = Emu3Training(complexity={2: 1.0}, rounds=(1,), before=2, batch=2, unfinished=1.0)
 
 
+def build(path):
+    """A few steps of training, and a few tasks to measure."""
+    with patch.object(build_module, "HELD_OUT", 6):
+        return build_emu3(path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     path = tmp_path_factory.mktemp("built") / "emu3"
-    return path, build_emu3(path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
+    return path, build(path)
 
 
 def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
@@ -35,7 +43,7 @@ def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
     assert {name for name in scores if "ceiling" in name} == {
         f"{start}, ceiling {what}" for start in (*STARTS, "sc-unfinished") for what in ("overall", "exact")
     }
-    monkeypatch.setattr(language_models, "playground_weights", lambda name: path)
+    monkeypatch.setattr(language, "playground_weights", lambda name: path)
     heads = []
     for start in ("s", "sc", "sc-unfinished"):
         section = PlaygroundEmu3(start=start)
@@ -47,7 +55,7 @@ def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
 
 def test_the_same_seed_makes_the_same_weights(built, tmp_path):
     path, _ = built
-    build_emu3(tmp_path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
+    build(tmp_path)
     for part in ("autoencoder", *STARTS, "sc-unfinished"):
         assert (tmp_path / part / "model.safetensors").read_bytes() == (path / part / "model.safetensors").read_bytes()
 

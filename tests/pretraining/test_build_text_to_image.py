@@ -9,9 +9,9 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.playground.language_models import PlaygroundEnhancer
-from retouch.playground.models import PlaygroundTextToImage, playground_weights
-from retouch.playground.world.paintings import PaintingData
+from retouch.data.playground.paintings import PaintingData
+from retouch.models.playground.family import PlaygroundTextToImage, playground_weights
+from retouch.models.playground.language import PlaygroundEnhancer
 from retouch.pretraining import build_text_to_image as building
 from retouch.pretraining.build_text_to_image import build_text_to_image, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
@@ -34,6 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
     parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
     assert len(parts) == 4
@@ -44,6 +45,7 @@ def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
         assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
 
 
+@pytest.mark.slow
 def test_nothing_that_is_written_says_where(built: Path) -> None:
     for file in (built / "one").rglob("*.json"):
         assert "/weights/" not in file.read_text()
@@ -84,6 +86,7 @@ def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
         PlaygroundTextToImage(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_score_what_their_build_measured() -> None:
     """A single thing is named rightly, and of several mostly the first: what the enhancer's recipe begins with."""
     painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from retouch.data.playground.words import WordData
 from retouch.models.flux.fill import FluxFill
-from retouch.playground.models import PlaygroundWords, playground_weights
-from retouch.playground.world.words import WordData
+from retouch.models.playground.family import playground_weights
+from retouch.models.playground.flux_parts import text
+from retouch.models.playground.words import PlaygroundWords
 from retouch.pretraining import build_words as building
 from retouch.pretraining.build_words import build_words
-from retouch.pretraining.networks.flux_parts import text
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
@@ -33,6 +34,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
     parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
     assert {part.parts[0] for part in parts} == {"transformer", "vae", "text_encoder", "text_encoder_2"}
@@ -41,6 +43,7 @@ def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
         assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_written_says_how_and_not_where(built: Path) -> None:
     told = read_json(built / "one" / "build.json")
     assert told["command"] == "retouch playground build --words --seed 3"
@@ -68,6 +71,7 @@ def test_a_folder_without_a_model_of_words_is_refused(tmp_path: Path) -> None:
         PlaygroundWords(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_shipped_weights_score_what_their_build_measured() -> None:
     told = read_json(playground_weights("words") / "build.json")["held_out"]
     model: Any = PlaygroundWords().build(device=torch.device("cpu"))

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.data.playground.indirect import indirect
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.tasks import MappedTasks
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.indirect import indirect
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.distillation import HiddenStateDistillation
 from retouch.pretraining.networks.writer import untrained_writer
 
@@ -26,7 +26,7 @@ def editor() -> QwenImageEdit:
     return made
 
 
-def states(editor: QwenImageEdit, encoder: Encoder) -> list[Tensor]:
+def states(editor: QwenImageEdit, encoder: ResponseEncoder) -> list[Tensor]:
     reads = QwenResponses(editor, encoder)
     responses = [editor.text.tokenizer(str(task.meta["completion"]))["input_ids"] for task in TASKS]
     with torch.no_grad():
@@ -42,8 +42,8 @@ def test_the_distance_is_that_of_what_the_editor_takes_in(editor: QwenImageEdit)
     module = untrained_writer(editor.text.tokenizer)
     takes = torch.nn.Sequential(editor.module.get_submodule("txt_norm"), editor.module.get_submodule("txt_in"))
     with torch.no_grad():
-        ours = takes(torch.cat(states(editor, Encoder.frozen(module))))
-        theirs = takes(torch.cat(states(editor, Encoder.frozen(editor.text.encoder))))
+        ours = takes(torch.cat(states(editor, ResponseEncoder.frozen(module))))
+        theirs = takes(torch.cat(states(editor, ResponseEncoder.frozen(editor.text.encoder))))
     expected = (ours - theirs).square().sum() / (theirs - theirs.mean(dim=0)).square().sum()
     assert expected > 0.1
     found = HiddenStateDistillation(editor, module.requires_grad_(True), weight=1.0).distance(TASKS)

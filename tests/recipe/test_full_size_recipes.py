@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from changed_recipes import different, values
 from retouch.assembly.phases import build_sets
 from retouch.config.packaged import find, shipped
 from retouch.data.sources.prompts import read_prompts
@@ -16,18 +17,6 @@ TEXT_TO_IMAGE = "recipes/qwen-image/writer-grpo-published.jsonnet"
 PUBLISHED_ENHANCER = "recipes/sd3/prompt-enhancer-published.jsonnet"
 OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
-
-
-def values(document: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a document by its path."""
-    if not isinstance(document, dict):
-        return {prefix.removesuffix("."): document}
-    return {path: value for key, inner in document.items() for path, value in values(inner, f"{prefix}{key}.").items()}
-
-
-def different(one: str, other: str) -> set[str]:
-    first, second = (values(load(name).document()) for name in (one, other))
-    return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
 
 
 def test_system_a() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import changed_recipes
 from retouch.config.errors import nearest
 from retouch.config.imports import import_class
 from retouch.config.schema import alternatives, keys_of, places
@@ -39,16 +41,7 @@ SHARE = {"kind": "share", "combine": {"share": 1}}
 PROMPTS = {"data": {"kind": "prompts", "path": "prompts.txt"}, "reward": SHARE}
 TRIPLETS = {"data": {"kind": "triplets", "path": "triplets"}, "reward": SHARE}
 
-
-def changed(**changes: Any) -> dict[str, Any]:
-    """The base document with dotted keys (``__`` for the dot) set."""
-    return apply(BASE, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
-
-
-def refusal(**changes: Any) -> list[str]:
-    with pytest.raises(ValueError, match=r".") as caught:
-        parse(changed(**changes))
-    return str(caught.value).splitlines()
+changed, refusal = partial(changed_recipes.changed, BASE), partial(changed_recipes.refusal, BASE)
 
 
 def test_defaults_are_written_out_and_read_back() -> None:
@@ -108,8 +101,8 @@ def test_every_key_is_documented() -> None:
         ),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'dpo', 'supervised', 'sft', 'import'; "
-            "did you mean 'nft'?",
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'draft', 'refl', 'dpo', 'supervised', 'sft', "
+            "'import'; did you mean 'nft'?",
         ),
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),

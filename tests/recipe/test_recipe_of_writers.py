@@ -1,13 +1,15 @@
 """Recipes of policies that write: what they take, what they refuse and in which words."""
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
 
+import changed_recipes
 from retouch.config.packaged import find
 from retouch.recipe.differences import differences
-from retouch.recipe.document import apply, evaluate
+from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 
 BASE: dict[str, Any] = {
@@ -38,15 +40,7 @@ PAINTED = {
 DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}}
 CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
 
-
-def changed(**changes: Any) -> dict[str, Any]:
-    return apply(BASE, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
-
-
-def refusal(**changes: Any) -> list[str]:
-    with pytest.raises(ValueError, match=r".") as caught:
-        parse(changed(**changes))
-    return str(caught.value).splitlines()
+changed, refusal = partial(changed_recipes.changed, BASE), partial(changed_recipes.refusal, BASE)
 
 
 def test_defaults_are_written_out_and_read_back() -> None:
@@ -135,6 +129,8 @@ def test_the_encoder_has_no_default() -> None:
         ),
         ({"policy__train": {"kind": "lora"}, "devices": {"reference": "cpu"}}, "devices.reference"),
         ({"policy__train": {"kind": "full"}, "devices": {"reference": "cpu"}, "sharding": "fsdp2"}, "devices.reference"),
+        ({"devices": {"weights": "cpu"}}, "devices.weights"),
+        ({"devices": {"weights": "cpu"}, "sharding": "zero2"}, "devices.weights"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
 )
@@ -164,6 +160,7 @@ def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
 def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
     old = parse(BASE)
     assert differences(old, parse(changed(devices={"renderer": "cuda:1", "offload": True}))) == []
+    assert differences(old, parse(changed(devices={"weights": "cpu"}, sharding="fsdp2"))) == []
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.records import files
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
 from retouch.records.repair import keep_until
+from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 

@@ -9,8 +9,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from retouch.recipe.keys import Samples
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
+from retouch.records.samples import SampleRecord
 from retouch.records.trackers import CompositeTracker, open_trackers
 from retouch.training.recorder import Recorder
 from retouch.types import Sample, Task

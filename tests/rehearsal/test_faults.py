@@ -15,10 +15,14 @@ SOURCE = (SUPPORT / "planted_faults.py").read_text(encoding="utf-8").splitlines(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("rehearsal") / "sd3"
+    return rehearsed(tmp_path_factory.mktemp("rehearsal") / "sd3")
+
+
+def rehearsed(folder: Path, *chosen: str) -> dict[str, dict[str, Any]]:
+    """What ``planted_faults`` found with each of the ``chosen`` faults, or with all."""
     # A fake accelerator stays in its process.
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder)],
+        [sys.executable, "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder), *chosen],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
         capture_output=True,
         text=True,
@@ -93,6 +97,17 @@ def test_of_sharded_ranks_the_first_holds_its_share(found: dict[str, dict[str, A
     assert sharded["communicated"] > found["ranks"]["communicated"]
     assert sharded["held"]["AdamW's moments"] < 2 * found["zero2"]["held"]["trained weights"]
     assert found["fsdp2"]["held"]["trained weights"] < 0.5 * found["zero2"]["held"]["trained weights"]
+
+
+@pytest.mark.slow
+def test_sharded_weights_that_wait_in_cpu_memory_are_not_on_the_device(tmp_path: Path) -> None:
+    here, waiting = rehearsed(tmp_path / "sd3", "fsdp2", "fsdp2, waiting").values()
+    assert "error" not in waiting
+    assert not {"trained weights", "AdamW's moments", "gradients"} & {name for name, size in waiting["held"].items() if size > 1000}
+    gone = sum(here["held"][name] for name in ("trained weights", "AdamW's moments", "gradients"))
+    assert waiting["peak"] < here["peak"] - 0.9 * gone
+    assert waiting["flops"]["update"] == pytest.approx(here["flops"]["update"], rel=0.01)  # the optimizer steps on the host
+    assert waiting["checkpoint"] == here["checkpoint"]
 
 
 @pytest.mark.parametrize(("way", "waits"), [("cached", ("text",)), ("offloaded", ("text", "vae"))])

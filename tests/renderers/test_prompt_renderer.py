@@ -15,9 +15,9 @@ import tiny_writing
 from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
+from retouch.models.playground.family import PlaygroundTextToImage
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
-from retouch.playground.models import PlaygroundTextToImage
 from retouch.protocols import Renderer
 from retouch.renderers.pipelines import PipelineTextToImage
 from retouch.renderers.prompts import PromptRenderer, PromptSampler, TextToImage

@@ -12,11 +12,11 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 import tiny_models
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEditPlus
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.responses import QwenResponses
-from retouch.playground.models import PlaygroundModel
 from retouch.protocols import Renderer
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.renderers.sampling import OdeSampler, noise_generators
@@ -53,7 +53,7 @@ def renderer(editor, encoder, *, sharded=False, cached=64, **options):
 
 
 def frozen(editor):
-    return Encoder.frozen(editor.text.encoder)
+    return ResponseEncoder.frozen(editor.text.encoder)
 
 
 def outputs(*ids, truncated=False, groups=None):

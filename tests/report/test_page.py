@@ -13,7 +13,8 @@ from PIL import Image
 
 from fake_run import write_run, write_start
 from html_check import Page, assert_needs_nothing, read
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
 from retouch.report.page import write_report
 from retouch.types import Sample, Task

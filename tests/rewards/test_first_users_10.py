@@ -14,8 +14,8 @@ from PIL import Image
 
 from retouch import cli
 from retouch.config.imports import import_class
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.doctor.reward import check_scoring
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.judging import RewardScorer

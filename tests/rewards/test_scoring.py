@@ -8,8 +8,8 @@ from PIL import Image
 
 from judge_double import KEY, Double, clean
 from retouch import cli
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample

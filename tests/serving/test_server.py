@@ -16,8 +16,8 @@ from starlette.routing import Route
 
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo

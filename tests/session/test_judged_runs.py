@@ -98,6 +98,12 @@ def test_a_run_asks_what_was_foretold_and_its_key_is_nowhere(tmp_path: Path, cap
     metrics = lines(tmp_path / "runs" / "judged" / "metrics.jsonl")
     assert all(line["missing/judge/alignment"] == line["reward/missing_fraction"] == 0 for line in metrics)
     assert {"reward/exact/overall", "reward/judge/identity"} <= metrics[0].keys()
+    first, *_, last = lines(tmp_path / "runs" / "judged" / "timings.jsonl")
+    evaluated = 3 * 2 * 3  # images, questions and columns of the evaluation after the last step, which no line has
+    assert last["judge/requests"] == asked - evaluated
+    assert last["judge/requests"] > first["judge/requests"] > evaluated
+    assert last["judge/cost"] == pytest.approx((2 * last["judge/input_tokens"] + 8 * last["judge/output_tokens"]) / 1e6)
+    assert "judge/unpriced_requests" not in last
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"ledger.sqlite", "report.html", "train.log", "recipe.json"} <= {path.name for path in files}
     assert any("tfevents" in path.name for path in files)

@@ -31,7 +31,7 @@ TINY = {
     "samples.every": 0,
     "checkpoints.every": 1000,
 }
-DEADLINE = 15
+DEADLINE = 8
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from folder_faults import WEIGHTS, bits, six_steps
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
+from retouch.rewards import judging
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
 from retouch.training import checkpoint
 from retouch.types import Column, Sample, Scores
@@ -28,6 +29,7 @@ class SometimesHangs:
     columns: Mapping[str, Column] = {"bright": Column(0.0, 1.0)}
 
     def __init__(self, folder: str, calls: int) -> None:
+        judging.CLOSE_SECONDS = 1.0  # in the process of the run, which would wait for ten
         self.folder, self.calls, self.count = Path(folder), calls, 0
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
@@ -95,7 +97,9 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
     return printed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Signals, tmp_path: Path) -> None:
     whole, made = hanging(tmp_path, "whole", calls=100), hanging(tmp_path, "hung", calls=6)
     printed = stop_while_it_hangs(made, number)
@@ -109,6 +113,7 @@ def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Si
         assert bits(made.folder, (*WEIGHTS, "metrics.jsonl")) == bits(whole.folder, (*WEIGHTS, "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_reward_hangs_in_an_evaluation_makes_the_evaluation_again(tmp_path: Path) -> None:
     whole, made = hanging(tmp_path, "whole", calls=100, every=1), hanging(tmp_path, "hung", calls=4, every=1)
     stop_while_it_hangs(made, signal.SIGTERM)

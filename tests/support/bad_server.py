@@ -6,9 +6,9 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import loopback
 from live_server import host
 from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.requests.decoding import decode
@@ -102,12 +102,8 @@ KINDS = (*CHANGES, *STATUSES, *WAYS)
 HARMLESS = ("another order",)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(loopback.Handler):
     server: "_Server"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         if self.path == "/readyz":
@@ -116,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, self.server.info())
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         kind = self.server.kind()
         self.server.asked += 1
         reply = true_reply(body, self.headers["Content-Type"])
@@ -181,30 +177,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{more}Content-Length: {length}\r\n\r\n".encode())
 
     def _answer(self, status: int, body: bytes, *, kind: str = "application/json") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if status == 302:
-            self.send_header("Location", "http://127.0.0.1:9/")
-        self.end_headers()
-        self.wfile.write(body)
+        self.reply(status, body, {"Content-Type": kind, **({"Location": "http://127.0.0.1:9/"} if status == 302 else {})})
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(loopback.Server):
     def __init__(self, kind: Callable[[], Kind], info: Callable[[], bytes], ready: Callable[[], bool]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.ready = ready
         self.kind, self.info, self.asked, self.ended = kind, info, 0, threading.Event()
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass  # the client hung up
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
 
 @contextmanager
@@ -217,12 +197,8 @@ def bad_server(
     ``ready``: what the server says of itself on /readyz.
     """
     server = _Server((lambda: kind) if isinstance(kind, str) else kind, info, ready)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=30)
+    with loopback.running(server):
+        try:
+            yield server
+        finally:
+            server.ended.set()

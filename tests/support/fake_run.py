@@ -8,13 +8,14 @@ import torch
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.playground.judges.edit_judge import PlaygroundReward
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.playground.world.edits import Edit, apply
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import Scene
-from retouch.playground.world.tasks import PlaygroundData
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Sample, Task
 
 

@@ -10,10 +10,11 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
+
+import loopback
 
 NAME, COMMIT = "me/edits", "a" * 40
 ABSENT = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
@@ -29,54 +30,37 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
 def serve(root: Path) -> str:
     """The address of a server for the files in ``root``."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-        def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        def send_json(self, value: Any) -> None:
-            self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
+    class Handler(loopback.Handler):
         def answer(self) -> None:
-            path = self.path.partition("?")[0]
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, body = self.path.partition("?")[0], self.body()
             listed = list(entries(root))
             if re.fullmatch(rf"/api/datasets/{NAME}(/revision/\w+)?", path):
                 siblings = [{"rfilename": entry["path"]} for entry in listed]
-                self.send_json({"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+                self.reply(200, {"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
             elif path == f"/api/datasets/{NAME}/tree/{COMMIT}":
-                self.send_json(listed)
+                self.reply(200, listed)
             elif path == f"/api/datasets/{NAME}/paths-info/{COMMIT}":
                 wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
-                self.send_json([entry for entry in listed if entry["path"] in wanted])
+                self.reply(200, [entry for entry in listed if entry["path"] in wanted])
             elif (found := re.fullmatch(rf"/datasets/{NAME}/resolve/\w+/(.+)", path)) and (root / found[1]).is_file():
                 self.send_file((root / found[1]).read_bytes())
             else:
-                self.send(404, b"{}", ABSENT)
+                self.reply(404, {}, ABSENT)
 
         def send_file(self, data: bytes) -> None:
             headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
             asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
             if asked is None:
-                self.send(200, data, headers)
+                self.reply(200, data, headers)
                 return
             first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
-            self.send(206, data[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(data)}"})
+            self.reply(206, data[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(data)}"})
 
         do_GET = do_HEAD = do_POST = answer
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = loopback.Server(Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return f"http://127.0.0.1:{server.server_port}"
+    return server.url
 
 
 def main(folder: Path, kind: str) -> None:

@@ -3,11 +3,11 @@
 import base64
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import loopback
 
 TOKEN = "hf_of_the_double"
 
@@ -65,34 +65,14 @@ class Hub:
 def serve() -> Iterator[Hub]:
     """A hub that answers who shows ``TOKEN``."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(loopback.Handler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            body = self.body()
             if self.headers["Authorization"] != f"Bearer {TOKEN}":
-                status, said = 401, {"error": "whose are you?"}
+                self.reply(401, {"error": "whose are you?"})
             else:
-                status, said = hub.answer(self.path, body)
-            content = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+                self.reply(*hub.answer(self.path, body))
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = False
-
-    with Server(("127.0.0.1", 0), Handler) as server:
-        hub = Hub(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
-            thread.join()
+    with loopback.running(loopback.Server(Handler)) as server:
+        hub = Hub(server.url)
+        yield hub

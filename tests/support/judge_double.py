@@ -11,10 +11,10 @@ import math
 import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image
 
+import loopback
 from retouch.rewards.vlm.models import InProcess
 
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
@@ -76,24 +76,12 @@ class Double:
         self.lock = threading.Lock()
         double = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(loopback.Handler):
             def do_POST(self):
                 double.answer(self)
 
-            def log_message(self, *_):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 256
-
-            def handle_error(self, *_):
-                pass  # a client that went away
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.server = loopback.Server(Handler)
+        self.url = f"{self.server.url}/v1"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def __enter__(self):
@@ -108,7 +96,7 @@ class Double:
             self.now += 1
             self.most = max(self.most, self.now)
         try:
-            body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+            body = json.loads(handler.body())
             complaint = complaint_of(handler, body)
             if complaint:
                 self.refused.append(complaint)

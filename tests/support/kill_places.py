@@ -2,7 +2,8 @@
 
 A program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]` prints a
 JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes images beside a value
-head; "phases", and it imitates before it acts; or "stale", and rollouts run two steps ahead of learning. A place is a function and
+head; "phases", and it imitates before it acts; "stale", and rollouts run two steps ahead of learning; or "refill", and groups of
+equal rewards are replaced. A place is a function and
 how often it was called before the kill, which comes before or after that call.
 """
 
@@ -24,6 +25,7 @@ from retouch.recipe.recipe import Recipe, parse
 STEPS = 4
 PHASES = "phases"
 STALE = "stale"
+REFILL = "refill"
 PLACES = (
     ("retouch.training.checkpoint:write_tensors", 1, "before"),
     ("retouch.training.checkpoint:write_tensors", 3, "after"),
@@ -68,6 +70,13 @@ OF_STALE = (
 )
 
 
+# Where the scores of a replacement are in the ledger and its samples nowhere; and in the second round of a step.
+OF_REFILL = (
+    ("retouch.training.refill:replace_rows", 1, "before"),
+    ("retouch.training.refill:with_tasks", 4, "after"),
+)
+
+
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
     document: Any = evaluate(find("recipes/quickstart.jsonnet"))
@@ -95,6 +104,9 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     elif writer == STALE:
         document["rollout"]["staleness"] = 2
         document["learning_rate"] = 1e-2  # so that other weights make other images
+    elif writer == REFILL:
+        document["rollout"]["refill"] = {"rounds": 2}
+        document["reward"]["combine"] = "max(overall, 9)"  # so that most groups of two have equal rewards
     elif writer is not None:
         document["policy"] |= {"kind": "autoregressive", "model": {"kind": "playground-writer", "path": writer}}
         document["rollout"] = {"kind": "tokens", "max_new_tokens": 5, "top_k": 20}
@@ -106,6 +118,14 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
             document |= {"rollout": {"kind": "tokens", "max_new_tokens": 24, "temperature": 0.7}, "renderer": {"kind": "codes"}}
             document["advantage"] = {"kind": "gae"}  # so that a value head is killed too
     return parse(document)
+
+
+def import_models() -> None:
+    """Import what takes time in a run, once and before the forks."""
+    import retouch.models.emu3.model
+    import retouch.models.qwen_image.edit
+    import retouch.models.qwen_vl.model
+    import retouch.session.session  # noqa: F401
 
 
 def train(out: Path, name: str, writer: str | None) -> None:
@@ -164,13 +184,15 @@ def places(writer: str | None) -> list[tuple[str, int, str]]:
         return list(OF_PHASES)
     if writer == STALE:
         return list(OF_STALE)
+    if writer == REFILL:
+        return list(OF_REFILL)
     acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
     denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
 
 
 def main(out: Path, count: int, writer: str | None = None) -> None:
-    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+    import_models()
 
     assert in_child(lambda: train(out, "whole", writer)) == 0
     expected = bits(out / "whole")

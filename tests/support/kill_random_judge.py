@@ -10,7 +10,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-from kill_places import bits, in_child, kill_at, recipe
+from kill_places import bits, import_models, in_child, kill_at, recipe
 from random_judge import said
 from retouch.recipe.recipe import Recipe, parse
 
@@ -47,7 +47,7 @@ def in_ledger(folder: Path) -> set[str]:
 
 
 def main(out: Path, count: int) -> None:
-    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+    import_models()
 
     for number, (place, call, when) in enumerate(PLACES[:: max(1, len(PLACES) // count)][:count]):
         log = out / f"said-{number}.jsonl"

@@ -3,13 +3,13 @@
 import gzip
 import json
 import math
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import loopback
 
 Completion = dict[str, Any]
 
@@ -231,42 +231,22 @@ class LyingJudge:
         self.questions = 0
         judge = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
+        class Handler(loopback.Handler):
             def do_POST(self) -> None:
                 judge.questions += 1
-                self.rfile.read(int(self.headers["Content-Length"]))
-                reply = judge.lie(completion())
-                self.send_response(reply.status)
-                for name, value in {"Content-Type": "application/json", **reply.headers}.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(reply.body)))
-                self.end_headers()
-                self.wfile.write(reply.body)
+                self.body()
+                told = judge.lie(completion())
+                self.reply(told.status, told.body, told.headers)
 
             do_GET = do_POST
 
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *arguments: object) -> None:
-                pass  # the client hung up
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        self.server = loopback.Server(Handler)
+        self.url = f"{self.server.url}/v1"
 
 
 @contextmanager
 def lying_judge() -> Iterator[LyingJudge]:
     """A judge that tells the truth until its ``lie`` is replaced."""
     judge = LyingJudge()
-    threading.Thread(target=judge.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
+    with loopback.running(judge.server):
         yield judge
-    finally:
-        judge.server.shutdown()
-        judge.server.server_close()

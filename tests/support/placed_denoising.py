@@ -5,7 +5,6 @@
 Prints, as JSON, what the step came to, and the devices of the parts between and during their calls.
 """
 
-import hashlib
 import json
 import sys
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import image_levels
 import several_devices
 from retouch.assembly import assembly
 from retouch.distributed.placement import Placement
@@ -47,7 +47,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
         minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
         sums, _ = accumulate(run, phase.objective, minibatch)
         found = {
-            "images": [hashlib.sha256(image.tobytes()).hexdigest() for image in collected.images if image is not None],
+            "images": image_levels.encode(collected.images),
             "loss": float(sums["policy/loss"]),
             "calls": calls,
             "used": {part: sorted(set(places)) for part, places in used.items()},

@@ -5,7 +5,6 @@
 Prints, as JSON, what the step came to and where everything lay.
 """
 
-import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+import image_levels
 import several_devices
 from retouch.assembly import assembly
 from retouch.distributed.placement import Placement
@@ -57,7 +57,7 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
         own = [part for part in parts_of(parts.image_model) if part is not parts.model.module]
         found = {
             "written": [output.ids for output in collected.trajectory.outputs],
-            "pictures": [hashlib.sha256(image.tobytes()).hexdigest() for image in collected.images if image is not None],
+            "pictures": image_levels.encode(collected.images),
             "loss": float(sums["policy/loss"]),
             "gradient": sum(float(gradient.cpu().double().square().sum()) for gradient in gradients),
             "policy": sorted(several_devices.lies_on([*parts.model.module.parameters()])),

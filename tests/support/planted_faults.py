@@ -1,12 +1,13 @@
 """Rehearsals of a tiny Stable Diffusion 3 with deliberate errors in its adapter, as a process of its own.
 
-    python planted_faults.py FOLDER
+    python planted_faults.py FOLDER [FAULT ...]
 
 Prints a JSON line for each: the fault, and the error with its place, or peaks in bytes by stage and what holds the largest.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,7 +43,7 @@ class FaultyAdapter(SD3):
         return super().velocity(module, x, sigma, conditioning)
 
 
-WAITING = ("cached", "offloaded")
+FAULTS = ("", "device", "dtype", "shape", "hog", "checkpointing", "small chunks", "ranks", "fsdp2", "zero2", "cached", "offloaded")
 
 
 class FaultyModel(SD3Model):
@@ -73,12 +74,13 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, chosen: Sequence[str]) -> None:
     tiny_pipelines.sd3().save_pretrained(folder)
     settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"], "small chunks": ["rollout.chunk=4"]}
     settings |= {kind: ["ranks=4", f"sharding={kind}", 'policy.train={"kind": "full"}'] for kind in ("fsdp2", "zero2")}
+    settings |= {"fsdp2, waiting": [*settings["fsdp2"], "devices.weights=cpu"]}
     settings |= {"cached": ["policy.prompt_embeddings=cached"], "offloaded": ["devices.offload=true"]}
-    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "small chunks", "ranks", "fsdp2", "zero2", *WAITING):
+    for fault in chosen or FAULTS:
         FaultyAdapter.fault = fault
         FaultyAdapter.kept.clear()
         read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])
@@ -110,4 +112,4 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     import planted_faults
 
-    planted_faults.main(Path(sys.argv[1]))
+    planted_faults.main(Path(sys.argv[1]), sys.argv[2:])

@@ -22,7 +22,7 @@ from retouch.rehearsal.step import Rehearsed, rehearse
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")
 SHALLOW: dict[str, dict[str, Any]] = {  # by part
-    "transformer": {"num_layers": 12},
+    "transformer": {"num_layers": 7},
     "text_encoder": {"num_hidden_layers": 2, "num_layers": 2},
     "text_encoder_2": {"num_hidden_layers": 2, "num_layers": 2},
     "text_encoder_3": {"num_layers": 2},

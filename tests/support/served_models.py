@@ -14,9 +14,9 @@ import tiny_writing
 from retouch.models.common.lora import write_lora
 from retouch.models.emu3.load import load_emu3, save_for_vllm
 from retouch.models.emu3.model import DRAW
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.models import PlaygroundModel
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.engines.base import EngineContext
 from retouch.policies.engines.vllm import VllmEngine

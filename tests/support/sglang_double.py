@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors.torch import load_file, save
 
+import loopback
 from retouch.core.transitions import transition
 from retouch.types import Task
 
@@ -222,38 +222,18 @@ def pack(value: Any) -> bytes:
 
 
 @contextmanager
-def serving(double: Double) -> Iterator[str]:
-    """The address at which the double answers."""
+def serving(double: Double, *, port: int = 0) -> Iterator[str]:
+    """The address at which the double answers. ``port``: 0 takes a free one."""
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
+    class Handler(loopback.Handler):
         def do_GET(self) -> None:
-            self.reply(None)
+            self.reply(*double.answer(self.path, None))
 
         def do_POST(self) -> None:
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.reply(*double.answer(self.path, json.loads(self.body())))
 
-        def reply(self, body: Any) -> None:
-            status, content = double.answer(self.path, body)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=30)
+    with loopback.running(loopback.Server(Handler, port=port)) as server:
+        yield server.url
 
 
 def twin(model: Any) -> Double:

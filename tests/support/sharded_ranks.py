@@ -1,6 +1,6 @@
 """Two ranks step side by side: weights that are whole on each, and what a sharding stepper makes of the same gradients.
 
-    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-cpu OUT
+    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-moments|fsdp2-weights OUT
 
 Each rank writes OUT/rank-N.json.
 """
@@ -33,14 +33,16 @@ class Trained:
         self.ranks = ranks
         model = tiny_writers.writer("qwen2.5-vl", train=train, stop=tiny_writing.STOPS)
         if kind.startswith("fsdp2"):
-            shard(model.module, ranks)
+            shard(model.module, ranks, weights_wait=kind == "fsdp2-weights")
         self.copies = ShardedCopies(model.module, ranks) if kind.startswith("fsdp2") else WeightCopies(model.module)
         self.copies.snapshot("reference")
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
-        self.settings = {**SETTINGS, **({"moments": "cpu"} if kind.endswith("-cpu") else {})}
-        self.stepper: Stepper = steppers[kind.removesuffix("-cpu")](model.module, ranks, **self.settings)
+        # Weights that wait are stepped by the kernel that beside a GPU steps all weights.
+        more = {"fsdp2-moments": {"moments": "cpu"}, "fsdp2-weights": {"fused": True}}
+        self.settings = {**SETTINGS, **more.get(kind, {})}
+        self.stepper: Stepper = steppers[kind.partition("-")[0]](model.module, ranks, **self.settings)
 
     def step(self, number: int, *, spoilt: bool = False) -> float:
         """A step on what an untrained twin wrote, other rows on each rank, in several backwards."""

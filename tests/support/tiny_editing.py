@@ -8,7 +8,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import tiny_models
 import tiny_writers
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
@@ -63,7 +63,7 @@ def policy(editor, *, longest=6):
 
 
 def policys_own(policy):
-    return Encoder.policy(policy.model.module, published=functools.partial(policy.copies.using, "reference"))
+    return ResponseEncoder.policy(policy.model.module, published=functools.partial(policy.copies.using, "reference"))
 
 
 def tasks():
@@ -93,4 +93,4 @@ def acted(policy, made):
 
 
 def responses(made, encoder=None):
-    return QwenResponses(made, Encoder.frozen(made.text.encoder) if encoder is None else encoder)
+    return QwenResponses(made, ResponseEncoder.frozen(made.text.encoder) if encoder is None else encoder)

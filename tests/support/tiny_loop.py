@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import tiny_policies as tiny
+from retouch.core.random import generator
 from retouch.data.sampler import assign, global_rows
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
@@ -37,6 +38,22 @@ class Share:
         future = Future()
         scores = {"share": judged.scores["share"].masked_fill(lost, torch.nan)}
         future.set_result(replace(judged, scores=scores, rewards=judged.rewards.masked_fill(lost, torch.nan)))
+        return future
+
+
+class Drawn(Share):
+    """A reward drawn for each task and slot, whatever its image: rounding that moves a pixel by one level does not change it."""
+
+    def __call__(self, batch, samples):
+        drawn = [
+            torch.rand((), generator=generator("reward", batch.group_ids[g], slot))
+            for g, slot in zip(batch.group, batch.slot, strict=True)
+        ]
+        judged = super().__call__(batch, samples).result()
+        lost = judged.rewards.isnan()
+        rewards = torch.stack(drawn).to(judged.rewards).masked_fill(lost, torch.nan)
+        future = Future()
+        future.set_result(replace(judged, scores={"share": rewards}, rewards=rewards))
         return future
 
 

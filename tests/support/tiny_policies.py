@@ -34,9 +34,15 @@ TRANSITIONS = {
 LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
 
 
+def _frozen(module):
+    """As a run loads it: the tests of a process share these modules, and none may leave a gradient in them."""
+    return module.requires_grad_(False)
+
+
 @functools.cache
 def _qwen_parts():
-    return {"vae": tiny_models.qwen_vae(), "text_encoder": tiny_models.qwen_text_encoder(tiny_models.qwen_tokenizer())}
+    encoder = tiny_models.qwen_text_encoder(tiny_models.qwen_tokenizer())
+    return {"vae": _frozen(tiny_models.qwen_vae()), "text_encoder": _frozen(encoder)}
 
 
 def edit_model():
@@ -55,7 +61,7 @@ def edit_model():
 
 @functools.cache
 def _sd3_parts():
-    return {"vae": tiny_models.sd3_vae(), "text_encoders": (tiny_models.clip(16, 1), None, None)}
+    return {"vae": _frozen(tiny_models.sd3_vae()), "text_encoders": (_frozen(tiny_models.clip(16, 1)), None, None)}
 
 
 def sd3_model():
@@ -85,9 +91,18 @@ def sampling(kind="sde", mode="all", **options):
 
 
 def policy(
-    family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("reference",), keep_means=False, acting="current", **how
+    family="sd3",
+    *,
+    train="lora",
+    guidance=1.0,
+    microbatch=4,
+    copies=("reference",),
+    keep_means=False,
+    acting="current",
+    objective=None,
+    **how,
 ):
-    """A new policy at its reference; ``how`` goes to ``sampling``."""
+    """A new policy at its reference; ``objective`` says which state its rollout keeps, ``how`` goes to ``sampling``."""
     model = MODELS[family]()
     make_trainable(model.module, train)
     kept = WeightCopies(model.module)
@@ -104,6 +119,7 @@ def policy(
         microbatch=microbatch,
         copies=kept,
         keep_means=keep_means,
+        first_gradient_step=None if objective is None else objective.first_gradient_step,
     )
 
 

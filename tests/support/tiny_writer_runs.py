@@ -8,9 +8,9 @@ import torch
 
 import tiny_models
 import tiny_writers
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
-from retouch.playground.models import PlaygroundModel
 from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
 from retouch.pretraining.networks.image_codes import untrained_codes

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,6 +29,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import loopback
 from vllm_runner import LogitsProcessor, Request, Runner
 
 INT64 = Field(ge=-(2**63), le=2**63 - 1)
@@ -432,18 +432,14 @@ CHANGES: dict[str, Change] = {
 WAYS = ("503", "502", "429", "hang", "reset", "close mid-body", "forgets its adapters")
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(loopback.Handler):
     server: "_Server"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         self._exchange("GET", b"")
 
     def do_POST(self) -> None:
-        self._exchange("POST", self.rfile.read(int(self.headers["Content-Length"])))
+        self._exchange("POST", self.body())
 
     def _exchange(self, method: str, body: bytes) -> None:
         double = self.server.double
@@ -480,20 +476,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(int(way), {"error": {"message": f"told to answer {way}", "type": "Error", "code": int(way)}})
 
     def _send(self, status: int, document: object) -> None:
-        body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        self.reply(status, document.encode() if isinstance(document, str) else document)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-
+class _Server(loopback.Server):
     def __init__(self, double: Double) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.double, self.ended = double, threading.Event()
         self.broken: list[BaseException | None] = []
 
@@ -507,15 +495,13 @@ class _Server(ThreadingHTTPServer):
 def serving(double: Double) -> Iterator[str]:
     """The address at which the double answers."""
     server = _Server(double)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        with loopback.running(server):
+            try:
+                yield server.url
+            finally:
+                server.ended.set()
     finally:
-        server.ended.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(timeout=30)
         if server.broken:
             raise AssertionError("the double itself is broken") from server.broken[0]
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from retouch.core.transitions import gaussian_step
-from retouch.objectives.advantages import Advantage, BatchAdvantage, GAEAdvantage, GroupAdvantage
+from retouch.objectives.advantages import (
+    Advantage,
+    BatchAdvantage,
+    BestAdvantage,
+    ExponentialAdvantage,
+    GAEAdvantage,
+    GroupAdvantage,
+)
 from retouch.objectives.awm import AWM
 from retouch.objectives.base import Objective
 from retouch.objectives.dpo import DPO
@@ -82,7 +89,16 @@ def test_a_broken_objective_is_named(policy, how, message):
 
 
 @pytest.mark.parametrize(
-    "advantage", [GroupAdvantage(), GroupAdvantage(baseline="leave_one_out"), BatchAdvantage(), GAEAdvantage()]
+    "advantage",
+    [
+        GroupAdvantage(),
+        GroupAdvantage(baseline="leave_one_out"),
+        BatchAdvantage(),
+        BestAdvantage(keep=2),
+        ExponentialAdvantage(),
+        ExponentialAdvantage(over="step", temperature=0.5),
+        GAEAdvantage(),
+    ],
 )
 def test_our_advantages_keep_the_contract(advantage):
     check_advantage(advantage)

@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 import tiny_policies as tiny
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.models.playground.family import PlaygroundModel
 from retouch.renderers.decoders import LatentRenderer
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.testing import check_model, check_renderer, check_reward
 from retouch.types import Column, Sample

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline, QwenImageEditPlusPipeline, ZImagePipeline
@@ -22,13 +21,9 @@ import tiny_writers
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.qwen_image import text as qwen_text
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from small_trainer import redness
 
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
-
-
-@retouch.reward(low=0, high=1)
-def redness(images: list[Any], **rest: Any) -> list[float]:
-    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
 
 
 def edits(**more: Any) -> list[dict[str, Any]]:

@@ -13,14 +13,10 @@ import retouch
 import tiny_pipelines
 import tiny_writers
 from retouch.types import Task
+from small_trainer import redness
 
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 DRAW = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 20, "output_type": "pt"}
-
-
-@retouch.reward(low=0, high=1)
-def redness(images: list[Any], **rest: Any) -> list[float]:
-    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
 
 
 def trainer(out: Path, model: Any, **changes: Any) -> retouch.Trainer:

@@ -21,15 +21,17 @@ from retouch.rewards.parts import SINGLE
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
-    "AWM", "BatchAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "FullWeights", "GAEAdvantage", "GRPO",
-    "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "PolicyGradient", "REINFORCE", "Recipe",
-    "SDETransition", "Supervised", "Trainer", "benchmarks", "core", "judge_audit", "load_run", "models", "open_writer", "reward",
-    "rewards", "sample", "score", "serve", "testing", "view",
+    "AWM", "BatchAdvantage", "BestAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "DRaFT",
+    "ExponentialAdvantage", "FullWeights", "GAEAdvantage", "GRPO", "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT",
+    "ODETransition", "PolicyGradient", "REINFORCE", "ReFL", "Recipe", "SDETransition", "Supervised", "Trainer", "benchmarks",
+    "core", "judge_audit", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score", "serve", "testing",
+    "view",
 }  # fmt: skip
 CORE = {
-    "advantages", "approx_kl", "batch_relative", "check_reward_range", "cispo", "clip_fraction", "clipped_surrogate",
-    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "importance_weights",
-    "reinforce", "rescale_rewards", "sequence_log_ratio", "surrogates", "whiten", "zero_std_groups",
+    "advantages", "approx_kl", "batch_relative", "best_of_group", "check_reward_range", "cispo", "clip_fraction",
+    "clipped_surrogate", "clipped_value_loss", "discounted_returns", "equal_groups", "explained_variance",
+    "exponential_weights", "gae", "group_relative", "importance_weights", "reinforce", "rescale_rewards", "sequence_log_ratio",
+    "surrogates", "whiten", "zero_std_groups",
 }  # fmt: skip
 
 

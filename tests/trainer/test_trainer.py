@@ -7,37 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
 from retouch.session.session import run
-
-SMALL: dict[str, Any] = {
-    "peft_config": retouch.Lora(rank=4, alpha=8, targets=["attn.to_q", "attn.to_v"]),
-    "steps": 3,
-    "tasks_per_step": 2,
-    "group_size": 2,
-    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
-    "learning_rate": 1e-2,
-    "device": "cpu",
-    "size": (32, 32),
-    "trackers": (),
-    "samples": {"every": 2, "tasks": 1, "groups": 1},
-    "progress": False,
-}
-
-
-@retouch.reward(low=0, high=1)
-def redness(images: list[Any], **rest: Any) -> list[float]:
-    """The mean of the red channel."""
-    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
+from small_trainer import SMALL, assert_same, bits, redness
 
 
 def prompts(count: int = 12) -> list[dict[str, Any]]:
@@ -47,21 +26,6 @@ def prompts(count: int = 12) -> list[dict[str, Any]]:
 def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": prompts(), **SMALL, **changes}
     return retouch.Trainer(**options, output_dir=out, run_name="run")
-
-
-def bits(folder: Path) -> dict[str, Any]:
-    """The metrics and the newest checkpoint of a run. Python's generator is left out: beartype, which checks types in tests, uses
-    it."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    tensors = {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return {"metrics": (folder / "metrics.jsonl").read_text(), **tensors, "random.safetensors/python": torch.zeros(1)}
-
-
-def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    assert one["metrics"] == other["metrics"]
-    assert one.keys() == other.keys()
-    tensors = [name for name, value in one.items() if name != "metrics"]
-    assert [name for name in tensors if not torch.equal(one[name].nan_to_num(7), other[name].nan_to_num(7))] == []
 
 
 def test_a_pipeline_learns_in_place_and_is_saved(tmp_path: Path) -> None:

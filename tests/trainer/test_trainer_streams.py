@@ -5,34 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import retouch
 import tiny_pipelines
 from retouch.data.sources.stream import IterableData
-
-SMALL: dict[str, Any] = {
-    "peft_config": retouch.Lora(rank=4, alpha=8, targets=["attn.to_q", "attn.to_v"]),
-    "steps": 4,
-    "tasks_per_step": 2,
-    "group_size": 2,
-    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
-    "learning_rate": 1e-2,
-    "device": "cpu",
-    "size": (32, 32),
-    "trackers": (),
-    "samples": {"every": 2, "tasks": 1, "groups": 1},
-    "progress": False,
-}
-
-
-@retouch.reward(low=0, high=1)
-def redness(images: list[Any], **rest: Any) -> list[float]:
-    """The mean of the red channel."""
-    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
+from small_trainer import SMALL, assert_same, bits, redness
 
 
 def stream(count: int = 8) -> datasets.IterableDataset:
@@ -42,22 +20,8 @@ def stream(count: int = 8) -> datasets.IterableDataset:
 
 def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     data = IterableData.of(stream(), held_out=2, check=2, shuffle=3, ahead=changes.pop("ahead", 1))
-    options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": data, **SMALL, **changes}
+    options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": data, **SMALL, "steps": 4, **changes}
     return retouch.Trainer(**options, output_dir=out, run_name="run")
-
-
-def bits(folder: Path) -> dict[str, Any]:
-    """The metrics and the newest checkpoint; without Python's generator, which beartype uses in tests."""
-    newest = max((folder / "checkpoints").glob("step-*"))
-    tensors = {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    return {"metrics": (folder / "metrics.jsonl").read_text(), **tensors, "random.safetensors/python": torch.zeros(1)}
-
-
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
-    assert one["metrics"] == other["metrics"]
-    changed = [name for name in one if name != "metrics" and not torch.allclose(one[name], other[name], 0, 0, equal_nan=True)]
-    assert changed == []
 
 
 def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> None:

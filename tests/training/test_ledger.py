@@ -9,7 +9,6 @@ from PIL import Image
 
 from judge_double import asking
 from retouch.distributed.ranks import Ranks
-from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.protocols import Reward
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import load
@@ -18,7 +17,10 @@ from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judges.one_token import YesReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judging import RewardScorer
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.caching import CachedJudgeClient
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.photos import PhotosReward
 from retouch.rewards.scorers.pixels import ShareReward
@@ -222,6 +224,46 @@ def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
         assert isinstance(reward.panel.client, CachedJudgeClient)
         plain = ShareReward()
         assert ledger.cached(plain) is plain
+
+
+def call(content: str, *, rubric: str = "r", tokens: int = 100, cost: float | None) -> JudgeCall:
+    amounts = {"attempts": 2, "input_tokens": tokens, "output_tokens": tokens // 10, "cost": cost}
+    return JudgeCall(content=content, image="", judge="j", scores=None, rubric=rubric, **amounts)
+
+
+def test_totals_of_judges_grow_and_are_kept_over_restarts(tmp_path: Path) -> None:
+    for start in range(2):
+        with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+            assert ledger.usage() == (
+                {}
+                if start == 0
+                else {"judge/requests": 4, "judge/input_tokens": 200, "judge/output_tokens": 20, "judge/cost": 0.75}
+            )
+            ledger.cache.record([call("a", cost=0.25)])
+            ledger.cache.record([call("a", cost=0.5), call("server", rubric="", tokens=0, cost=None)])
+            assert ledger.usage()["judge/cost"] == 0.75 * (start + 1)
+            assert ledger.usage()["judge/requests"] == 4 * (start + 1)
+
+
+def test_a_price_that_is_not_known_is_never_zero(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+        ledger.cache.record([call("a", cost=None)])
+        unknown = {"judge/requests": 2, "judge/input_tokens": 100, "judge/output_tokens": 10, "judge/unpriced_requests": 2}
+        assert ledger.usage() == unknown
+        ledger.cache.record([call("b", cost=0.0)])
+        doubled = {name: 2 * value for name, value in unknown.items()}
+        assert ledger.usage() == doubled | {"judge/unpriced_requests": 2, "judge/cost": 0.0}
+
+
+def test_judges_of_a_runs_benchmarks_count_and_a_damaged_ledger_of_one_ends_nothing(tmp_path: Path) -> None:
+    for name, rank in (("one", ""), ("one", ".rank1"), ("two", "")):
+        (tmp_path / "suites" / name).mkdir(parents=True, exist_ok=True)
+        with closing(Database(tmp_path / "suites" / name / f"ledger{rank}.sqlite")) as database:
+            AnswerCache(database).record([call("a", cost=0.25)])
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+        assert ledger.usage()["judge/cost"] == 0.5  # those of this rank
+        (tmp_path / "suites" / "two" / "ledger.sqlite").write_bytes(b"damaged" * 1000)
+        assert ledger.usage()["judge/cost"] == 0.5
 
 
 def test_keeping_pictures_may_be_turned_on_and_judges_changed_where_that_is_said() -> None:

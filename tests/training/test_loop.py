@@ -20,14 +20,18 @@ from retouch.distributed.stepper import NonFiniteGradient
 from retouch.objectives.advantages import BatchAdvantage
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl
+from retouch.objectives.reward_gradient import DRaFT
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
+from retouch.rewards.scorers.pixels import TargetReward
 from retouch.training.loop import Collected, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
 
 SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
 NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
+DRAFT = DRaFT(reward=TargetReward(), steps=2)
+DRAFT_OPTIONS = {"kind": "ode", "objective": DRAFT}
 
 
 def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
@@ -139,7 +143,9 @@ def step_on(ranks, policy, objective, missing):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    ("objective", "options"), [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS)], ids=["grpo", "nft"]
+    ("objective", "options"),
+    [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
+    ids=["grpo", "nft", "draft"],
 )
 def test_ranks_share_one_gradient(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
@@ -189,8 +195,9 @@ def test_two_real_ranks_share_one_gradient(tmp_path):
     [
         (STRONG_KL, {"mode": "window", "copies": ("reference",)}),
         (NFT(), NFT_OPTIONS),
+        (DRAFT, DRAFT_OPTIONS),
     ],
-    ids=["grpo", "nft"],
+    ids=["grpo", "nft", "draft"],
 )
 def test_a_missing_score_is_as_if_the_row_were_not_there(objective, options):
     """Away from reference and old policy, where a row without an advantage would be pulled back there if it had a weight."""

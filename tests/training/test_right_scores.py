@@ -10,10 +10,10 @@ from PIL import Image, ImageDraw, ImageFont
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
+from retouch.models.playground.tiny_fill import TinyFluxFill
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.networks.tiny_fill import TinyFluxFill
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.text.ocr import OcrReward
 from retouch.training.loop import train

@@ -29,7 +29,7 @@ def stale_run(ahead, *, cap=CAP, rate=1e-2, steps=4, objective=WIDE):
     """A run whose weights move so far that stale actions have other probabilities."""
     policy = tiny.policy(mode="window", reduction="sum", copies=("reference", *stale_copies(ahead)))
     source = partial(collect_ahead, staleness=ahead, truncate_at=cap) if ahead else None
-    return tiny_loop.run(policy), tiny_loop.phase(objective, steps=range(steps), learning_rate=lambda step: rate, ahead=source)
+    return tiny_loop.run(policy), tiny_loop.phase(objective, steps=range(steps), learning_rate=lambda step: rate, source=source)
 
 
 def weights_of(run):
@@ -41,7 +41,7 @@ def test_a_step_learns_from_what_the_weights_of_earlier_steps_sampled(ahead):
     """Each trajectory is the one that those weights sample, and its log-probabilities are those of the current weights."""
     run, phase = stale_run(ahead)
     before, seen = [], []
-    for step, collected in enumerate(phase.ahead(run, phase, 0)):
+    for step, collected in enumerate(phase.source(run, phase, 0)):
         before.append(weights_of(run))
         seen.append(collected)
         update(run, phase, step, collected)
@@ -50,7 +50,7 @@ def test_a_step_learns_from_what_the_weights_of_earlier_steps_sampled(ahead):
     for step, found in enumerate(seen):
         for name, parameter in current.items():
             parameter.data = before[max(0, step - ahead)][name].data
-        again = begin_collecting(run, phase, step).trajectory
+        again = begin_collecting(run, phase.batch(step)).trajectory
         assert torch.equal(found.trajectory.latents, again.latents)
         assert torch.equal(found.trajectory.log_probs, again.log_probs) == (step == 0)
         for name, parameter in current.items():
@@ -65,9 +65,9 @@ def test_a_step_learns_from_what_the_weights_of_earlier_steps_sampled(ahead):
 def test_the_gradient_of_a_stale_step_is_that_of_the_formula():
     """- sum of weight * min(p / p_acting, cap) * A * grad log p, and another one without the importance weights."""
     run, phase = stale_run(1)
-    every = phase.ahead(run, phase, 0)
+    every = phase.source(run, phase, 0)
     update(run, phase, 0, next(every))
-    acting = begin_collecting(tiny_loop.run(tiny.policy(mode="window", reduction="sum")), phase, 1).trajectory.log_probs
+    acting = begin_collecting(tiny_loop.run(tiny.policy(mode="window", reduction="sum")), phase.batch(1)).trajectory.log_probs
     collected = next(every)
     minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), epoch=0)
     found, losses = tiny.gradient(run.policy, WIDE, minibatch)
@@ -142,7 +142,7 @@ def test_completions_are_weighted_too():
     policy = tiny_writing.policy(writer=writer)
     run = tiny_loop.run(tiny.policy(mode="window"))
     phase = tiny_loop.phase(WIDE, count=2, group_size=3)
-    images = finish_collecting(run, phase, begin_collecting(run, phase, 0))  # rewards and advantages of six images
+    images = finish_collecting(run, phase, begin_collecting(run, phase.batch(0)))  # rewards and advantages of six images
     trajectory = policy.rollout(tiny_writing.batch(group_size=2))
     advantages = images.advantages[:, :1].expand(trajectory.mask.shape)
     made = replace(images, trajectory=trajectory, advantages=advantages)

@@ -12,7 +12,9 @@ import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.ownership import Owner
+from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 from retouch.view.app import build_app
@@ -44,6 +46,14 @@ def write_run(tmp_path: Path) -> Callable[..., RunFolder]:
         return folder
 
     return write
+
+
+@pytest.fixture
+def running(write_run: Callable[..., RunFolder]) -> Iterator[RunFolder]:
+    folder = write_run("one", steps=2, of=9)
+    owner = Owner(folder.root)
+    yield folder
+    owner.close()
 
 
 @pytest.fixture

@@ -9,20 +9,10 @@ from conftest import TOKEN
 from starlette.testclient import TestClient
 
 from retouch.records.control import answer_request, read_requests
-from retouch.records.folder import RunFolder
-from retouch.records.ownership import Owner
 from retouch.view.app import build_app
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/one/control"
-
-
-@pytest.fixture
-def running(write_run) -> Iterator[RunFolder]:
-    folder = write_run("one", steps=2, of=9)
-    owner = Owner(folder.root)
-    yield folder
-    owner.close()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """What the options of `retouch view` add, in a browser: requests to runs; and the parts of a sample that only some runs have."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 from PIL import Image
 
 from retouch.records.control import answer_request, read_requests
-from retouch.records.folder import RunFolder, SampleRecord
-from retouch.records.ownership import Owner
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
@@ -24,14 +23,6 @@ HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202e
 @pytest.fixture
 def options() -> dict[str, Any]:
     return {"control": True, "trying": "cpu"}
-
-
-@pytest.fixture
-def running(write_run) -> Iterator[RunFolder]:
-    folder = write_run("one", steps=2, of=9)
-    owner = Owner(folder.root)
-    yield folder
-    owner.close()
 
 
 @pytest.fixture
@@ -51,9 +42,12 @@ def judged(write_run) -> RunFolder:
     best, worst = rows[2].image, rows[0].image
     words = f"It is very blue. {HOSTILE}"
     calls = [
-        JudgeCall(content="a", image=best, judge="j", scores={"share": 0.75}, text=words, seconds=1.5, cost=0.002),
-        JudgeCall(content="b", image=best, judge="j", scores=None, fault="no number", text="w" * 1_000_000),
-        JudgeCall(content="c", image=worst, judge="j", scores={"share": 0.0}, text="another sample"),
+        JudgeCall(
+            content="a", image=best, judge="judge one", rubric="r", scores={"share": 0.75}, text=words, seconds=1.5, cost=0.002
+        ),
+        JudgeCall(content="b", image=best, judge=HOSTILE, rubric="r", scores=None, fault="no number", text="w" * 1_000_000),
+        JudgeCall(content="c", image=worst, judge="judge one", rubric="r", scores={"share": 0.0}, text="another sample"),
+        JudgeCall(content="d", image=best, judge="0123", scores=None, fault="missing share", text="{}"),
     ]
     AnswerCache(database).record(calls)
     database.close()
@@ -117,7 +111,8 @@ def test_a_group_in_its_order_and_the_words_of_its_judge(judged, tab, address: s
     tab.get_by_role("heading", name="Its group, best first").wait_for()
     captions = tab.locator(".ranked figcaption").all_inner_texts()
     assert [caption.split()[-1] for caption in captions] == ["+1", "0", "-1"]
-    tab.get_by_text("Answer 1").click()
+    tab.get_by_text("Answer 3 by a reward server").wait_for()
+    tab.get_by_text("Answer 1 by judge one").click()
     tab.get_by_text("It is very blue.").wait_for()
     tab.get_by_text("Answer 2").click()
     tab.get_by_text("The first 20000 of 1000000 characters.").wait_for()

@@ -11,6 +11,8 @@ from PIL import Image
 
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
+from retouch.rewards.ledger.database import Database
 from retouch.view.live_run import LiveRun
 from retouch.view.tail import LineTail
 
@@ -41,6 +43,16 @@ def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tm
     assert found["stopped"]["reason"] == "ValueError: the reward returned 3 scores for 4 images"
     assert found["alarm"]["reason"] == "a rule's words"
     assert found["finished"]["summary"]["gap_closed"] is None
+
+
+def test_the_steps_of_a_run_with_phases_are_those_of_its_phases(write_run) -> None:
+    folder = write_run("one")
+    for phases, total in (([{"steps": 1}, {"steps": 3}], 4), ([{"steps": 2}, {"steps": 3}], 5), ([{"steps": None}], 4)):
+        folder.write_recipe({"name": "one", "steps": None, "phases": phases})
+        found = LiveRun(folder.root).overview()
+        assert (found["steps"], found["state"]) == (total, "finished" if total == 4 else "stopped")
+    folder.summary.unlink()
+    assert LiveRun(folder.root).overview()["steps"] is None
 
 
 def test_a_runs_own_folder_can_be_opened(write_run) -> None:
@@ -97,6 +109,32 @@ def test_an_open_page_is_sent_what_is_new(write_run, browser) -> None:
         line = next(line for line in reply.iter_lines() if line.startswith("data: "))
     found = json.loads(line.removeprefix("data: "))
     assert ([each["step"] for each in found["metrics"]], found["timings"]) == ([4], [])
+
+
+def test_the_cost_of_judges_grows_with_the_ledger(write_run) -> None:
+    folder = write_run("one")
+    run = LiveRun(folder.root)
+    assert run.overview()["judges"] is None
+    paid = {"image": "", "judge": "j", "scores": None, "rubric": "r", "input_tokens": 1000, "output_tokens": 10}
+    database = Database(folder.root / "ledger.sqlite")
+    assert run.overview()["judges"] is None
+    AnswerCache(database).record([JudgeCall(content="a", **paid)])
+    assert run.overview()["judges"] == {
+        "requests": 1,
+        "input_tokens": 1000,
+        "output_tokens": 10,
+        "cost": None,
+        "unpriced": 1,
+    }
+    AnswerCache(database).record([JudgeCall(content="b", cost=0.25, **paid), JudgeCall(content="c", cost=0.5, attempts=3, **paid)])
+    found = run.overview()["judges"]
+    assert (found["requests"], found["cost"], found["unpriced"]) == (5, 0.75, 1)
+    database.close()
+    assert run.overview()["judges"] == found
+    (folder.root / "ledger.sqlite").write_bytes(b"damaged" * 1000)
+    assert run.overview()["judges"] == found
+    (folder.root / "ledger.sqlite").unlink()
+    assert run.overview()["judges"] is None
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
+from retouch.rewards.votes.log import VoteLog
+from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Sample, Task
-from retouch.votes.log import VoteLog
-from retouch.votes.queue import VoteQueue
 
 HOSTILE = "<b id=planted>bold</b><script>document.title='planted'</script>\u202egnp.terces " + "w" * 3000
 

@@ -10,12 +10,13 @@ from conftest import TOKEN
 from PIL import Image
 from starlette.testclient import TestClient
 
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord
+from retouch.rewards.votes.log import VoteLog
+from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Sample, Task
 from retouch.view.app import build_app
 from retouch.votes.asking import REPEAT_EVERY
-from retouch.votes.log import VoteLog
-from retouch.votes.queue import VoteQueue
 from retouch.votes.shares import voters
 
 ORIGIN = {"Origin": "http://127.0.0.1:8765"}
@@ -103,6 +104,13 @@ def test_a_repeat_comes_with_its_sides_exchanged(write_samples, client, runs: Pa
         answer(client, given, "left")
     (row,) = voters(VoteLog(runs / "one").read().votes)
     assert (row.consistency.value, row.consistency.count) == (0.0, 30 // REPEAT_EVERY)
+
+
+def test_a_voter_may_answer_before_the_images_are_loaded(write_samples, client) -> None:
+    write_samples("one")
+    given = question(client)
+    answer(client, given, "left")
+    assert [client.get(f"/pair-images/{given['question']['id']}/{side}").status_code for side in ("left", "right")] == [200, 200]
 
 
 def test_the_page_does_not_know_what_made_an_image(write_samples, client) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retouch.votes.bradley_terry import preferences, strengths, table
-from retouch.votes.calibration import Calibration, calibrate, isotonic
-from retouch.votes.log import Vote
+from retouch.rewards.votes.bradley_terry import preferences, strengths, table
+from retouch.rewards.votes.calibration import Calibration, calibrate, isotonic
+from retouch.rewards.votes.log import Vote
 from retouch.votes.shares import judge_agreement, share, voter_agreement, voters, win_rates
 from retouch.votes.simulated import Preference
 from retouch.votes.summary import as_text, summarise
@@ -51,7 +51,7 @@ def test_win_rates_count_ties_as_one_half(vote) -> None:
         vote("right", task="2", left="base", right="new"),
         vote("right", task="3", left="new", right="base"),
         vote("tie", task="4", left="new", right="base"),
-        vote("both_bad", task="5", left="base", right="new"),
+        vote("both_bad", task="5", left="new", right="base"),
         vote("left", task="6", left="x", right="y", arms=("", "")),
     ]
     (found,) = win_rates(votes)
@@ -151,6 +151,13 @@ def test_a_calibration_is_monotone_and_its_uncertainty_shrinks(vote, tmp_path: P
     assert math.isnan(many.at(math.nan)[0])
     many.save(tmp_path / "map.json")
     assert Calibration.load(tmp_path / "map.json") == many
+
+
+def test_votes_that_only_repeat_others_of_their_task_tell_nothing_new(vote) -> None:
+    votes = scored_votes(vote, 120, seed=3)
+    once, often = (calibrate([each for each in votes for _ in range(times)], "score", resamples=200) for times in (1, 8))
+    assert often.probability == pytest.approx(once.probability)
+    assert often.sd == pytest.approx(once.sd)
 
 
 def test_a_calibration_needs_votes_on_several_tasks(vote) -> None:
@@ -260,7 +267,7 @@ def test_agreement_of_voters_by_hand(vote) -> None:
 
 
 def test_a_summary_has_all_tables(vote, tmp_path: Path) -> None:
-    from retouch.votes.log import VoteLog
+    from retouch.rewards.votes.log import VoteLog
 
     log = VoteLog(tmp_path)
     for number in range(12):

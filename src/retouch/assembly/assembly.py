@@ -22,7 +22,7 @@ from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
-from retouch.policies.context import PolicyContext
+from retouch.policies.context import FirstGradientStep, PolicyContext
 from retouch.policies.engines.base import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies, stale_copies
@@ -73,10 +73,12 @@ class PolicyParts:
         acting: Literal["current", "old"] = "current",
         keep_means: bool = False,
         engine: Engine | DenoisingEngine | None = None,
+        first_gradient_step: FirstGradientStep | None = None,
     ) -> "DenoisingPolicy | AutoregressivePolicy":
         """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
 
-        ``engine``: what samples the completions or the chains of a rollout; None is the policy.
+        ``engine``: what samples the completions or the chains of a rollout; None is the policy. ``first_gradient_step``: of the
+        objective, if its loss continues denoising chains.
         """
         context = PolicyContext(
             copies=self.copies,
@@ -88,6 +90,7 @@ class PolicyParts:
             any_rank=self.ranks.any,
             in_step=self._in_step,
             head=self.head,
+            first_gradient_step=first_gradient_step,
         )
         return self.recipe.policy.build(rollout, self.model, context)
 
@@ -164,6 +167,7 @@ class Assembly(PolicyParts):
             acting=objective.acts_with,
             keep_means=objective.needs_acting_means,
             engine=self._engine(resolved.rollout),
+            first_gradient_step=objective.first_gradient_step if objective.differentiates_reward else None,
         )
         policy.module = stepper.module
         run = Run(
@@ -283,6 +287,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
             "give null for the combined reward"
         )
     phases = recipe.resolved_phases()
+    for phase in phases if trains else ():
+        if phase.objective.differentiates_reward:
+            phase.objective.load(placement.reward)
     sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
     return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
 
@@ -331,7 +338,7 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         from retouch.distributed.fsdp import shard
         from retouch.distributed.sharded_copies import ShardedCopies
 
-        shard(model.module, ranks)
+        shard(model.module, ranks, weights_wait=placement.weights_wait)
         copies = ShardedCopies(model.module, ranks)
     names = copies_needed(recipe)
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):

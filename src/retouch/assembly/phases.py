@@ -13,6 +13,7 @@ from retouch.data.sampler import (
     DrawnInOrder,
     Subset,
     assign,
+    further_tasks,
     global_rows,
     places_in_step,
     steps_for_passes,
@@ -24,7 +25,7 @@ from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.training.loop import Phase
-from retouch.types import Batch
+from retouch.types import Batch, Task
 
 
 def sets_of(
@@ -120,11 +121,22 @@ def build_phase(
             drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
         return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
 
-    ahead = None
+    def further(step: int, turn: int) -> Sequence[Task]:
+        assert not isinstance(tasks, DrawnInOrder), "refused below"
+        drawn = further_tasks(seed=recipe.seed, step=step - steps.start, count=count, size=len(tasks), turn=turn)
+        return Subset(tasks, drawn)
+
+    source = None
     if phase.rollout.staleness and not phase.imitates:
         from retouch.training.staleness import collect_ahead
 
-        ahead = partial(collect_ahead, staleness=phase.rollout.staleness, truncate_at=phase.rollout.truncate_at)
+        source = partial(collect_ahead, staleness=phase.rollout.staleness, truncate_at=phase.rollout.truncate_at)
+    if phase.rollout.refill is not None and not phase.imitates:
+        from retouch.training.refill import collect_refilled
+
+        if isinstance(tasks, DrawnInOrder):
+            raise ValueError("rollout.refill: a stream has no further tasks for a step; remove it, or stream no data")
+        source = partial(collect_refilled, rounds=phase.rollout.refill.rounds, further=further)
     objective = phase.objective
     entropy = recipe.policy.entropy
     return Phase(
@@ -142,7 +154,7 @@ def build_phase(
         minibatches=recipe.minibatches,
         learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
         trained_kinds=lambda step: objective.trained_kinds(step - steps.start),
-        ahead=ahead,
+        source=source,
         demonstrate=objective.demonstrate,
     )
 

@@ -6,6 +6,7 @@ import torch
 
 from retouch.core.random import generator
 from retouch.memory.plan import MemoryPlan, MemoryRow
+from retouch.models.common.parts import compute_device
 from retouch.objectives.base import ValueHead
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.protocols import AutoregressiveModel, DenoisingModel
@@ -22,7 +23,7 @@ def build_head(
     section: ValueHead, model: DenoisingModel | AutoregressiveModel, *, tasks: Sequence[Task], seed: int
 ) -> LatentValues | TokenValues:
     """A value head for the model's states. ``tasks``: training tasks, of which the first are encoded; the same on every rank."""
-    device = next(model.module.parameters()).device
+    device = compute_device(model.module)
     if not isinstance(model, DenoisingModel):
         states, _ = model.prefill(model.module, model.encode([tasks[0]]))
         return TokenValues(states.shape[1], width=section.width, seed=seed, coefficient=section.coefficient).to(device)

@@ -20,7 +20,7 @@ from retouch.inference.sampling import sample_tasks
 from retouch.records.folder import RunFolder
 from retouch.types import Json, Task
 
-_PLAYGROUND = ("retouch.playground.models:PlaygroundModel", "retouch.playground.models:PlaygroundTextToImage")
+_PLAYGROUND = ("retouch.models.playground.family:PlaygroundModel", "retouch.models.playground.family:PlaygroundTextToImage")
 
 
 class ImageMaker(Protocol):
@@ -83,9 +83,7 @@ class PipelineMaker:
             yield self._pipeline(**given).images[0].convert("RGB")
 
 
-def open_maker(
-    model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite, overrides: Sequence[str] = ()
-) -> ImageMaker:
+def open_maker(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageMaker:
     """What makes images of ``model``: the folder of a run, a recipe, the folder or id of a pipeline, or a loaded pipeline.
 
     Raises ValueError if there is no such model, or if it cannot do what the suite asks.
@@ -102,7 +100,7 @@ def open_maker(
             raise ValueError(
                 f"{name} is a run or recipe of Retouch, which has its own weights and settings; leave --lora and --call out"
             )
-        return _policy_maker(name, overrides)
+        return _policy_maker(name)
     return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
 
 
@@ -118,12 +116,12 @@ def is_ours(name: str) -> bool:
         return False
 
 
-def _policy_maker(name: str, overrides: Sequence[str]) -> ImageMaker:
+def _policy_maker(name: str) -> ImageMaker:
     from retouch.inference.opening import open_policy, read_target
     from retouch.records.libraries import silence_libraries
 
     silence_libraries()
-    recipe, folder = read_target(name, overrides)
+    recipe, folder = read_target(name, ())
     parts, step = open_policy(recipe, folder)
     return PolicyMaker(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
 
@@ -132,7 +130,7 @@ def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, An
     from diffusers import DiffusionPipeline
 
     from retouch.models.common.pretrained import fetch_weights
-    from retouch.playground.models import playground_weights
+    from retouch.models.playground.family import playground_weights
     from retouch.records.libraries import silence_libraries
 
     silence_libraries()

@@ -85,7 +85,7 @@ class BenchmarkResult:
         """Write the rows, the result and the table into the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write_lines(self.folder / ROWS, [asdict(row) for row in self.rows])
-        files.write_lines(self.folder / ITEMS, [_item_line(item) for item in self.items])
+        files.write_lines(self.folder / ITEMS, [{key: getattr(item, key) for key in _ITEM_KEYS} for item in self.items])
         files.write_json(self.folder / RESULT, self.about)
         files.write_atomic(self.folder / TABLE, (str(self) + "\n").encode())
 
@@ -100,10 +100,6 @@ class BenchmarkResult:
 
 
 _ITEM_KEYS = ("id", "prompt", "later", "category", "text", "cluster", "fields")
-
-
-def _item_line(item: SuiteItem) -> dict[str, Any]:
-    return {key: getattr(item, key) for key in _ITEM_KEYS}
 
 
 def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Float[ndarray, " n"]]:

@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from retouch.core.quantiles import t_quantile
+
 RESAMPLES = 2000
 LEVEL = 0.95
 
@@ -41,15 +43,15 @@ def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
     return members, len(numbers)
 
 
-def resample_counts(clusters: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Float[ndarray, "b n"]:
+def resample_counts(clusters: Sequence[str]) -> Float[ndarray, "b n"]:
     """How often each item is counted in each resample: whole clusters are drawn, with replacement, as many as there are."""
     members, count = cluster_numbers(clusters)
-    return _counts(tuple(members), count, resamples, seed)
+    return _counts(tuple(members), count)
 
 
 @lru_cache(maxsize=4)  # the two sides of a comparison, and rows of a table, share them
-def _counts(members: tuple[int, ...], count: int, resamples: int, seed: int) -> Float[ndarray, "b n"]:
-    drawn = np.random.default_rng([seed, count]).multinomial(count, np.full(count, 1 / count), size=resamples)
+def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
+    drawn = np.random.default_rng([0, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     counts: Float[ndarray, "b n"] = drawn[:, list(members)].astype(np.float64)
     counts.flags.writeable = False
     return counts
@@ -72,22 +74,3 @@ def _expanded_tail(clusters: int) -> float:
     """The share of resamples outside each end, less than 2.5 %."""
     z = -math.sqrt(clusters / (clusters - 1)) * t_quantile(1 - (1 - LEVEL) / 2, clusters - 1)
     return NormalDist().cdf(z)
-
-
-def t_quantile(share: float, freedom: int) -> float:
-    """The quantile of Student's t distribution with ``freedom`` degrees of freedom; exact for 1 and 2.
-
-    Source: Abramowitz and Stegun 26.7.5, whose error is below 0.1 % for 0.975 from 3 degrees of freedom on.
-    """
-    if freedom == 1:
-        return math.tan(math.pi * (share - 0.5))
-    if freedom == 2:
-        return (2 * share - 1) * math.sqrt(2 / (4 * share * (1 - share)))
-    z = NormalDist().inv_cdf(share)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + math.fsum(term / freedom ** (power + 1) for power, term in enumerate(terms))

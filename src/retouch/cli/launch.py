@@ -11,8 +11,8 @@ from retouch.cli.arguments import Commands, debug_option, integers
 _LAUNCHABLE = ("train", "eval", "doctor")
 
 
-def add_launch(commands: Commands, *, parse: Callable[[Sequence[str]], argparse.Namespace]) -> None:
-    """Add the command; ``parse`` parses the arguments of the command that is launched."""
+def add_launch(commands: Commands, *, parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -> None:
+    """Add the command; ``parser`` makes the parser of the command that is launched, from its words."""
     launch = commands.add_parser(
         "launch", parents=[debug_option()], help="run a recipe, or another command, on several ranks of this machine"
     )
@@ -23,10 +23,10 @@ def add_launch(commands: Commands, *, parse: Callable[[Sequence[str]], argparse.
     launch.add_argument(
         "argv", nargs=argparse.REMAINDER, metavar="RECIPE|COMMAND ...", help="as after `retouch train`, or after `retouch`"
     )
-    launch.set_defaults(run=partial(_launch, parse))
+    launch.set_defaults(run=partial(_launch, parser))
 
 
-def _launch(parse: Callable[[Sequence[str]], argparse.Namespace], arguments: argparse.Namespace) -> int:
+def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], arguments: argparse.Namespace) -> int:
     from retouch.config import consent
     from retouch.distributed.launching import launch
     from retouch.recipe.recipe import load
@@ -36,7 +36,7 @@ def _launch(parse: Callable[[Sequence[str]], argparse.Namespace], arguments: arg
         raise ValueError("nothing to launch: add a recipe, for example `retouch launch --nproc 2 recipes/quickstart.jsonnet`")
     if argv[0] not in _LAUNCHABLE:
         argv = ["train", *argv]
-    command = parse(argv)
+    command = parser(argv).parse_args(argv)
     # What the user allows here holds for the ranks too, which cannot ask.
     with consent.allowing(command.allow_import, ask=True):
         if (recipe := vars(command).get("recipe")) is None:

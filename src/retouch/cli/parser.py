@@ -52,7 +52,8 @@ _ADVICE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = build_parser(words).parse_args(words)
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
         from retouch.distributed.guardian import die_with_launcher
 
@@ -130,26 +131,20 @@ def _as_changes(words: Sequence[str]) -> list[str]:
     return changes
 
 
-def build_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or only of this one. The namespace it returns has ``run``, the function of the command."""
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of the command with which ``words`` begin, which imports only that one; otherwise of all commands, which help and
+    mistakes need. The namespace that it returns has ``run``, the function of the command."""
     parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name in _COMMANDS if command is None else [command]:
+    for name in words[:1] if words and words[0] in _COMMANDS else _COMMANDS:
         module, _, function = _COMMANDS[name].partition(":")
         add = getattr(import_module(module), function)
-        if name == "launch":
-            add(commands, parse=_parse)
-        elif name == "completion":
+        if name in ("launch", "completion"):
             add(commands, parser=build_parser)
         else:
             add(commands)
     return parser
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments. Imports only the command that they begin with; help and mistakes need all commands."""
-    return build_parser(argv[0] if argv and argv[0] in _COMMANDS else None).parse_args(argv)
 
 
 def _explained(error: OSError) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from retouch.cli.arguments import Commands, debug_option
 
 _BASES = {
+    "large": "build an editor of four times the depth, which starts from the editor's weights, in runs/playground/editor-large",
     "writer": "build the writer for the existing editor, and not the editor",
     "text-to-image": "build the text-to-image model, which starts from the editor's weights, and its prompt enhancer",
     "emu3": "build the editors that generate image tokens, and their autoencoder",
@@ -31,6 +32,10 @@ def add_playground(commands: Commands) -> None:
 def _playground_build(arguments: argparse.Namespace) -> int:
     build: Callable[..., object]
     match arguments.base:
+        case "large":
+            from retouch.pretraining.build_editor import build_large_editor
+
+            build = build_large_editor
         case "writer":
             from retouch.pretraining.build_writer import build_writer
 

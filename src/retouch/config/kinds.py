@@ -10,7 +10,8 @@ A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS
 """
 
 import json
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from operator import methodcaller
 from typing import Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, JsonValue, ValidationError
@@ -102,10 +103,10 @@ class Kinds:
 
     def document(self, section: Section) -> dict[str, Any]:
         """The section as JSON, with its kind or its class path, so that a recipe that contains it can be read back."""
-        return self._named(section, section.model_dump(mode="json"))
+        return self._named(section, methodcaller("model_dump", mode="json"))
 
-    def _named(self, section: Section, dumped: dict[str, Any]) -> dict[str, Any]:
-        own = type(section)
+    def _named(self, section: Section, dump: Callable[[Section], dict[str, Any]]) -> dict[str, Any]:
+        own, dumped = type(section), dump(section)
         kind = getattr(section, self.tag, None)
         if own is Imported or (kind is not None and self.load(kind) is own):
             return {self.tag: kind, **dumped}
@@ -123,10 +124,7 @@ class Kinds:
         def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
             return value if isinstance(value, base) else self._parse(value, base, json_input=info.mode == "json")
 
-        def serialize(section: Section, handle: core_schema.SerializerFunctionWrapHandler) -> dict[str, Any]:
-            return self._named(section, handle(section))
-
-        dumped = core_schema.wrap_serializer_function_ser_schema(serialize, schema=core_schema.any_schema())
+        dumped = core_schema.wrap_serializer_function_ser_schema(self._named, schema=core_schema.any_schema())
         return core_schema.with_info_plain_validator_function(validate, serialization=dumped)
 
     def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:

@@ -1,4 +1,5 @@
-"""The mathematics of training: advantages, surrogate losses, loss weights, SDE transitions, divergences, token distributions.
+"""The mathematics of training: advantages, surrogate losses, loss weights, SDE transitions, divergences, token distributions,
+quantiles.
 
 Every function is pure, takes tensors and returns tensors in fp32 (unless its docstring says otherwise), and cites its source. A
 module here may import torch and other modules of ``core``, and nothing else of the project.
@@ -11,7 +12,16 @@ from importlib import import_module
 from typing import Any
 
 _FUNCTIONS = {
-    "advantages": ("batch_relative", "check_reward_range", "group_relative", "rescale_rewards", "zero_std_groups"),
+    "advantages": (
+        "batch_relative",
+        "best_of_group",
+        "check_reward_range",
+        "equal_groups",
+        "exponential_weights",
+        "group_relative",
+        "rescale_rewards",
+        "zero_std_groups",
+    ),
     "gae": ("clipped_value_loss", "discounted_returns", "explained_variance", "whiten"),
     "surrogates": (
         "approx_kl",

@@ -1,4 +1,4 @@
-"""Group-relative and batch-relative advantages: rewards (b,) to advantages (b,), in fp32.
+"""Advantages relative to the group or the batch, and weights of the best samples: rewards (b,) to advantages (b,), in fp32.
 
 A NaN reward is a missing one: it enters no mean and no standard deviation, and its advantage is exactly 0. A group is identified
 by an integer id, never by its prompt. Groups may differ in size and need not be contiguous.
@@ -78,6 +78,64 @@ def batch_relative(
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
 
 
+def best_of_group(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, keep: int = 1) -> Float[Tensor, " b"]:
+    """Equal positive weights for the ``keep`` best samples of each group, and 0 for the others: best-of-n selection.
+
+    ``rewards`` and ``group`` as in ``group_relative``. Samples that tie for the last place share it equally. The weights have mean
+    1 over the valid rewards of a group. A group from which nothing would be dropped has weight 0: one with equal rewards, or with
+    at most ``keep`` valid ones.
+
+    Source: RAFT (Dong et al. 2023, arXiv 2304.06767). Raises ValueError if a reward is infinite, a group id is not an integer, or
+    ``keep`` is below 1.
+
+    Example::
+
+        >>> retouch.core.best_of_group(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1]))
+        tensor([2., 0., 0., 0.])
+    """
+    if keep < 1:
+        raise ValueError(f"keep {keep}: keep at least 1 sample of a group")
+    index, groups = _index(rewards, group)
+    rewards = rewards.float()
+    valid = ~rewards.isnan()
+    together = (index[:, None] == index) & valid
+    better = (together & (rewards > rewards[:, None])).sum(dim=1)
+    tied = (together & (rewards == rewards[:, None])).sum(dim=1)
+    share = ((keep - better) / tied.clamp(min=1)).clamp(0, 1)
+    count = _group_sum(valid.float(), index, groups)[index]
+    chosen = valid & (count > keep) & _unequal(rewards, valid, index, groups)[index]
+    return (share * count / keep).masked_fill(~chosen, 0)
+
+
+def exponential_weights(
+    rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, temperature: float = 1.0, eps: float = 1e-4
+) -> Float[Tensor, " b"]:
+    """exp(A / temperature), divided by its mean over the group, with A = (reward - mean) / (std + eps) of the group.
+
+    ``rewards`` and ``group`` as in ``group_relative``; equal ids for all rows compare all samples of a batch. The weights have mean
+    1 over the valid rewards of a group. A low ``temperature`` leaves only the best sample, a high one weighs all equally. A group
+    with equal rewards, or with fewer than two valid ones, has weight 0.
+
+    Source: reward-weighted regression (Peters & Schaal 2007); with diffusion models in Black et al. 2023 (arXiv 2305.13301). Raises
+    ValueError if a reward is infinite, a group id is not an integer, or ``temperature`` or ``eps`` is not above 0.
+
+    Example::
+
+        >>> retouch.core.exponential_weights(torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), temperature=2.0)
+        tensor([1.4621, 0.5379])
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: must be above 0")
+    scaled = group_relative(rewards, group, eps=eps, clip=None) / temperature
+    index, groups = _index(rewards, group)
+    rewards = rewards.float()
+    valid = ~rewards.isnan()
+    largest = -_group_min(-scaled, valid, index, groups)  # subtracted, so that nothing overflows
+    weights = (scaled - largest[index]).exp().masked_fill(~valid, 0)
+    mean = _group_sum(weights, index, groups) / _group_sum(valid.float(), index, groups)
+    return (weights / mean[index]).masked_fill(~_unequal(rewards, valid, index, groups)[index] | ~valid, 0)
+
+
 def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) -> Float[Tensor, " b"]:
     """Map rewards (b,) linearly from [low, high] to [-1, 1], the range in which a value head learns. NaN stays NaN.
 
@@ -117,13 +175,26 @@ def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> f
         >>> retouch.core.zero_std_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
         0.5
     """
-    index, groups = _index(rewards, group)
-    rewards = rewards.float()
-    valid = ~rewards.isnan()
-    low = _group_min(rewards, valid, index, groups)
-    high = -_group_min(-rewards, valid, index, groups)
-    comparable = _group_sum(valid.float(), index, groups) >= 2
-    return float((low == high)[comparable].float().mean())
+    equal, comparable = _equal(rewards, group)
+    return float(equal[comparable].float().mean())
+
+
+def equal_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> Int[Tensor, " n"]:
+    """The ids, ascending, of the groups whose valid rewards, at least two, are all equal.
+
+    ``rewards`` and ``group`` as in ``group_relative``. A missing reward equals nothing: a group with fewer than two valid rewards
+    is not among them.
+
+    Source: DAPO (arXiv 2503.14476), whose dynamic sampling replaces such groups.
+
+    Example::
+
+        >>> retouch.core.equal_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+        tensor([0])
+    """
+    equal, comparable = _equal(rewards, group)
+    ids: Tensor = torch.unique(group)
+    return ids[comparable & equal]
 
 
 def _check(rewards: Tensor, *, ddof: int, eps: float, clip: float | None) -> None:
@@ -133,8 +204,6 @@ def _check(rewards: Tensor, *, ddof: int, eps: float, clip: float | None) -> Non
         raise ValueError(f"eps {eps}: must be above 0, otherwise a group of equal rewards is divided by zero")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
-    if rewards.isinf().any():
-        raise ValueError("infinite rewards: every reward must be finite, or NaN where it could not be measured")
 
 
 def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
@@ -143,6 +212,8 @@ def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
         raise ValueError(
             f"rewards {tuple(rewards.shape)}, group {tuple(group.shape)} {group.dtype}: give one reward and one integer id per row"
         )
+    if rewards.isinf().any():
+        raise ValueError("infinite rewards: every reward must be finite, or NaN where it could not be measured")
     ids, index = torch.unique(group, return_inverse=True)
     return index, len(ids)
 
@@ -154,6 +225,19 @@ def _group_sum(x: Tensor, index: Tensor, groups: int) -> Tensor:
 def _group_min(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Tensor:
     infinity = float("inf")
     return rewards.new_full((groups,), infinity).scatter_reduce(0, index, rewards.masked_fill(~valid, infinity), "amin")
+
+
+def _unequal(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Bool[Tensor, " groups"]:
+    """Whether a group has two valid rewards that differ."""
+    return _group_min(rewards, valid, index, groups) < -_group_min(-rewards, valid, index, groups)
+
+
+def _equal(rewards: Tensor, group: Tensor) -> tuple[Bool[Tensor, " groups"], Bool[Tensor, " groups"]]:
+    """Whether no two valid rewards of a group differ, and whether it has at least two; groups in the order of their ids."""
+    index, groups = _index(rewards, group)
+    rewards = rewards.float()
+    valid = ~rewards.isnan()
+    return ~_unequal(rewards, valid, index, groups), _group_sum(valid.float(), index, groups) >= 2
 
 
 def _centre(

@@ -24,7 +24,7 @@ from retouch.data.sampler import Drawable, Subset
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import DrawnTasks, Tasks
 from retouch.data.validation import OnBadRow, accept, accept_rows
-from retouch.types import Json, Task, TaskContents
+from retouch.types import Json, SplitName, Task, TaskContents
 
 
 def _equal_weights(value: Any) -> Any:
@@ -44,7 +44,6 @@ Complexity: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=4)]
 Mixture: TypeAlias = Annotated[
     dict[Complexity, NonNegative], Field(min_length=1), BeforeValidator(_equal_weights), AfterValidator(_one_positive)
 ]
-SplitName: TypeAlias = Literal["train", "validation", "test"]
 HeldOut: TypeAlias = Share | Count | Literal["all"]
 
 

@@ -105,17 +105,15 @@ class CheckedRows:
             yield index, found
 
 
-def checked_rows(
-    rows: Rows, *, check: CheckedShare = "all", seed: int = 0, max_pixels: int = MAX_PIXELS, keep: bool = True
-) -> CheckedRows:
+def checked_rows(rows: Rows, *, check: CheckedShare = "all", seed: int = 0, max_pixels: int = MAX_PIXELS) -> CheckedRows:
     """Examine the rows, except for what is known from an earlier check.
 
     ``check``: the rows whose images are decoded: "all", the "first" ones, or so many drawn by ``seed``. All rows are read.
-    ``keep``: use the kept result, and keep the new one. Raises ValueError as ``examine_all`` does.
+    Raises ValueError as ``examine_all`` does.
     """
     count = len(rows)
     decode = _decoded_rows(check, count, seed)
-    identity = _identity(rows) if keep else None
+    identity = _identity(rows)
     if identity is None:
         found = CheckedRows.unknown(count)
         for index, report in examine_all(rows, range(count), max_pixels=max_pixels, decode=decode):

@@ -5,10 +5,10 @@ from retouch.config.kinds import Kinds
 DATA = Kinds(
     "data",
     {
-        "playground": "retouch.playground.world.tasks:PlaygroundData",
-        "playground-indirect": "retouch.playground.world.indirect:IndirectPlaygroundData",
-        "playground-paintings": "retouch.playground.world.paintings:PaintingData",
-        "playground-words": "retouch.playground.world.words:WordData",
+        "playground": "retouch.data.playground.tasks:PlaygroundData",
+        "playground-indirect": "retouch.data.playground.indirect:IndirectPlaygroundData",
+        "playground-paintings": "retouch.data.playground.paintings:PaintingData",
+        "playground-words": "retouch.data.playground.words:WordData",
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
         "stream": "retouch.data.sources.stream:StreamData",

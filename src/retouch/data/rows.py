@@ -272,6 +272,32 @@ def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
     return [row.source or row.id for row in read]
 
 
+class PromptRows:
+    """Rows whose text to show is taken from the prompt where the row does not give it."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.problems = rows.problems
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        return row if row.text is not None else dataclasses.replace(row, text=quoted(row.instruction))
+
+    def identity(self) -> Identity | None:
+        """That of the rows, marked as read for prompts."""
+        found = self._rows.identity() if hasattr(self._rows, "identity") else None
+        return None if found is None else dataclasses.replace(found, digest=f"p{found.digest[1:]}")
+
+
+def quoted(prompt: str) -> str | None:
+    """The text between the first pair of double quotes; None if there is no pair, or nothing in it."""
+    parts = prompt.split('"', 2)
+    return parts[1].strip() or None if len(parts) == 3 else None
+
+
 def _first_phrasing(value: Any) -> str | None:
     """The instruction; the first one of a list of phrasings."""
     first = value[0] if isinstance(value, list) and value else value

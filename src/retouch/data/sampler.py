@@ -102,6 +102,21 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
     return rows
 
 
+def further_tasks(*, seed: int, step: int, count: int, size: int, turn: int) -> list[int]:
+    """The ``count`` row numbers that replace tasks of a step in its ``turn``-th refill, from 1; see ``tasks_for_step``.
+
+    They are drawn without replacement over all turns of the step, keyed by (seed, step), from the rows that the step itself does
+    not have. Where these are used up, or there are none, rows come again.
+    """
+    import torch
+
+    own = set(tasks_for_step(seed=seed, step=step, count=count, size=size))
+    order = torch.randperm(size, generator=generator(seed, "refill", step)).tolist()
+    others = [row for row in order if row not in own] or order
+    first = (turn - 1) * count
+    return [others[(first + place) % len(others)] for place in range(count)]
+
+
 def steps_for_passes(passes: float, *, size: int, count: int) -> int:
     """The number of steps of ``count`` tasks in ``passes`` over ``size`` rows, rounded up. Raises ValueError if passes <= 0."""
     if passes <= 0:

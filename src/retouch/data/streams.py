@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.core.random import generator
 from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import BadRow, Layout, Problem, Row
-from retouch.data.sources.prompts import PromptRows
+from retouch.data.rows import BadRow, Layout, Problem, PromptRows, Row
 
 if TYPE_CHECKING:
     import datasets

@@ -13,30 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import fill_shards, gathered_state
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, local_shard
+from retouch.models.common.sharded import called_separately, sharded_root
 
 
-def shard(module: nn.Module, ranks: Ranks) -> None:
+def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> None:
     """Shard the blocks of a model over the ranks, in place. Add LoRA before. Raises ValueError if the blocks are unknown.
+
+    ``weights_wait``: this rank's share of the weights is kept in CPU memory, page-locked beside a GPU. The weights of a block are
+    copied to the device when it computes, their gradients to the CPU after it, and the optimizer steps there.
 
     Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277) in its per-parameter form, ``fully_shard``.
     """
-    root = _root(module)
+    root = sharded_root(module)
     named = getattr(module, "_no_split_modules", None) or ()
     blocks = [inner for inner in root.modules() if type(inner).__name__ in named]
     if not blocks:
         raise ValueError(f"sharding fsdp2: the blocks of {type(module).__name__} are unknown (no _no_split_modules); use zero2")
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    on_gpu = ranks.device.type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=on_gpu) if weights_wait else OffloadPolicy()
     # Reshard after every forward, also the last: weights may be swapped in between and must then be gathered again.
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "offload_policy": policy}
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    called_separately = {weight for weight in _called_separately(module, root) if weight is not None}
-    fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=called_separately)
+        fully_shard(block, **options)
+    fully_shard(root, **options, ignored_params=called_separately(module))
+    if weights_wait and on_gpu:
+        # Copies from page-locked memory are asynchronous, and the host may write to the weights as soon as the forward returns.
+        # After a backward pass torch waits for the gradients itself.
+        root.register_forward_hook(lambda *_: torch.cuda.synchronize(ranks.device))
     for inner in root.modules():
         if isinstance(inner, FSDPModule):
             # Losses are shares of one global loss, so sum their gradients, with an operation that every backend supports.
@@ -101,20 +111,3 @@ class FsdpStepper(ReplicatedStepper):
         sharded_sum = self.ranks.sum(torch.stack(squares).sum() if squares else torch.zeros(()))
         replicated_sum = sum((gradient.float().square().sum().cpu() for gradient in replicated), torch.zeros(()))
         return math.sqrt(float(sharded_sum + replicated_sum))
-
-
-def _root(module: nn.Module) -> nn.Module:
-    """The submodule that holds all blocks and is called as a whole: a language model's decoder, otherwise the module itself."""
-    inner: Any = module
-    if hasattr(module, "get_output_embeddings") and hasattr(module, "model"):
-        inner = getattr(module.model, "language_model", module.model)
-    found: nn.Module = inner
-    return found
-
-
-def _called_separately(module: nn.Module, root: nn.Module) -> list[nn.Parameter | None]:
-    """Weights outside the blocks that are called on their own: a language model's embeddings, an IP-Adapter's projection."""
-    made: Any = module
-    if root is module:
-        return [weight for name, weight in module.named_parameters() if name.startswith("encoder_hid_proj.")]
-    return [getattr(part, "weight", None) for part in (made.get_input_embeddings(), made.get_output_embeddings())]

@@ -20,7 +20,8 @@ class Placement:
     """The devices of one rank's parts.
 
     ``offload``: the renderer is kept in CPU memory while nothing is rendered. ``copies``: the device that stores a weight copy
-    while it is not used, by the copy's name; other copies stay on the policy's device.
+    while it is not used, by the copy's name; other copies stay on the policy's device. ``weights_wait``: sharded weights are in
+    CPU memory while they do not compute.
     """
 
     policy: torch.device
@@ -28,6 +29,7 @@ class Placement:
     reward: torch.device
     offload: bool = False
     copy_devices: Mapping[str, torch.device] = field(default_factory=dict)
+    weights_wait: bool = False
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -43,7 +45,7 @@ def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
         for name in (devices.renderer, devices.reward)
     )
     copy_devices = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
-    return Placement(ranks.device, renderer, reward, devices.offload, copy_devices)
+    return Placement(ranks.device, renderer, reward, devices.offload, copy_devices, devices.weights == "cpu")
 
 
 def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
@@ -130,6 +132,11 @@ def check_sharding(recipe: Recipe, environment: Mapping[str, str]) -> None:
         from retouch.distributed.zero import require_deepspeed
 
         require_deepspeed()
+    waits = recipe.devices is not None and recipe.devices.weights is not None
+    if waits and environment.get("WORLD_SIZE", "1") == "1":
+        raise ValueError(
+            "devices.weights: one rank alone shards nothing, so no weights wait in CPU memory; start more ranks, or remove it"
+        )
     launched = _sharding(environment)
     if launched is not None and launched != recipe.sharding:
         raise ValueError(
@@ -137,6 +144,8 @@ def check_sharding(recipe: Recipe, environment: Mapping[str, str]) -> None:
             f"add --set sharding={launched}, or launch "
             + (f"with {_SHIPPED}{recipe.sharding}.yaml" if recipe.sharding else "with a configuration without sharding")
         )
+    if launched == "fsdp2" and _enabled(environment, "FSDP_OFFLOAD_PARAMS") and not waits:
+        raise ValueError("accelerate's configuration offloads FSDP's parameters: add --set devices.weights=cpu, or set it to false")
 
 
 def _sharding(environment: Mapping[str, str]) -> str | None:
@@ -158,8 +167,6 @@ def _sharding(environment: Mapping[str, str]) -> str | None:
     if _enabled(environment, "ACCELERATE_USE_FSDP"):
         if environment.get("FSDP_VERSION") != "2":
             raise ValueError(f"accelerate's configuration has fsdp_version 1; only 2 is supported, see {_SHIPPED}fsdp2.yaml")
-        if _enabled(environment, "FSDP_OFFLOAD_PARAMS"):
-            raise ValueError("accelerate's configuration offloads FSDP's parameters, which is not supported; set it to false")
         return "fsdp2"
     return None
 

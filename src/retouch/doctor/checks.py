@@ -51,7 +51,11 @@ def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
     try:
         check_sharding(recipe, {**os.environ, "WORLD_SIZE": str(world)})
     except ValueError as error:
-        fix = "pip install 'retouch[deepspeed]'" if "pip install" in str(error) else "change the launcher's configuration"
+        fix = "change the launcher's configuration"
+        if "pip install" in str(error):
+            fix = "pip install 'retouch[deepspeed]'"
+        elif str(error).startswith("devices.weights"):
+            fix = "--set devices.weights=null, or --set ranks=N"
         yield failed("sharding", str(error), fix=fix)
         return
     if recipe.sharding is not None:

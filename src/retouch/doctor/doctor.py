@@ -46,7 +46,7 @@ from retouch.doctor.ranks import RankGroup, check_rank_group, join_ranks, rank_l
 from retouch.doctor.reward import calls_of, check_reward
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writer_memory
-from retouch.playground.models import playground_weights
+from retouch.models.playground.family import playground_weights
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
@@ -177,6 +177,8 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
         calls = calls_of(recipe, checked.sets)
         fitting = not any(finding.status == "FAILED" and finding.subject == "memory" for finding in report.found)
         machine = find_machine(checked.gpu)
+        if checked.device is not None and checked.gpu != wishes.device:
+            report.add([note("time", f"estimated for {checked.gpu}, because no GPU was named; --device names one")])
         report.add(check_estimate(checked.recipe, machine, world=world, price=wishes.price, calls=calls, planned_to_fit=fitting))
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 from retouch.distributed.placement import gpus_per_rank
-from retouch.doctor.findings import Finding, failed, gigabytes, note
+from retouch.doctor.findings import Finding, duration, failed, gigabytes, note
+from retouch.doctor.forecast import forecast_of
 from retouch.recipe.devices import Devices
 from retouch.recipe.judge_calls import Calls
 from retouch.recipe.recipe import Recipe
@@ -19,13 +23,26 @@ from retouch.rehearsal.step import Rehearsed, rehearse
 
 def check_estimate(
     recipe: Recipe, machine: Machine, *, world: int, price: float | None, calls: Sequence[Calls], planned_to_fit: bool
-) -> Iterator[Finding]:
+) -> list[Finding]:
     """Rehearse the recipe's step as one of ``world`` ranks on ``machine``; time and cost of the run, and whether it fits.
 
-    Takes half a minute to some minutes of CPU time, and leaves a fake device in this process. ``price``: dollars per hour of one
-    GPU. ``calls``: those of all judges. ``planned_to_fit``: whether the memory plan has found that the recipe fits; if it has not,
-    no changes are searched for again.
+    Takes half a minute to some minutes of CPU time, in a process of its own: a rehearsal adds a fake device, and autograd knows
+    only the devices that existed at the first backward pass of a process, such as that of the trial step. ``price``: dollars per
+    hour of one GPU. ``calls``: those of all judges. ``planned_to_fit``: whether the memory plan has found that the recipe fits; if
+    it has not, no changes are searched for again.
     """
+    given = {"world": world, "price": price, "calls": calls, "planned_to_fit": planned_to_fit}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(_findings, recipe, machine, given).result()
+
+
+def _findings(recipe: Recipe, machine: Machine, given: Mapping[str, Any]) -> list[Finding]:
+    return list(_estimate(recipe, machine, **given))
+
+
+def _estimate(
+    recipe: Recipe, machine: Machine, *, world: int, price: float | None, calls: Sequence[Calls], planned_to_fit: bool
+) -> Iterator[Finding]:
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.ERROR)
     try:
@@ -41,6 +58,8 @@ def check_estimate(
     yield time_of(found, machine)
     gpus = found.world * gpus_per_rank(recipe.devices or Devices())
     yield cost_of(hours(found, machine), gpus=gpus, price=price, calls=calls)
+    last = seconds(step_work(found, len(found.phases) - 1), machine) / 3600
+    yield forecast_of(recipe, last, _ranks(found, machine))
 
 
 def time_of(found: Rehearsed, machine: Machine) -> Finding:
@@ -49,10 +68,9 @@ def time_of(found: Rehearsed, machine: Machine) -> Finding:
     for index, phase in enumerate(found.phases):
         of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
         spent = seconds(step_work(found, index), machine)
-        each.append(f"a step{of_phase} takes {_time(spent / 3600)}, and there are {phase.steps}")
-    ranks = f"{found.world} x {machine.name}" if found.world > 1 else machine.name
-    total = f"the run takes {_time(hours(found, machine))} with {found.evaluations} evaluations"
-    return note("time", f"{'; '.join(each)}; {total}, on {ranks} ({machine.measured}). The time of rewards is not included")
+        each.append(f"a step{of_phase} takes {duration(spent / 3600)}, and there are {phase.steps}")
+    total = f"the run takes {duration(hours(found, machine))} with {found.evaluations} evaluations, on {_ranks(found, machine)}"
+    return note("time", f"{'; '.join(each)}; {total} ({machine.measured}). The time of rewards is not included")
 
 
 def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence[Calls]) -> Finding:
@@ -73,9 +91,5 @@ def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence
     return note("cost", "\n".join(lines))
 
 
-def _time(hours_: float) -> str:
-    """A duration in hours, in the unit that fits it."""
-    for size, unit in ((1.0, "h"), (1 / 60, "min")):
-        if hours_ >= size:
-            return f"{hours_ / size:.1f} {unit}"
-    return f"{hours_ * 3600:.2f} s"
+def _ranks(found: Rehearsed, machine: Machine) -> str:
+    return f"{found.world} x {machine.name}" if found.world > 1 else machine.name

@@ -41,3 +41,11 @@ def failed(subject: str, text: str, *, fix: str) -> Finding:
 def gigabytes(count: float) -> str:
     """Bytes as GB (1e9 bytes), with two decimals."""
     return f"{count / 1e9:.2f} GB"
+
+
+def duration(hours: float) -> str:
+    """A duration in hours, in the unit that fits it."""
+    for size, unit in ((1.0, "h"), (1 / 60, "min")):
+        if hours >= size:
+            return f"{hours / size:.1f} {unit}"
+    return f"{hours * 3600:.2f} s"

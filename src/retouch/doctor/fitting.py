@@ -56,6 +56,8 @@ def _settings(recipe: Recipe) -> Settings:
         found["devices.offload"] = ("true",)
     if (recipe.ranks or 1) > 1 and recipe.sharding != "fsdp2":
         found["sharding"] = ("fsdp2",)
+    if (recipe.ranks or 1) > 1 and (recipe.devices is None or recipe.devices.weights is None):
+        found["devices.weights"] = ("cpu",)  # once the weights are sharded
     return {key: values for key, values in found.items() if values}
 
 

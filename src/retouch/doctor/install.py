@@ -10,15 +10,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from safetensors import SafetensorError
 
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.doctor.findings import Finding, failed, ok
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.models.playground.family import PlaygroundModel
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.decoders import LatentRenderer
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Batch, Sample
 
 _LISTED_LIBRARIES = ("torch", "diffusers", "transformers", "peft")

@@ -1,8 +1,9 @@
 """The memory plan of a denoising policy's run, and the size of its checkpoints, computed from the model's configuration: from its
 folder, or for weights that are not on this machine from the packaged copy of the published one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
@@ -89,15 +90,24 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
+        weights_wait=recipe.devices is not None and recipe.devices.weights == "cpu",
         without=_in_cpu_memory(recipe.policy, recipe.devices, described),
     )
     planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
-    rows = {row.name: row.bytes for row in planned.rows}
+
+    def rows_with(**changes: Any) -> dict[str, int]:
+        return {row.name: row.bytes for row in plan_parts(described, replace(setup, **changes), shape=shape).rows}
+
+    all_here = rows_with(weights_wait=False, moments=None) if setup.weights_wait else rows_with()
+    waiting = sum(all_here.values()) - sum(rows_with().values())
+    rows = rows_with(sharding="ddp", weights_wait=False)  # a checkpoint has all weights
     masters = rows.get("fp32 master weights and gradients", 0) // 2
     trained = rows["transformer, trained weights"]
     moments = moment_bytes(trained // setup.trained_dtype.itemsize, setup.moments, saved=True)
     checkpoint = (1 + copies) * trained + moments + masters + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
+    if waiting:
+        counts += f"; {gigabytes(waiting)} of the transformer's training in CPU memory"
     return Footprint(planned, tokens, checkpoint, counts)
 
 

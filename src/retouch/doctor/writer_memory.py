@@ -1,7 +1,7 @@
 """The memory plan of each device of a run with a language-model policy, from the configurations of writer and image model."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ def check_writer_memory(recipe: Recipe, folder: Path | None, target: PlannedDevi
     if names := uncounted_rewards(recipe.reward):
         findings.append(note("memory", f"not counted, because their configuration is not known: the models of {', '.join(names)}"))
     findings += _cpu_memory(recipe, sum(stored_count(part) for part in described.values()) * _image_dtype(recipe).itemsize)
+    if waiting := _waiting(recipe, policy, writer, described):
+        findings.append(
+            note("memory", f"{gigabytes(waiting)} of the writer's training in CPU memory, for each rank of the machine")
+        )
     return findings, _checkpoint_bytes(recipe, policy, writer)
 
 
@@ -79,6 +83,15 @@ def _cpu_memory(recipe: Recipe, weights: int) -> list[Finding]:
     if recipe.renderer is not None and recipe.renderer.loads_on_cpu:
         return [note("memory", f"loading takes {gigabytes(weights)} of CPU memory, for each rank of the machine")]
     return []
+
+
+def _waiting(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: Mapping[str, Any], described: Described) -> int:
+    """Bytes of weights, gradients and moments in CPU memory, with ``devices.weights``."""
+    setup = writer_setup(recipe, policy, described)
+    if not setup.weights_wait:
+        return 0
+    all_here, here = (writer_plan(writer, each).rows for each in (replace(setup, weights_wait=False, moments=None), setup))
+    return sum(row.bytes for row in all_here) - sum(row.bytes for row in here)
 
 
 def device_plans(recipe: Recipe, writer: Mapping[str, Any], described: Described) -> Iterator[DevicePlan]:

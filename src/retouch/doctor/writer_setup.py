@@ -44,6 +44,7 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
         grammar_sets=model.vocabularies,
         ranks=recipe.ranks or 1,
         sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
+        weights_wait=recipe.devices is not None and recipe.devices.weights == "cpu",
     )
 
 

@@ -37,7 +37,7 @@ from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_writer
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
-from retouch.playground.models import playground_weights
+from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json
 from retouch.types import Codes, Task

@@ -60,7 +60,8 @@ class Setup:
     type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
     ``moment_bytes``. ``copies``: further copies of the trained weights (average, old policy, the reference of full fine-tuning).
     ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the
-    transformer's weights. ``without``: parts that are not on this GPU.
+    transformer's weights. ``weights_wait``: what "fsdp" shares is in CPU memory while it does not compute. ``without``: parts that
+    are not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """
@@ -77,6 +78,7 @@ class Setup:
     gradient_checkpointing: bool = True
     ranks: int = 1
     sharding: Literal["ddp", "zero2", "fsdp"] = "ddp"
+    weights_wait: bool = False
     without: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -105,10 +107,12 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         trained = casts = parameter_count(transformer)
         frozen -= trained
     whole = setup.projection if setup.sharding == "fsdp" else 0
-    trained_bytes = _share((trained - whole) * setup.trained_dtype.itemsize, share) + whole * setup.trained_dtype.itemsize
-    moments = _share(moment_bytes(trained - whole, setup.moments), 1 if setup.sharding == "ddp" else setup.ranks)
+    here = 0 if setup.weights_wait else 1
+    size = setup.trained_dtype.itemsize
+    trained_bytes = here * _share((trained - whole) * size, share) + whole * size
+    moments = here * _share(moment_bytes(trained - whole, setup.moments), 1 if setup.sharding == "ddp" else setup.ranks)
     rows = [
-        MemoryRow("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
+        MemoryRow("transformer, frozen weights", here * _share(frozen * setup.dtype.itemsize, share)),
         MemoryRow("transformer, trained weights", trained_bytes),
         MemoryRow("gradients", trained_bytes),
         MemoryRow("AdamW's two moments", moments + moment_bytes(whole, setup.moments)),
@@ -120,7 +124,7 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         # The gradient of the largest layer exists beside DeepSpeed's bucket for all of them.
         rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize))
     elif setup.trained_dtype.itemsize < 4:
-        rows.append(MemoryRow("fp32 master weights and gradients", _share(8 * (trained - whole), share) + 8 * whole))
+        rows.append(MemoryRow("fp32 master weights and gradients", here * _share(8 * (trained - whole), share) + 8 * whole))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:

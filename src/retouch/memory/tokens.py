@@ -19,6 +19,7 @@ from retouch.memory.peak import FusedAttention, PeakMemory, cast_parameters, pea
 from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow, Moments, moment_bytes
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
 from retouch.models.base import Part
+from retouch.models.common.sharded import whole_weights
 
 Sharding: TypeAlias = Literal["replicated", "zero2", "fsdp2"]
 _META = torch.device("meta")
@@ -34,7 +35,8 @@ class WriterSetup:
     activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: further
     copies of the trained weights.
     ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used. ``grammar_sets``: number of
-    token sets of the grammar. ``sharding``: what is sharded over ``ranks``."""
+    token sets of the grammar. ``sharding``: what is sharded over ``ranks``. ``weights_wait``: what "fsdp2" shares is in CPU memory
+    while it does not compute."""
 
     lora: LoraShape | None
     prompt: int
@@ -53,6 +55,7 @@ class WriterSetup:
     grammar_sets: int = 1
     ranks: int = 1
     sharding: Sharding = "replicated"
+    weights_wait: bool = False
 
 
 def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
@@ -63,25 +66,38 @@ def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
         frozen -= trained
     else:
         trained = lora_count(writer, rank=setup.lora.rank, targets=setup.lora.targets)
-    return MemoryPlan(tuple(row for row in _permanent(setup, frozen, trained) if row.bytes), _phases(writer, setup, trained))
+    whole = sum(weight.numel() for weight in whole_weights(build_meta(writer)))
+    rows = _permanent(setup, frozen, trained, whole=whole if setup.sharding == "fsdp2" else 0)
+    return MemoryPlan(tuple(row for row in rows if row.bytes), _phases(writer, setup, trained))
 
 
-def _permanent(setup: WriterSetup, frozen: int, trained: int) -> list[MemoryRow]:
-    sharded = 1 if setup.sharding == "replicated" else setup.ranks
-    whole = setup.ranks if setup.sharding == "fsdp2" else 1
+def _permanent(setup: WriterSetup, frozen: int, trained: int, *, whole: int) -> list[MemoryRow]:
+    """``whole``: the number of the model's own weights that FSDP2 does not share. They train if all weights do."""
+    ranks, here = setup.ranks if setup.sharding == "fsdp2" else 1, 0 if setup.weights_wait else 1
     size, copies = setup.trained_dtype.itemsize, setup.copies - setup.offload_reference
+    whole_frozen, whole_trained = (0, whole) if setup.lora is None else (whole, 0)
+
+    def of_trained(each: int) -> int:
+        """Bytes on the device where every trained weight needs ``each``."""
+        return here * math.ceil((trained - whole_trained) * each / ranks) + whole_trained * each
+
+    frozen_shared = here * math.ceil((frozen - whole_frozen) * setup.dtype.itemsize / ranks)
+    if setup.sharding == "zero2":
+        moments = math.ceil(moment_bytes(trained, setup.moments) / setup.ranks)
+    else:
+        moments = of_trained(8) if setup.moments is None else moment_bytes(trained, setup.moments)
     rows = [
-        MemoryRow("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
-        MemoryRow("writer, trained weights", math.ceil(trained * size / whole)),
+        MemoryRow("writer, frozen weights", frozen_shared + whole_frozen * setup.dtype.itemsize),
+        MemoryRow("writer, trained weights", of_trained(size)),
         # DeepSpeed has gradients during a backward pass alone.
-        MemoryRow("gradients", 0 if setup.sharding == "zero2" else math.ceil(trained * size / whole)),
-        MemoryRow("AdamW's two moments", math.ceil(moment_bytes(trained, setup.moments) / sharded)),
-        MemoryRow("copies of the trained weights", math.ceil(copies * trained * size / whole)),
+        MemoryRow("gradients", 0 if setup.sharding == "zero2" else of_trained(size)),
+        MemoryRow("AdamW's two moments", moments),
+        MemoryRow("copies of the trained weights", of_trained(copies * size)),
     ]
     if setup.sharding == "zero2":
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
     elif size < 4:
-        rows.append(MemoryRow("fp32 master weights and gradients", math.ceil(8 * trained / whole)))
+        rows.append(MemoryRow("fp32 master weights and gradients", of_trained(8)))
     return rows
 
 

@@ -44,11 +44,8 @@ class TrainedPart(Section):
     """Whether the model without what trains is the reference policy, so that no weights are kept for it."""
     reads_reference: ClassVar[bool] = False
     """Whether the model is then conditioned on each task's reference image."""
-
-    @property
-    def reference_dropout(self) -> float:
-        """Share of tasks whose reference image is dropped in supervised phases."""
-        return 0.0
+    reference_dropout: ClassVar[float] = 0.0
+    """Share of tasks whose reference image is dropped in supervised phases."""
 
     def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
         """The model, with the inputs that what trains reads besides the model's own."""
@@ -78,10 +75,7 @@ class FullWeights(TrainedPart):
 
     kind: Literal["full"] = "full"
 
-    @property
-    def lora(self) -> None:
-        """The LoRA that trains."""
-        return None
+    lora: ClassVar[None] = None
 
     def trained_dtype(self, dtype: str) -> str:
         return dtype

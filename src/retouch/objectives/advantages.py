@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.config.section import Positive, Section, Share
+from retouch.config.section import Count, Positive, Section, Share
 from retouch.objectives.base import Objective, ValueHead
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Advantage(Section):
     ``__call__`` runs on the gathered rewards of all ranks and must be deterministic, so that every rank computes the same.
     """
 
+    weighs: ClassVar[bool] = False
+    """Its numbers are factors of the loss weights, at least 0. Rows with 0 are left out of the update, which saves their forward
+    and backward passes."""
+
     def __call__(
         self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
     ) -> Float[Tensor, " rows"]:
@@ -51,17 +55,24 @@ class Advantage(Section):
         """The value head that trains beside the policy, if this advantage needs one."""
         return None
 
+    @property
+    def label(self) -> str:
+        """What messages call it: its kind, or the name of its class."""
+        return str(getattr(self, "kind", type(self).__name__))
+
     def check_range(self, low: float, high: float) -> None:
         """Raises ValueError if rewards of this range cannot be used."""
 
     @property
-    def needs_groups(self) -> bool:
-        """Whether a group of one sample always has the advantage 0."""
-        return False
+    def smallest_group(self) -> int:
+        """Samples per task; in smaller groups all advantages are 0."""
+        return 1
 
     def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
         """A line for everything in the recipe that this advantage cannot work with, as "key: mistake; what to do"."""
-        yield from ()
+        if self.weighs and objective.needs_both_signs and not objective.imitates:
+            why = f"{objective.label} also learns from bad samples, and advantage {self.label} marks none as bad"
+            yield f"{objective_key}.kind: {why}; use awm, or advantage.kind group"
 
 
 class GroupAdvantage(Advantage):
@@ -95,8 +106,8 @@ class GroupAdvantage(Advantage):
         )
 
     @property
-    def needs_groups(self) -> bool:
-        return True
+    def smallest_group(self) -> int:
+        return 2
 
 
 class BatchAdvantage(Advantage):
@@ -124,6 +135,77 @@ class BatchAdvantage(Advantage):
         from retouch.core.advantages import batch_relative
 
         return batch_relative(rewards, ddof=self.ddof, eps=self.eps, clip=self.clip)
+
+
+class BestAdvantage(Advantage):
+    """Only the best samples of each group train, with equal weights: RAFT, also called best-of-n or rejection-sampling
+    fine-tuning (Dong et al. 2023, arXiv 2304.06767).
+
+    Use it with objective ``awm`` (flow matching on the kept images) or, for tokens, with surrogate ``reinforce`` (cross-entropy of
+    the kept completions). Samples that tie for the last place share it. The mean over a group is 1. A group from which nothing
+    would be dropped has weight 0: one with equal rewards, or with at most ``keep`` samples that could be judged.
+
+    Example::
+
+        >>> retouch.BestAdvantage(keep=2).keep
+        2
+    """
+
+    kind: Literal["best"] = "best"
+    keep: Count = 1
+    """Samples of each group that train."""
+
+    weighs: ClassVar[bool] = True
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        from retouch.core.advantages import best_of_group
+
+        return best_of_group(rewards, group, keep=self.keep)
+
+    @property
+    def smallest_group(self) -> int:
+        return self.keep + 1
+
+
+class ExponentialAdvantage(Advantage):
+    """Every sample trains with the weight exp(A / temperature): reward-weighted regression (Peters & Schaal 2007; for diffusion
+    models Lee et al. 2023, arXiv 2302.12192, and Black et al. 2023, arXiv 2305.13301).
+
+    A = (reward - mean) / (std + eps), over the group or the step; the weights are divided by their mean over the same samples. Use
+    it with objective ``awm`` or, for tokens, with surrogate ``reinforce``. A group (or step) of equal rewards, or with fewer than
+    two judged samples, has weight 0.
+
+    Example::
+
+        >>> retouch.ExponentialAdvantage(temperature=0.5).over
+        'group'
+    """
+
+    kind: Literal["exponential"] = "exponential"
+    temperature: Positive = 1.0
+    """In standard deviations of the reward: a low one trains on the best samples only, a high one on all samples equally."""
+    over: Literal["group", "step"] = "group"
+    """Samples that are compared, and over which the weights have mean 1: those of the same task, or all of the step."""
+    eps: Positive = 1e-4
+    """Added to the standard deviation."""
+
+    weighs: ClassVar[bool] = True
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        import torch
+
+        from retouch.core.advantages import exponential_weights
+
+        compared = group if self.over == "group" else torch.zeros_like(group)
+        return exponential_weights(rewards, compared, temperature=self.temperature, eps=self.eps)
+
+    @property
+    def smallest_group(self) -> int:
+        return 2 if self.over == "group" else 1
 
 
 class GAEAdvantage(Advantage):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from retouch.config.section import Count, NonNegative, Positive, Section
 
 if TYPE_CHECKING:
+    import torch
+
     from retouch.protocols import SupportsLosses
     from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
@@ -35,6 +37,8 @@ class ObjectiveContext:
     None if unknown. ``stochastic``: transitions have log-probabilities. ``noise_level``: of the transitions, None if there is none.
     ``reduction``: of a transition's log-probability, or "token". ``actions``: of a row, None if unknown. ``microbatch``: the
     recipe's. ``optimizer_steps``: per rollout. ``lora_dropout``: (key, value), None without a LoRA.
+    ``num_steps``: of a denoising chain. ``engine``: something else than the policy samples. ``offload``: the autoencoder waits in
+    CPU memory.
     """
 
     objective: str
@@ -49,6 +53,9 @@ class ObjectiveContext:
     microbatch: int
     optimizer_steps: int
     lora_dropout: tuple[str, float] | None
+    num_steps: int | None = None
+    engine: bool = False
+    offload: bool = False
 
 
 class Objective(Section):
@@ -70,6 +77,12 @@ class Objective(Section):
     """It calls ``Policy.evaluate``, so the rollout's actions must have log-probabilities."""
     learns_from_pairs: ClassVar[bool] = False
     """It compares rows of one group within a minibatch."""
+    needs_both_signs: ClassVar[bool] = False
+    """It learns from bad samples too, which it knows by their negative or lowest advantages."""
+
+    differentiates_reward: ClassVar[bool] = False
+    """Its loss is the score of a reward of its own, with gradient through the end of a denoising chain. It uses no advantages;
+    ``rewards``, ``load`` and ``first_gradient_step`` are for such an objective."""
 
     has_value_loss: ClassVar[bool] = False
     """``build`` adds a value loss where a value head trains (advantage ``gae``)."""
@@ -104,6 +117,22 @@ class Objective(Section):
 
     def after_step(self, policy: Any, step: int) -> None:
         """Called after optimizer step ``step`` (from 1) of the phase."""
+
+    @property
+    def rewards(self) -> Mapping[str, Section]:
+        """Sections of the rewards that it differentiates, by their keys."""
+        return {}
+
+    def load(self, device: torch.device | str) -> None:
+        """Load what the loss needs besides the policy. Called before the policy is loaded. ``device``: the run's for rewards.
+
+        ValueError: weights or packages are not there.
+        """
+
+    def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
+        """The step of a denoising chain of ``num_steps`` from which the loss continues it with gradient, in training step ``step``;
+        the rollout keeps the state before it. It must be the same on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} continues no chain")
 
     def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
         """What the loop drives. ``entropy``: also measure the entropy of tokens. ``value_head``: a value head trains with it."""

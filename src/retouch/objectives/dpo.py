@@ -48,6 +48,7 @@ class DPO(SampledPoints):
 
     needs_velocities: ClassVar[bool] = True
     learns_from_pairs: ClassVar[bool] = True
+    needs_both_signs: ClassVar[bool] = True
 
     @property
     def imitates(self) -> bool:  # type: ignore[override]

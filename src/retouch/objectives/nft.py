@@ -72,6 +72,7 @@ class NFT(SampledPoints):
     """How the old policy follows."""
 
     acts_with: ClassVar[Literal["current", "old"]] = "old"
+    needs_both_signs: ClassVar[bool] = True
     needs_velocities: ClassVar[bool] = True
 
     @property

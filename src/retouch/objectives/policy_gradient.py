@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
@@ -78,6 +79,10 @@ class PolicyGradient(Objective):
     (Mnih et al. 2016, arXiv 1602.01783); for policies that write tokens."""
     ratio_norm: bool = False
     """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319)."""
+    step_weights: Literal["equal", "noise"] = Field(default="equal", exclude_if=partial(operator.eq, "equal"))
+    """How much each transition of a denoising chain counts: ``equal``, or in proportion to the standard deviation of its ``noise``,
+    with mean 1 over the steps of the whole chain that can train (TempFlow-GRPO, arXiv 2508.04324). Made for the transition
+    ``sde``, whose gradient is largest in the last steps; the log-probability of ``cps`` contains no variance."""
     normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
     """How actions share the loss: equally within a sample, equally over all samples, or relative to the longest possible length."""
     tokens: Literal["all", "text", "vision"] | TokenCycle = Field(default="all", exclude_if=lambda tokens: tokens == "all")
@@ -100,7 +105,8 @@ class PolicyGradient(Objective):
     def needs(self) -> Needs:
         """What it needs from an evaluation."""
         entropy = self._entropy or self.entropy_bonus > 0
-        return Needs(kl=self.kl_kind, entropy=entropy, log_ratio="norm" if self.ratio_norm else "plain")
+        norm: Literal["plain", "norm"] = "norm" if self.ratio_norm else "plain"
+        return Needs(kl=self.kl_kind, entropy=entropy, log_ratio=norm, step_weights=self.step_weights)
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
         self._check_bounds()
@@ -212,6 +218,10 @@ class PolicyGradient(Objective):
             yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
         if self.ratio_norm and context.writes_tokens:
             yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
+        if self.step_weights == "noise" and context.writes_tokens:
+            yield f"{here}.step_weights: it weights denoising steps, and tokens have none; remove it"
+        elif self.step_weights == "noise" and self.ratio_norm:
+            yield f"{here}.step_weights: ratio_norm already gives every step the same scale; remove one of them"
         if self.entropy_bonus > 0 and not context.writes_tokens:
             yield f"{here}.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
         yield from self._token_problems(context)

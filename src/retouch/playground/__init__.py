@@ -1,6 +1,5 @@
-"""The built-in world of small images in which every recipe has a twin: scenes, edits, instructions, tasks and exact judges, and the
-models that are shipped for it.
+"""The built-in world of small images in which every recipe has a twin, and the packaged weights of its models.
 
-The models are trained in ``pretraining``. It may import ``models``, ``data``, ``rewards.base``, ``core``, ``config``, ``types`` and
-``protocols``; reading a recipe imports no torch from here.
+Its tasks are in ``data.playground``, its exact judges in ``rewards.playground`` and its models in ``models.playground``; the models
+are trained in ``pretraining``. It may import ``types``, ``config`` and ``core``.
 """

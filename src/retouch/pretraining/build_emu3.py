@@ -6,13 +6,12 @@ from pathlib import Path
 
 import torch
 
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.models.emu3.family import Emu3Model
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.models import playground_weights
+from retouch.models.playground.family import playground_weights
 from retouch.playground.world.scenes import SIZE
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
@@ -20,6 +19,7 @@ from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokeni
 from retouch.pretraining.networks.image_codes import CodesTraining, train_codes
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread
 from retouch.renderers.decoders import CodesDecoder
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.training.evaluation import score_table
 
 COMMAND = "retouch playground build --emu3"

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 
+from retouch.data.playground.paintings import PaintingData
+from retouch.models.playground.family import PlaygroundModel, PlaygroundTextToImage, playground_weights
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.judges.painting_judge import PaintingReward
-from retouch.playground.models import PlaygroundModel, PlaygroundTextToImage, playground_weights
-from retouch.playground.world.paintings import PaintingData
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
@@ -24,6 +23,7 @@ from retouch.pretraining.networks.text_to_image import TEMPLATE, TextToImageTrai
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.prompts import PromptRenderer
+from retouch.rewards.playground.painting_judge import PaintingReward
 from retouch.training.evaluation import score_table
 
 TEXT_TO_IMAGE = TextToImageTraining(steps=2600)

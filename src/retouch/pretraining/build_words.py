@@ -3,14 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
+from retouch.data.playground.words import WordData
 from retouch.models.flux.fill import FluxFill
-from retouch.playground.models import playground_weights
-from retouch.playground.world.words import WordData
+from retouch.models.playground import flux_parts
+from retouch.models.playground.family import playground_weights
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.networks import flux_parts
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files

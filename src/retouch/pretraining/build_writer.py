@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from retouch.data.playground.indirect import IndirectPlaygroundData
+from retouch.models.playground.family import PlaygroundModel, playground_weights
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.models import PlaygroundModel, playground_weights
-from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
@@ -20,6 +19,7 @@ from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.writer import LONGEST, WriterRound, WriterTraining, train_writer
 from retouch.pretraining.record import BuildRecord, held_out, log, one_thread
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.training.evaluation import score_table
 
 WRITER = WriterTraining(
@@ -70,7 +70,7 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
         right, own = held_out(
             policy,
             tasks=tasks,
-            renderer=ResponseSampler(QwenResponses(editor, Encoder.frozen(encoder)), config),
+            renderer=ResponseSampler(QwenResponses(editor, ResponseEncoder.frozen(encoder)), config),
             reward=PlaygroundReward(),
             column="overall",
             demonstrates=has_completion,

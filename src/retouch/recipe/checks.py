@@ -15,9 +15,8 @@ from retouch.recipe.policy_checks import (
     kernel_problems,
     parts_problems,
     picture_problems,
-    renderer_problems,
 )
-from retouch.recipe.reward_checks import reward_data_problems, reward_problems, watch_problems
+from retouch.recipe.reward_checks import differentiated_rewards, reward_data_problems, reward_problems, watch_problems
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
@@ -31,15 +30,20 @@ ZERO3 = (
 
 def problems(recipe: "RecipeKeys") -> list[str]:
     """A line for each contradiction between keys; empty for a valid recipe."""
-    found = [*_length(recipe), *_kept(recipe), *_trackers(recipe), *_devices(recipe)]
+    found = [*_length(recipe), *_outputs(recipe), *_devices(recipe)]
     if recipe.watch is not None:
-        found += watch_problems(recipe.watch, recipe.reward)
+        differentiated = (section for phase in recipe.resolved_phases() for _, section in differentiated_rewards(phase))
+        found += watch_problems(recipe.watch, [recipe.reward, *differentiated])
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
-    found += [*reward_problems(recipe), *image_model_problems(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
+    found += [*reward_problems(recipe), *image_model_problems(recipe), *engine_problems(recipe)]
     if recipe.policy.compile is not None or getattr(recipe.policy, "attention", None) is not None:
         found += kernel_problems(recipe)
-    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_batch(recipe)]
+    found += [*ip_adapter_problems(recipe), *_phases(recipe)]
+    try:
+        check_ranks(recipe, 1)  # more ranks are checked at the start of the run
+    except ValueError as error:
+        found.append(f"minibatches: {error}")
     return list(dict.fromkeys(found))
 
 
@@ -87,15 +91,14 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
         yield "phases.0.keep_optimizer: there is no phase before the first; remove it"
 
 
-def _kept(recipe: "RecipeKeys") -> Iterator[str]:
+def _outputs(recipe: "RecipeKeys") -> Iterator[str]:
+    """What a run keeps, uploads and reports."""
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
         yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
     if recipe.push is not None and recipe.sharding == "fsdp2":
         yield "push: with fsdp2 no rank has the whole weights; train without push, then `retouch export` and `hf upload`"
 
-
-def _trackers(recipe: "RecipeKeys") -> Iterator[str]:
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one tracker is listed twice; list each once"
 
@@ -122,14 +125,8 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
         yield "devices.reference: only for full training of language models; the reference of a LoRA is small, so remove it"
     if devices.reference is not None and recipe.sharding == "fsdp2":
         yield "devices.reference: fsdp2 already shards the reference over ranks; use zero2, or remove it"
-
-
-def _batch(recipe: "RecipeKeys") -> Iterator[str]:
-    """A batch that not even one rank can divide is a mistake; more ranks are checked at the start of the run."""
-    try:
-        check_ranks(recipe, 1)
-    except ValueError as error:
-        yield f"minibatches: {error}"
+    if devices.weights is not None and recipe.sharding != "fsdp2":
+        yield "devices.weights: only weights that are sharded by fsdp2 can wait in CPU memory; set sharding to fsdp2, or remove it"
 
 
 def _phases(recipe: "RecipeKeys") -> Iterator[str]:
@@ -142,6 +139,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         if phase.objective.needs_pairs:
             yield from _pairs(phase, at)
         elif phase.imitates:
+            if phase.rollout.refill is not None and recipe.phases is None:
+                yield f"{at['rollout']}.refill: {phase.objective.label} samples nothing; remove it"
             if phase.data.contents().target is False:
                 has = f"{phase.data.label} have no targets"
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
@@ -149,6 +148,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
             yield from _exploration(recipe, phase, at)
             if phase.rollout.staleness:
                 yield from _staleness(recipe, phase, at)
+            if phase.rollout.refill is not None:
+                yield from _refill(recipe, phase, at)
         yield from reward_data_problems(recipe, phase, at["data"])
         yield from picture_problems(recipe, phase, at["data"])
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
@@ -168,8 +169,11 @@ def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
 
 def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """The samples of a group must be able to differ, and advantages must be able to be other than 0."""
-    if recipe.advantage.needs_groups and phase.group_size < 2:
-        yield f"{at['group_size']}: 1 gives every sample the advantage 0; use 2 or more, or advantage.kind batch or gae"
+    if phase.objective.differentiates_reward:
+        pass
+    elif phase.group_size < (smallest := recipe.advantage.smallest_group):
+        nothing = f"{phase.group_size} gives every sample the advantage 0"
+        yield f"{at['group_size']}: {nothing}; use {smallest} or more, or advantage.kind batch or gae"
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
@@ -188,6 +192,17 @@ def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -
         yield f"{key}: {at['objective']}.ratio_norm needs the means under the weights that sampled; use 0, or remove ratio_norm"
     if recipe.advantage.value_head is not None:
         yield f"{key}: the predictions of a value head would be stale too; use 0, or an advantage without value head"
+
+
+def _refill(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Whether groups of equal rewards are without a signal, and known before the next step is sampled."""
+    key = f"{at['rollout']}.refill"
+    if recipe.advantage.smallest_group < 2:
+        why = f"advantage {recipe.advantage.label} also learns from groups of equal rewards"
+        yield f"{key}: {why}; remove it, or use advantage.kind group"
+    if phase.rollout.staleness:
+        why = "samples of later steps are made before the rewards of this one are known"
+        yield f"{key}: with {at['rollout']}.staleness, {why}; remove one of them"
 
 
 def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
@@ -209,4 +224,7 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
         lora_dropout=None
         if lora is None
         else (f"policy.train{'' if lora is recipe.policy.train else '.lora'}.dropout", lora.dropout),
+        num_steps=None if chain is None else chain.num_steps,
+        engine=rollout.engine is not None,
+        offload=recipe.devices is not None and bool(recipe.devices.offload),
     )

@@ -25,6 +25,9 @@ class Devices(Section):
     reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
     """Where the frozen reference of a writer is kept if all weights train: ``cpu``, or null for the policy's device. From the CPU
     it is copied to the device for each microbatch."""
+    weights: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
+    """Where the weights that ``sharding: fsdp2`` shares are kept while they do not compute: ``cpu``, or null for the policy's
+    device. Each block is copied to the device when it computes. Their gradients and moments are then in CPU memory too."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Largest share of a GPU's memory that this process may use; null sets no limit."""
     empty_cache_every: Count | None = None

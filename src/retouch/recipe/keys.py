@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from retouch.config.section import Cadence, Count, Positive, Section
-from retouch.data.base import DataSource, Mixture, SplitName
+from retouch.data.base import DataSource, Mixture
 from retouch.data.kinds import DATA
 from retouch.models.base import ImageModel
 from retouch.models.language import LanguageModel
@@ -22,6 +22,7 @@ from retouch.recipe.watch import Response, Watch
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.kinds import RunReward
+from retouch.types import SplitName
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
@@ -210,23 +211,21 @@ class RecipeKeys(Section):
 
     def resolved_phases(self) -> tuple[ResolvedPhase, ...]:
         """The phases with all their keys; without ``phases`` there is one, ``main``."""
-        if self.phases is None:
-            return (self._resolved(PhaseKeys(name="main", steps=self.steps, passes=self.passes)),)
-        return tuple(self._resolved(phase) for phase in self.phases)
-
-    def _resolved(self, phase: PhaseKeys) -> ResolvedPhase:
-        """The keys of the phase, and those of the recipe where the phase has none."""
-        return ResolvedPhase(
-            name=phase.name,
-            steps=phase.steps,
-            passes=phase.passes,
-            objective=self.objective if phase.objective is None else phase.objective,
-            learning_rate=self.learning_rate if phase.learning_rate is None else phase.learning_rate,
-            tasks_per_step=self.tasks_per_step if phase.tasks_per_step is None else phase.tasks_per_step,
-            group_size=self.group_size if phase.group_size is None else phase.group_size,
-            data=self.data if phase.data is None else phase.data,
-            rollout=self.rollout if phase.rollout is None else phase.rollout,
-            keep_optimizer=phase.keep_optimizer,
+        phases = (PhaseKeys(name="main", steps=self.steps, passes=self.passes),) if self.phases is None else self.phases
+        return tuple(
+            ResolvedPhase(
+                name=phase.name,
+                steps=phase.steps,
+                passes=phase.passes,
+                objective=self.objective if phase.objective is None else phase.objective,
+                learning_rate=self.learning_rate if phase.learning_rate is None else phase.learning_rate,
+                tasks_per_step=self.tasks_per_step if phase.tasks_per_step is None else phase.tasks_per_step,
+                group_size=self.group_size if phase.group_size is None else phase.group_size,
+                data=self.data if phase.data is None else phase.data,
+                rollout=self.rollout if phase.rollout is None else phase.rollout,
+                keep_optimizer=phase.keep_optimizer,
+            )
+            for phase in phases
         )
 
     def eval_data(self) -> DataSource:

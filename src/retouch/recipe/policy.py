@@ -66,11 +66,8 @@ class DenoisingPolicyKeys(Section):
     entropy: ClassVar[bool] = False
     exported_as: ClassVar[str] = "transformer"
     """Subfolder of an export for whole weights."""
-
-    @property
-    def token_kinds(self) -> frozenset[str] | None:
-        """Kinds of tokens that it generates; None if there are none, or for an imported model, where this is unknown."""
-        return None
+    token_kinds: ClassVar[frozenset[str] | None] = None
+    """Kinds of tokens that it generates; None if there are none, or for an imported model, where this is unknown."""
 
     def build_model(self, *, device: torch.device, offload: bool = False) -> DenoisingModel:
         """The model, with reference images as an input if an IP-Adapter trains. Downloads what is not on this machine.
@@ -146,6 +143,7 @@ class DenoisingPolicyKeys(Section):
             engine=context.engine,
             any_rank=context.any_rank,
             reference_dropout=self.train.reference_dropout,
+            first_gradient_step=context.first_gradient_step,
         )
 
 

@@ -37,12 +37,6 @@ def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
             yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
 
 
-def renderer_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the policy's model and the renderer's fit together."""
-    if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
-        yield from recipe.renderer.problems(recipe.policy.model)
-
-
 def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the engines can generate what the policy learns from."""
     policy = recipe.policy
@@ -57,7 +51,8 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the size of the image model's images is known, and what its parts are, if some shall leave the device."""
+    """Whether the size of the image model's images is known, what its parts are, if some shall leave the device, and whether it
+    can render what the policy writes."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
         yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
@@ -67,6 +62,8 @@ def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
             yield f"policy.prompt_embeddings: cached {known}; use live"
         if recipe.devices is not None and recipe.devices.offload:
             yield f"devices.offload: it {known}; remove it"
+    if recipe.renderer is not None and not isinstance(recipe.policy, DenoisingPolicyKeys):
+        yield from recipe.renderer.problems(recipe.policy.model)
 
 
 def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:

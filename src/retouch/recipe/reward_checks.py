@@ -1,7 +1,7 @@
 """Checks of a recipe's rewards, and of ``watch``, with its data and the rest of it. What needs only the section of a reward is in
 ``rewards/base.py``."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from retouch.config.imports import nearest
@@ -17,14 +17,25 @@ if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
 
 
-def rewards_of(recipe: "RecipeKeys") -> Iterator[tuple[str, RewardSection]]:
-    """Each reward of a run with its path: the one that trains, those inside of it, and the held-out judge of ``watch``."""
+def rewards_of(recipe: "RecipeKeys", phases: Sequence[ResolvedPhase] | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Each reward of a run with its path: the one that trains, those inside of it, the held-out judge of ``watch``, and those that
+    the objectives of ``phases`` differentiate; None: of all phases."""
     sections = [("reward", recipe.reward)]
     if recipe.watch is not None and recipe.watch.judge is not None:
         sections.append(("watch.judge.reward", recipe.watch.judge.reward))
+    for phase in recipe.resolved_phases() if phases is None else phases:
+        if phase.objective.differentiates_reward:
+            sections += differentiated_rewards(phase)
     for path, section in sections:
         for inner, _, part in section.parts(path):
             yield inner, part
+
+
+def differentiated_rewards(phase: ResolvedPhase) -> Iterator[tuple[str, RewardSection]]:
+    """Each reward that the objective of a phase differentiates, with its path."""
+    for key, section in phase.objective.rewards.items():
+        if isinstance(section, RewardSection):
+            yield f"objective.{key}", section
 
 
 def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
@@ -86,7 +97,7 @@ def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) ->
     tasks = TaskFacts(
         path=at, kind=phase.data.label, has_source=contents.images is not False, has_target=contents.target is not False
     )
-    for path, part in rewards_of(recipe):
+    for path, part in rewards_of(recipe, [phase]):
         yield from part.task_problems(path, tasks)
 
 
@@ -103,8 +114,8 @@ def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combina
     return None
 
 
-def watch_problems(watch: Watch, reward: RewardSection) -> Iterator[str]:
-    """A line for everything in ``watch`` that does not go together, or with the reward that trains."""
+def watch_problems(watch: Watch, rewards: Iterable[RewardSection]) -> Iterator[str]:
+    """A line for everything in ``watch`` that does not go together, or with the ``rewards`` that train."""
     if watch.canaries is not None and watch.canaries.count > watch.tasks:
         yield f"watch.canaries.count: {watch.canaries.count} exceeds watch.tasks ({watch.tasks}); use {watch.tasks} or fewer"
     if watch.judge is None:
@@ -116,7 +127,7 @@ def watch_problems(watch: Watch, reward: RewardSection) -> Iterator[str]:
         except ValueError as error:
             yield f"watch.judge.reward.combine: {str(error).removeprefix('combine ')}"
             return
-    if shared := _trained(heldout) & _trained(reward):
+    if shared := _trained(heldout) & set().union(*map(_trained, rewards)):
         names = ", ".join(sorted({name for _, name in shared}))
         yield (
             f"watch.judge.reward: the run is trained on its {names}, so it is not held out; use another judge, or columns that do "
@@ -125,10 +136,12 @@ def watch_problems(watch: Watch, reward: RewardSection) -> Iterator[str]:
 
 
 def _trained(reward: RewardSection) -> set[tuple[str, str]]:
-    """The columns that ``combine`` uses, each with the reward that gives it; of a reward whose columns are not known yet, the
-    names in ``combine``."""
+    """The columns that ``combine`` uses (all columns if it is empty, as in a reward that is differentiated), each with the reward
+    that gives it; of a reward whose columns are not known yet, the names in ``combine``."""
     columns = reward.known_columns()
-    if columns is None:
+    if columns is not None and not reward.combine:
+        names = tuple(columns)
+    elif columns is None:
         names = tuple(reward.combine) if isinstance(reward.combine, dict) else (reward.combine,)
     else:
         try:

@@ -67,7 +67,9 @@ def make_request(folder: RunFolder, action: object, value: object = None, *, via
         raise ValueError(f"{waiting} requests already wait for the end of the step")
     folder.control.mkdir(exist_ok=True)
     name = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-    made = ControlRequest(action=checked[0], value=checked[1], by=f"{_user()} ({via})", at=_now())
+    made = ControlRequest(
+        action=checked[0], value=checked[1], by=f"{_user()} ({via})", at=datetime.now(UTC).isoformat(timespec="seconds")
+    )
     files.write_json(folder.control / f"{name}.json", asdict(made))
     return name
 
@@ -111,7 +113,3 @@ def _user() -> str:
     except (KeyError, OSError):  # a container's user without a name
         name = f"user {os.getuid()}"
     return f"{name}@{socket.gethostname()}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -7,49 +7,26 @@ process still owns the folder, and raises ``NotOwner`` otherwise.
 """
 
 import errno
-import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
-
-from PIL.Image import Image
+from typing import TYPE_CHECKING, Any
 
 from retouch.records import files
 from retouch.records.libraries import versions
 from retouch.records.ownership import FILE, Owner, shared_owner
 from retouch.records.repair import keep_until, readable_steps, remove
 from retouch.records.summary import Summary
-from retouch.types import Sample
+
+if TYPE_CHECKING:
+    from retouch.records.samples import SampleRecord, SampleSet
 
 Number = float | int | None
 Table = Mapping[str, Mapping[str, Number]]
 Intervals = Mapping[str, Mapping[str, Sequence[Number]]]
-SampleSet = Literal["heldout", "group"]
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class SampleRecord:
-    """A sample with its scores, as it is stored for people to look at.
-
-    ``group`` and ``slot``: which sample of which group it is (for held-out tasks the index of the task, and slot 0). NaN in
-    ``scores`` or ``reward`` means "could not be scored". ``advantage``: None if there is none (held-out tasks). ``text``: the
-    completion that the policy wrote for the image, if it writes. ``tokens``: its sampled tokens with their log-probabilities in
-    nats. ``states``: images of the states of its denoising chain.
-    """
-
-    sample: Sample
-    group: int
-    slot: int
-    scores: Mapping[str, float]
-    reward: float
-    advantage: float | None = None
-    text: str | None = None
-    tokens: Sequence[tuple[str, float]] | None = None
-    states: Sequence[Image] = ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +120,8 @@ class RunFolder:
         files.append_line(self.metrics, {"step": step, "phase": phase, **dict(sorted(values.items()))})
 
     def append_timings(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Append a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
+        """Append what a step took: ``time/<stage>`` in seconds for stages that do not overlap, ``time/step`` for the whole step,
+        peaks of memory, and ``judge/...``, the totals of requests to judges since the run began."""
         self.require_owner()
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
@@ -171,17 +149,18 @@ class RunFolder:
         line = {"step": step, "suite": suite, **result, "alarm": alarm}
         files.write_lines(self.suites, sorted([*others, line], key=lambda each: each["step"]))
 
-    def write_samples(self, step: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
+    def write_samples(self, step: int, kind: "SampleSet", records: "Sequence[SampleRecord]") -> None:
         """Store images of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
 
         They replace those of the same step and kind. Images are written before the lines that name them.
         """
+        from retouch.records.samples import write_images
+
         self.require_owner()
         folder = self.samples(step)
         folder.mkdir(parents=True, exist_ok=True)
         others = [line for line in self.read_samples(step) if line["set"] != kind]
-        written: set[str] = set()
-        lines = [_write_sample(folder, {"step": step, "set": kind}, record, written=written) for record in records]
+        lines = write_images(folder, {"step": step, "set": kind}, records)
         files.write_lines(folder / "samples.jsonl", [*others, *lines])
 
     def write_summary(self, summary: Summary) -> None:
@@ -320,41 +299,3 @@ def _step(folder: Path) -> int:
     """The step that a folder is named after; -1 for another name."""
     digits = folder.name.removeprefix("step-")
     return int(digits) if digits.isdecimal() else -1
-
-
-def _write_sample(folder: Path, head: dict[str, Any], item: SampleRecord, *, written: set[str]) -> dict[str, Any]:
-    """Write a sample's images (the task's own images once per group) and return its line."""
-    task = item.sample.task
-    stem = f"{head['set']}-{item.group:04d}"
-    source = task.images[0] if task.images else None
-    own = f"{stem}-{item.slot:03d}"
-    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, written=written) for place, each in enumerate(item.states)]
-    return {
-        **head,
-        "task": task.id,
-        "instruction": task.instruction,
-        "group": item.group,
-        "slot": item.slot,
-        "image": _write_image(folder / f"{own}.png", item.sample.image, written=written),
-        "source": _write_image(folder / f"{stem}-source.png", source, written=written),
-        "target": _write_image(folder / f"{stem}-target.png", task.target, written=written),
-        "scores": dict(item.scores),
-        "reward": item.reward,
-        "advantage": item.advantage,
-        "tags": dict(task.tags),
-        **({} if item.text is None else {"text": item.text}),
-        **({} if item.tokens is None else {"tokens": item.tokens}),
-        **({"states": states} if states else {}),
-    }
-
-
-def _write_image(path: Path, image: Image | None, *, written: set[str]) -> str | None:
-    """Write the image unless ``written`` contains it, and return its file name; None if there is no image."""
-    if image is None:
-        return None
-    if path.name not in written:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        path.write_bytes(buffer.getvalue())
-        written.add(path.name)
-    return path.name

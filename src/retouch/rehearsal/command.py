@@ -117,3 +117,5 @@ def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
         yield "devices.offload=true"
     if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):
         yield "sharding=fsdp2"
+    if world > 1 and recipe.sharding == "fsdp2" and (recipe.devices is None or recipe.devices.weights is None):
+        yield "devices.weights=cpu"

@@ -11,6 +11,7 @@ import torch
 from PIL.Image import new as new_image
 
 from retouch.data.base import DataSets
+from retouch.models.base import MEGAPIXEL
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.tensors import DEVICE
@@ -19,7 +20,6 @@ from retouch.types import Batch, Codes, Column, Sample, Task
 
 WORDS = 48
 """Words of an instruction."""
-_SIZE = (1024, 1024)
 _TASKS = 100_000
 _STRUCTURE = 64
 """Tokens of a completion besides codes and thought, at most."""
@@ -47,7 +47,7 @@ class MadeUpTasks(Sequence[Task]):
         most = 0 if takes is None else takes.images[1]
         images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
         count = max(takes.images[0], min(1, most) * images) if takes is not None else 0
-        size = recipe.image_size or _SIZE
+        size = recipe.image_size or getattr(recipe.image_model, "planned_size", MEGAPIXEL)
         image = new_image("RGB", size[::-1], (120, 90, 60))
         wants_target = any(phase.imitates for phase in recipe.resolved_phases())
         return Task(

@@ -6,7 +6,7 @@ Everything else is what a run does: the recipe's own loaders, adapters and check
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,12 +18,18 @@ import transformers
 from torch import Tensor, nn
 from transformers import Emu3VQVAE
 
-from retouch.models.base import Described
+from retouch.memory.ip_adapter import vision_part
+from retouch.memory.sizes import image_encoder
+from retouch.models.base import Described, DiffusersModel
+from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
+from retouch.models.emu3.family import Emu3Model
+from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
+from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks
 from retouch.rehearsal.tensors import DEVICE, FakeTensor, on_host
-from retouch.rehearsal.tokenizers import stand_in, tokenizer_files
+from retouch.rehearsal.tokenizers import stand_in, tokenizer_files, write_emu3
 
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 _PROCESSOR = {
@@ -36,6 +42,50 @@ _PROCESSOR = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
+
+
+def without_paths(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with folders of configurations in place of weights that are not on this machine.
+
+    Raises ValueError if no configuration is known.
+    """
+    train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
+    if encoder is not None and find_encoder(encoder) is None:
+        described = image_encoder(encoder)
+        if described is None:
+            raise ValueError(f"policy.train.encoder: the configuration of {encoder} is not known; download its configuration files")
+        target = write_single(folder / "encoder" / Path(encoder).name, vision_part(described))
+        train = train.model_copy(update={"encoder": str(target), "init_from": None})
+    elif hasattr(train, "init_from"):
+        train = train.model_copy(update={"init_from": None})
+    model = _described(recipe.policy.model, folder, "policy.model")
+    # The fake accelerator has attention of its own and nothing to compile for: compiled blocks are modelled.
+    changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
+    if recipe.renderer is not None and recipe.renderer.image_model is not None:
+        behind = _described(recipe.renderer.image_model, folder, "renderer.model")
+        changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})
+    return recipe.model_copy(update=changed)
+
+
+def _described(model: Any, folder: Path, key: str) -> Any:
+    if not isinstance(model, DiffusersModel | PretrainedLanguageModel):
+        return model
+    with suppress(ValueError):  # the folder of a run that is not there yet
+        if model.find_weights()[0] is not None:
+            return model
+    described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
+    if described is None:
+        raise ValueError(f"{key}.path: the configuration of {model.source} is not known; download its configuration files")
+    target = folder / key / Path(model.path).name
+    if isinstance(model, DiffusersModel):
+        write_folder(target, described)
+        return model.model_copy(update={"path": str(target)})
+    write_single(target, described["writer"])
+    if not isinstance(model, Emu3Model):
+        return model.model_copy(update={"path": str(target)})
+    autoencoder = write_single(folder / "autoencoder", described["autoencoder"])
+    paths = {"path": target, "tokenizer": write_emu3(folder / "tokenizer"), "autoencoder": autoencoder}
+    return model.model_copy(update={name: str(path) for name, path in paths.items()})
 
 
 def write_folder(folder: Path, described: Described) -> Path:

@@ -6,7 +6,7 @@ By default it is rehearsed twice, with a few blocks of the models, and the figur
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,6 @@ from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
-from retouch.memory.ip_adapter import vision_part
-from retouch.memory.sizes import image_encoder
-from retouch.models.base import DiffusersModel
-from retouch.models.common.pretrained import find_encoder
-from retouch.models.emu3.family import Emu3Model
-from retouch.models.language import PretrainedLanguageModel
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import DenoisingModel
@@ -37,12 +31,11 @@ from retouch.rehearsal.attention import fused_attention
 from retouch.rehearsal.collectives import fake_ranks
 from retouch.rehearsal.depth import Counts, choose_depths, extrapolated, extrapolated_work, stacks_of
 from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, scores
-from retouch.rehearsal.loading import fake_parameters, without_weights, write_folder, write_single
+from retouch.rehearsal.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter, Stage, Work
 from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
 from retouch.rehearsal.tensors import DEVICE, active
-from retouch.rehearsal.tokenizers import write_emu3
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
@@ -135,50 +128,6 @@ class _Labels:
                 self.repeats.layers(module)
 
 
-def without_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with folders of configurations in place of weights that are not on this machine.
-
-    Raises ValueError if no configuration is known.
-    """
-    train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
-    if encoder is not None and find_encoder(encoder) is None:
-        described = image_encoder(encoder)
-        if described is None:
-            raise ValueError(f"policy.train.encoder: the configuration of {encoder} is not known; download its configuration files")
-        target = write_single(folder / "encoder" / Path(encoder).name, vision_part(described))
-        train = train.model_copy(update={"encoder": str(target), "init_from": None})
-    elif hasattr(train, "init_from"):
-        train = train.model_copy(update={"init_from": None})
-    model = _described(recipe.policy.model, folder, "policy.model")
-    # The fake accelerator has attention of its own and nothing to compile for: compiled blocks are modelled.
-    changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
-    if recipe.renderer is not None and recipe.renderer.image_model is not None:
-        behind = _described(recipe.renderer.image_model, folder, "renderer.model")
-        changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})
-    return recipe.model_copy(update=changed)
-
-
-def _described(model: Any, folder: Path, key: str) -> Any:
-    if not isinstance(model, DiffusersModel | PretrainedLanguageModel):
-        return model
-    with suppress(ValueError):  # the folder of a run that is not there yet
-        if model.find_weights()[0] is not None:
-            return model
-    described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
-    if described is None:
-        raise ValueError(f"{key}.path: the configuration of {model.source} is not known; download its configuration files")
-    target = folder / key / Path(model.path).name
-    if isinstance(model, DiffusersModel):
-        write_folder(target, described)
-        return model.model_copy(update={"path": str(target)})
-    write_single(target, described["writer"])
-    if not isinstance(model, Emu3Model):
-        return model.model_copy(update={"path": str(target)})
-    autoencoder = write_single(folder / "autoencoder", described["autoencoder"])
-    paths = {"path": target, "tokenizer": write_emu3(folder / "tokenizer"), "autoencoder": autoencoder}
-    return model.model_copy(update={name: str(path) for name, path in paths.items()})
-
-
 class _Rehearsal:
     def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats, *, compiled: bool) -> None:
         self.recipe = recipe
@@ -249,10 +198,14 @@ class _Rehearsal:
     def _take_first_step(self, stepper: Stepper) -> None:
         """Moments exist from the first optimizer step on, so that every stage is measured with them, as in a run that resumes."""
         trained = [each for each in stepper.module.parameters() if each.requires_grad]
+        waiting = [each for each in trained if each.device != self.ranks.device]
         # Shards as plain tensors: added to sharded ones, a replicated weight would get a sharded gradient.
-        shards = [each.to_local() if isinstance(each, DTensor) else each for each in trained]
+        shards = [each.to_local() if isinstance(each, DTensor) else each for each in trained if each.device == self.ranks.device]
         with self.meter.paused():
-            stepper.backward(sum((each.float().flatten()[:1].sum() for each in shards), torch.zeros((), device=self.ranks.device)))
+            for each in waiting:  # in CPU memory, where FSDP2 sets the gradient
+                each.grad = torch.zeros_like(each)
+            start = torch.zeros((), device=self.ranks.device, requires_grad=True)
+            stepper.backward(sum((each.float().flatten()[:1].sum() for each in shards), start))
             stepper.step(1e-6)
         self._label_moments(stepper)
 

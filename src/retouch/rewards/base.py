@@ -71,6 +71,8 @@ class RewardSection(Section):
     """Whether every task must have a target image."""
     compares_groups: ClassVar[bool] = False
     """Whether it compares the samples of a task with each other, so that a sample alone has no score."""
+    gradient_column: ClassVar[str | None] = None
+    """Of a reward with a gradient: the column that ``score_tensors`` gives. None if there is only one."""
     data_kinds: ClassVar[tuple[str, ...]] = ()
     """The only kinds of data whose tasks it can score; empty for any."""
 

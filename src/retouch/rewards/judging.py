@@ -46,11 +46,6 @@ class ScoredBatch:
         )
 
 
-def _parts_of(reward: Reward) -> Mapping[str, Reward]:
-    """The rewards of a composite by name; any other reward alone, under the empty name."""
-    return reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
-
-
 BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch]]"
 
 
@@ -76,10 +71,12 @@ class RewardScorer:
         self.reward = reward
         self.combination = combination(combine, reward.columns) if reward.columns else NO_COMBINATION
         self.journal: Journal | None = None
-        self._starting = _thread("start")
-        parts = _parts_of(reward).items()
-        self._scoring = {name: _thread(name, device) for name, part in parts if not isinstance(part, AsyncReward)}
-        self._finishing = _thread("finish")
+        # The rewards of a composite by name; any other reward alone, under the empty name.
+        self._parts: Mapping[str, Reward] = reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
+        waiting = [name for name, part in self._parts.items() if not isinstance(part, AsyncReward)]
+        self._starting = WorkerThread("judge-start")
+        self._scoring = {name: WorkerThread(f"judge-{name}", device=device) for name in waiting}
+        self._finishing = WorkerThread("judge-finish")
         self._last_scored = 0.0
 
     def __call__(self, samples: Sequence[Sample]) -> ScoredBatch:
@@ -141,7 +138,7 @@ class RewardScorer:
         """Pass the samples that have an image to every reward; an empty dictionary if there are none."""
         drawn = with_images(samples)
         asked: dict[str, Future[Scores]] = {}
-        for name, part in _parts_of(self.reward).items() if drawn else ():
+        for name, part in self._parts.items() if drawn else ():
             visible = visible_samples(part, drawn)
             if isinstance(part, AsyncReward):
                 asked[name] = part.submit(visible)
@@ -181,7 +178,3 @@ class _Started(NamedTuple):
     new: list[int]
     asked: "dict[str, Future[Scores]]"
     began: float
-
-
-def _thread(name: str, device: torch.device | None = None) -> WorkerThread:
-    return WorkerThread(f"judge-{name}", device=device)

@@ -13,7 +13,7 @@ from retouch.rewards.parts import SINGLE
 _TABLE = {
     **SINGLE,
     "several": "retouch.rewards.combine.several:SeveralRewards",
-    "calibrated": "retouch.votes.calibrated:CalibratedReward",
+    "calibrated": "retouch.rewards.combine.calibrated:CalibratedReward",
 }
 
 KINDS = Kinds("reward", _TABLE)

@@ -1,4 +1,4 @@
-"""All kinds of rewards but ``several``, which contains them; one line each.
+"""All kinds of rewards but ``several`` and ``calibrated``, which contain others; one line each.
 
 A recipe imports the class of a kind when it names it.
 """
@@ -6,11 +6,12 @@ A recipe imports the class of a kind when it names it.
 from retouch.config.kinds import Kinds
 
 SINGLE = {
-    "playground": "retouch.playground.judges.edit_judge:PlaygroundReward",
-    "playground-paintings": "retouch.playground.judges.painting_judge:PaintingReward",
-    "playground-signs": "retouch.playground.judges.sign_judge:SignReward",
+    "playground": "retouch.rewards.playground.edit_judge:PlaygroundReward",
+    "playground-paintings": "retouch.rewards.playground.painting_judge:PaintingReward",
+    "playground-signs": "retouch.rewards.playground.sign_judge:SignReward",
     "photos": "retouch.rewards.scorers.photos:PhotosReward",
     "share": "retouch.rewards.scorers.pixels:ShareReward",
+    "target": "retouch.rewards.scorers.pixels:TargetReward",
     "compressibility": "retouch.rewards.scorers.pixels:CompressibilityReward",
     "clip": "retouch.rewards.scorers.clip:ClipReward",
     "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
@@ -38,9 +39,9 @@ SINGLE = {
     "yes": "retouch.rewards.judges.one_token:YesReward",
     "digit": "retouch.rewards.judges.one_token:DigitReward",
     "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",
-    "votes": "retouch.votes.reward:VotesReward",
+    "votes": "retouch.rewards.votes.reward:VotesReward",
     "remote": "retouch.rewards.client.remote:RemoteReward",
 }
 
 PARTS = Kinds("reward", SINGLE)
-"""The rewards that ``several`` may contain."""
+"""The rewards that ``calibrated`` may contain."""

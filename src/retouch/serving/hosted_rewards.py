@@ -48,7 +48,9 @@ class HostedReward:
     def info(self) -> RewardInfo:
         """The reward in ``GET /v1/info``."""
         columns = {name: ColumnInfo(**asdict(column)) for name, column in self.columns.items()}
-        return RewardInfo(name=self.name, kind=_class_path(type(self.reward)), fingerprint=self.fingerprint, columns=columns)
+        made_by = type(self.reward)
+        kind = f"{made_by.__module__}:{made_by.__qualname__}"
+        return RewardInfo(name=self.name, kind=kind, fingerprint=self.fingerprint, columns=columns)
 
 
 def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
@@ -96,10 +98,6 @@ def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
 def device() -> str:
     """The device of models whose section names none: the replica's first GPU, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _class_path(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _parse_spec(word: str) -> RewardSpec:

@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 import torch
@@ -11,24 +12,24 @@ import torch
 from retouch.recipe.recipe import Recipe
 
 
+@dataclass
 class StopRequest:
     """``signal``: the first signal received, or None. A second Ctrl-C stops the process at once, as usual.
 
     ``asked``: the event that is set once the run was asked to stop, which ends waiting for rewards (``Ranks.stop``).
     """
 
-    def __init__(self, asked: threading.Event) -> None:
-        self.signal: int | None = None
-        self._asked = asked
+    asked: threading.Event
+    signal: int | None = None
 
     def stop(self) -> None:
         """Ask the run to stop at the end of its step, without a signal."""
-        self._asked.set()
+        self.asked.set()
 
     @property
     def pending(self) -> bool:
         """Whether the run was asked to stop."""
-        return self._asked.is_set()
+        return self.asked.is_set()
 
     @property
     def code(self) -> int:

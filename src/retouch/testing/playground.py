@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.models.playground.family import PlaygroundModel
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition

@@ -13,6 +13,7 @@ from retouch.config.live import LIVE, live_objects
 from retouch.models.base import DiffusersModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel
+from retouch.models.playground.family import PlaygroundFamily
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
@@ -133,7 +134,7 @@ class LoadedRun:
             raise ValueError(
                 "its policy is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
             )
-        own_layout = type(section).__module__.startswith("retouch.playground")
+        own_layout = isinstance(section, PlaygroundFamily)
         if not isinstance(section, DiffusersModel) or own_layout or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("no pipeline of diffusers has its layout; use run.policy.sample(...), or `retouch export`")
         if section.path not in self._objects and not section.path.startswith(LIVE):

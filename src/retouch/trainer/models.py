@@ -10,6 +10,7 @@ from retouch.config.live import LIVE
 from retouch.models.base import MEGAPIXEL, DiffusersModel, Dtype, ImageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import Attention, LanguageModel
+from retouch.models.playground.family import PlaygroundFamily
 
 _WRITERS = {
     **{"qwen2": "qwen", "qwen3": "qwen", "qwen2_vl": "qwen-vl", "qwen2_5_vl": "qwen-vl", "qwen3_vl": "qwen-vl"},
@@ -137,7 +138,7 @@ def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
         family.pipeline: family
         for family in IMAGE_MODELS.classes()
         # The playground's models are tiny ones of published families, in a layout of their own.
-        if issubclass(family, DiffusersModel) and family.pipeline and not family.__module__.startswith("retouch.playground")
+        if issubclass(family, DiffusersModel) and family.pipeline and not issubclass(family, PlaygroundFamily)
     }
     if pipeline in families:
         return families[pipeline]

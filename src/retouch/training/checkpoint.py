@@ -24,6 +24,7 @@ from torch import Tensor
 
 from retouch.distributed.gathering import GatheredTensors
 from retouch.records import files
+from retouch.records.repair import remove
 from retouch.training.tensor_file import write_tensors
 from retouch.types import Json
 
@@ -79,7 +80,7 @@ def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) ->
     temporary = folder / f"{_TEMPORARY}{path.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove(temporary)
+        remove(temporary)
         temporary.mkdir()
         for group, tensors in state.tensors.items():
             write_tensors(temporary / f"{group}{_TENSORS}", tensors)
@@ -172,7 +173,7 @@ def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed ``save`` or ``prune`` left behind. Only the writing process may call it."""
     for path in folder.glob(f"{_TEMPORARY}*"):
-        _remove(path)
+        remove(path)
 
 
 def rng_state() -> dict[str, Tensor]:
@@ -263,14 +264,7 @@ def _sha256(path: Path) -> str:
 def _discard(path: Path) -> None:
     """Remove a checkpoint: rename it first, so that an interrupted removal leaves no half checkpoint, then delete its files."""
     temporary = path.with_name(f"{_TEMPORARY}old-{path.name}")
-    _remove(temporary)
+    remove(temporary)
     path.rename(temporary)
     files.fsync_folder(path.parent)
-    _remove(temporary)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    remove(temporary)

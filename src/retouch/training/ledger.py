@@ -5,20 +5,26 @@ It is opened before the rewards are built, so that calls to judges and servers g
 
 import json
 import logging
+import sqlite3
+from contextlib import closing, suppress
+from dataclasses import astuple
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.rewards.identity import changes, describe, fingerprint, short
 from retouch.rewards.judging import RewardScorer
-from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.database import Database, JudgeUsage, ledger_files, open_read_only, read_usage
 from retouch.rewards.ledger.journal import Journal
-from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Json
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from retouch.rewards.ledger.answers import AnswerCache
 
 log = logging.getLogger("retouch")
@@ -32,10 +38,16 @@ class Ledger:
     def __init__(self, run: Path, ranks: Ranks, *, keep_images: bool, new_judge: bool) -> None:
         self._ranks = ranks
         self._new_judge = new_judge
-        self._images = KeptImages(run) if keep_images else None
+        self._images = None
+        if keep_images:
+            from retouch.rewards.ledger.kept_images import KeptImages
+
+            self._images = KeptImages(run)
         path = ledger_path(run, ranks.rank)
         self.is_new = not path.exists()
         self._database = Database(path)
+        self._run = run
+        self._usage: dict[Path, tuple[JudgeUsage, int]] = {}
 
     @cached_property
     def cache(self) -> "AnswerCache":
@@ -83,9 +95,39 @@ class Ledger:
         """Give a judge that does not train its journal. It must use splits that the training judge does not."""
         judge.journal = Journal(self._database, judge=fingerprint(judge.reward))
 
+    def usage(self) -> dict[str, float]:
+        """What the judges took since the run began, by metric name: totals over all ranks, which all call this.
+
+        Judges of benchmarks count too. Empty before the first request. ``judge/cost``, in dollars, is there only if a price is
+        known, and ``judge/unpriced_requests`` counts the requests that it does not contain.
+        """
+        own = self._database.path
+        self._add_usage(own, self._database.reading())
+        for path in ledger_files(self._run):
+            if path.name == own.name and path != own:
+                with suppress(ValueError, sqlite3.Error):  # a statistic ends no run
+                    self._add_usage(path, closing(open_read_only(path)))
+        mine = sum((used for used, _ in self._usage.values()), JudgeUsage())
+        total = JudgeUsage(*self._ranks.sum(torch.tensor(astuple(mine), dtype=torch.float64)).tolist())
+        found = {
+            "judge/requests": total.requests,
+            "judge/input_tokens": total.input_tokens,
+            "judge/output_tokens": total.output_tokens,
+            "judge/unpriced_requests": total.unpriced,
+        }
+        cost = {} if total.known_cost is None else {"judge/cost": total.known_cost}
+        return {name: value for name, value in found.items() if value} | cost
+
     def close(self) -> None:
         """Close the file. Close the judges first: they may still be recording."""
         self._database.close()
+
+    def _add_usage(self, path: Path, connecting: "AbstractContextManager[sqlite3.Connection]") -> None:
+        """Count the answers that are new in a ledger."""
+        before, last = self._usage.get(path, (JudgeUsage(), 0))
+        with connecting as connection:
+            used, last = read_usage(connection, after=last)
+        self._usage[path] = before + used, last
 
     def _last(self) -> dict[str, Json] | None:
         """The description of the run's latest judge; None in a new run."""

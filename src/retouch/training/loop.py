@@ -56,8 +56,8 @@ class Phase:
     the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no reward).
     ``reward_range``: smallest and largest possible reward. ``normalise`` and ``max_length``: see ``core/weights.py``.
     ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0. ``demonstrate``:
-    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves. ``ahead``:
-    for rollouts that run ahead of learning (``staleness.py``), what each step learns from, from a given step on.
+    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves. ``source``: what each step
+    learns from, from a given step on (``staleness.py``, ``refill.py``); None collects one step after the other.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Phase:
     minibatches: int
     learning_rate: Callable[[int], float]
     trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
-    ahead: "Callable[[Run, Phase, int], Iterator[Collected]] | None" = None
+    source: "Callable[[Run, Phase, int], Iterator[Collected]] | None" = None
     demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
 
 
@@ -131,7 +131,7 @@ class RolledOut:
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
     """Train the phase's steps from ``start`` on; yields (step, what was collected, metrics) after each."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
-    every = map(partial(collect, run, phase), steps) if phase.ahead is None else phase.ahead(run, phase, steps.start)
+    every = map(partial(collect, run, phase), steps) if phase.source is None else phase.source(run, phase, steps.start)
     for step, collected in zip(steps, every, strict=True):
         metrics = update(run, phase, step, collected)
         yield step, collected, {**collected.metrics, **metrics}
@@ -145,12 +145,11 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
             trajectory = phase.demonstrate(run.policy, batch)
         ones = torch.ones(trajectory.mask.shape)
         return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
-    return finish_collecting(run, phase, begin_collecting(run, phase, step))
+    return finish_collecting(run, phase, begin_collecting(run, phase.batch(step)))
 
 
-def begin_collecting(run: Run, phase: Phase, step: int) -> RolledOut:
-    """Sample and render, and start scoring."""
-    batch = phase.batch(step)
+def begin_collecting(run: Run, batch: Batch) -> RolledOut:
+    """Sample and render these rows, and start scoring them."""
     parts, images, pending = [], [], []
     for first in range(0, len(batch), run.chunk):
         chunk = batch.take(slice(first, first + run.chunk))
@@ -167,9 +166,14 @@ def begin_collecting(run: Run, phase: Phase, step: int) -> RolledOut:
 
 def finish_collecting(run: Run, phase: Phase, made: RolledOut) -> Collected:
     """Wait for the rewards and compute advantages."""
-    assert phase.advantage is not None
     with run.clock("judge"):
         judged = wait_for_rewards(run.ranks, made.pending)
+    return assign_credit(run, phase, made, judged)
+
+
+def assign_credit(run: Run, phase: Phase, made: RolledOut, judged: ScoredBatch) -> Collected:
+    """What was rolled out and its scores, with advantages and metrics. Raises TooManyMissing as ``compute_advantages``."""
+    assert phase.advantage is not None
     row_advantages, metrics = compute_advantages(run, phase, judged)
     trajectory = made.trajectory
     credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
@@ -225,8 +229,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
     assert phase.advantage is not None
     names = list(judged.scores)
     table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
-    gathered = torch.empty(len(phase.order), table.shape[1])
-    gathered[phase.order] = run.ranks.gather(table)
+    gathered = in_global_order(run, phase, table)
     rewards = gathered[:, 0]
     missing = rewards.isnan().double().mean().item()  # fp32 would round exactly the allowed share to above it
     if missing > run.max_missing:
@@ -252,6 +255,13 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
     return advantages[mine], metrics
 
 
+def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
+    """The rows of all ranks, (b, ...) on each to (rows, ...), in the step's global order."""
+    gathered = torch.empty(len(phase.order), *values.shape[1:])
+    gathered[phase.order] = run.ranks.gather(values)
+    return gathered
+
+
 def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
     """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
     rows = len(collected.batch) // phase.minibatches
@@ -260,6 +270,8 @@ def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
     for epoch in range(phase.epochs):
         for part in range(phase.minibatches):
             minibatch = make_minibatch(run, phase, collected, slice(part * rows, (part + 1) * rows), epoch)
+            if phase.advantage is not None and phase.advantage.weighs:
+                minibatch = weighted_rows(run.ranks, minibatch)
             with run.clock("update"):
                 sums, maxima = accumulate(run, phase.objective, minibatch)
                 sums["policy/grad_norm"] = run.stepper.step(phase.learning_rate(step))
@@ -290,6 +302,26 @@ def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, ep
     advantages, weights = (to_device(each, device) for each in (advantages, weights))
     returns = None if collected.returns is None else collected.returns[rows].to(device)
     return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns)
+
+
+def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
+    """The rows whose advantage is not 0, with advantages of 1 and their former advantages as factors of their weights.
+
+    Every rank gets equally many rows, at least one; those it has too many have weight 0.
+    """
+    weights = minibatch.weights * minibatch.advantages
+    unused = (weights == 0).all(dim=1).cpu()
+    count = max(1, int(ranks.max((~unused).sum().float())))
+    rows = unused.int().argsort(stable=True)[:count].sort().values
+    there = rows.to(weights.device)
+    return Minibatch(
+        minibatch.batch.take(rows.tolist()),
+        minibatch.trajectory.take(there),
+        torch.ones_like(weights[there]),
+        weights[there],
+        minibatch.epoch,
+        None if minibatch.returns is None else minibatch.returns[there],
+    )
 
 
 def accumulate(run: Run, objective: SupportsLosses, minibatch: Minibatch) -> tuple[Metrics, Metrics]:

@@ -31,6 +31,10 @@ ROWS = 8
 """Rows of a trial step."""
 PIECE = 2**24
 """Elements of a frozen tensor that are converted to fp64 at once."""
+_UNMOVED = (
+    "the ratio is still exactly 1 after a step: no trained weight has an effect on the log-probabilities, or the policy is certain "
+    "of its samples of these tasks; see the norm of the trial gradient"
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
             deviation > 0,
             deviation,
             None,
-            changed if deviation > 0 else "the ratio is still exactly 1 after a step",
+            changed if deviation > 0 else _UNMOVED,
         )
     if isinstance(actor, Objective) and actor.kl_kind is not None:
         size = _kl_gradient(run, actor, minibatch)

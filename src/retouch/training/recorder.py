@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.recipe.keys import Samples
-from retouch.records.folder import RunFolder, SampleRecord, SampleSet
+from retouch.records.folder import RunFolder
+from retouch.records.samples import SampleRecord, SampleSet
 from retouch.records.trackers import CompositeTracker
 from retouch.training.completions import completion_texts
 from retouch.training.evaluation import EvaluationResult

@@ -39,7 +39,7 @@ def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncat
         for coming in range(step + len(queue), min(step + staleness + 1, stop)):
             acting = max(first, coming - staleness)
             with nullcontext() if acting == step else copies.using(names[acting % staleness]):
-                queue.append(begin_collecting(run, phase, coming))
+                queue.append(begin_collecting(run, phase.batch(coming)))
         age = step - max(first, step - staleness)
         made = finish_collecting(run, phase, queue.popleft())
         collected = under_current_weights(run, made, age=age, truncate_at=truncate_at)

@@ -19,8 +19,8 @@ from retouch.view.catalogue import Catalogue
 _SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts the steps before a training sample
 _PLACE = "SELECT DISTINCT picture FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ? AND picture != ''"
 _ANSWERS = (
-    "SELECT rubric, substr(text, 1, ?) AS text, length(text) AS characters, fault, scores, attempts, seconds, cost FROM answers "
-    "WHERE picture = ? ORDER BY number LIMIT ?"
+    "SELECT judge, rubric, substr(text, 1, ?) AS text, length(text) AS characters, fault, scores, attempts, seconds, cost "
+    "FROM answers WHERE picture = ? ORDER BY number LIMIT ?"
 )
 _MOST_CHARACTERS = 20_000
 _MOST_ANSWERS = 20
@@ -47,8 +47,8 @@ def judged_routes(catalogue: Catalogue) -> list[Route]:
 def read_answers(folder: RunFolder, kind: str, *, step: int, group: int, slot: int) -> list[dict[str, Any]]:
     """The answers about the image of a stored sample, in the order in which they were given; long ones are cut.
 
-    ``rubric``: what was asked. ``fault``: why there is no score, otherwise empty. ``scores``: by column, or None.
-    ``cost``: None if no price is known. Raises ValueError if a ledger is damaged.
+    ``judge``: who answered. ``rubric``: what was asked, empty for a reward server. ``fault``: why there is no score, otherwise
+    empty. ``scores``: by column, or None. ``cost``: None if no price is known. Raises ValueError if a ledger is damaged.
     """
     if kind not in _SPLITS:
         return []

@@ -11,7 +11,8 @@ from retouch.records import files
 from retouch.records.control import read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
-from retouch.view.tail import LineTail
+from retouch.rewards.ledger.database import JudgeUsage, ledger_files
+from retouch.view.tail import LineTail, UsageTail
 
 State: TypeAlias = Literal["running", "finished", "stopped", "alarm", "waiting", "unreadable"]
 _REWARD = "reward/mean"
@@ -29,6 +30,7 @@ class LiveRun:
         self._lock = threading.Lock()
         self._metrics, self._timings = LineTail(self.folder.metrics), LineTail(self.folder.timings)
         self._evals, self._suites = LineTail(self.folder.evals), LineTail(self.folder.suites)
+        self._ledgers: dict[Path, UsageTail] = {}
         self._samples: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         self._documents: dict[Path, tuple[tuple[int, int, int], Any, str | None]] = {}
         self._generation = 0
@@ -38,9 +40,8 @@ class LiveRun:
         with self._lock:
             self._update()
             recipe, problem = self._recipe()
-            lines = self._metrics.lines
-            step, steps = _last_step(lines), recipe.get("steps")
-            steps = steps if isinstance(steps, int) else None
+            lines, summary = self._metrics.lines, self._json(self.folder.summary)
+            step, steps = _last_step(lines), _total_steps(recipe, summary)
             state, reason = self._state(step, steps, problem)
             seconds = self._step_seconds()
             remaining = None if steps is None or seconds is None or state != "running" else max(0, steps - step) * seconds
@@ -55,8 +56,9 @@ class LiveRun:
                 "rewards": _thin([_number(line.get(_REWARD)) for line in lines]),
                 "seconds_per_step": seconds,
                 "seconds_left": remaining,
+                "judges": self._judges(),
                 "changed": _changed(self.folder),
-                "summary": self._json(self.folder.summary),
+                "summary": summary,
                 "damaged": self._metrics.damaged + self._timings.damaged,
             }
 
@@ -119,6 +121,13 @@ class LiveRun:
                     self._samples[step] = stamp, [line for line in tail.lines if _is_sample(line, step)]
                 found += self._samples[step][1]
             return found
+
+    def _judges(self) -> dict[str, float | None] | None:
+        """What judges took so far; None before the first request. ``cost``: in dollars, None if no price is known."""
+        paths = ledger_files(self.folder.root)
+        self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
+        used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
+        return {**asdict(used), "cost": used.known_cost} if used.requests else None
 
     def _update(self) -> None:
         again = [tail.update() for tail in (self._metrics, self._timings)]
@@ -201,6 +210,17 @@ def _is_suite(line: Mapping[str, Any]) -> bool:
 def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
     step = lines[-1].get("step") if lines else 0
     return step if isinstance(step, int) else 0
+
+
+def _total_steps(recipe: Mapping[str, Any], summary: object) -> int | None:
+    """The steps of the whole run; None if they depend on the data, and the run has not ended yet."""
+    phases = recipe.get("phases")
+    counts = [phase.get("steps") if isinstance(phase, dict) else None for phase in phases] if isinstance(phases, list) else []
+    known = [count for count in counts if isinstance(count, int)]
+    if counts and len(known) == len(counts):
+        return sum(known)
+    found = recipe.get("steps") or (summary.get("steps") if isinstance(summary, dict) else None)
+    return found if isinstance(found, int) else None
 
 
 def _number(value: object) -> float | None:

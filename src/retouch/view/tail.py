@@ -1,9 +1,13 @@
-"""Follows a file of JSON lines that another process appends to."""
+"""Follows files that another process appends to: JSON lines, and the answers in a ledger."""
 
 import json
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+from retouch.rewards.ledger.database import JudgeUsage, open_read_only, read_usage
 
 
 class LineTail:
@@ -51,3 +55,36 @@ class LineTail:
             self.lines.append(found)
         else:
             self.damaged += 1
+
+
+class UsageTail:
+    """What the answers in a ledger took, of which each call reads only those that are new. A ledger that cannot be read takes
+    nothing new."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: list[tuple[int, int, int]] = []
+        self._last = 0
+        self._used = JudgeUsage()
+
+    def update(self) -> JudgeUsage:
+        """What all answers so far took."""
+        stamp = [_stamp(path) for path in (self._path, self._path.with_name(f"{self._path.name}-wal"))]
+        if stamp != self._stamp:
+            if stamp[0][0] != (self._stamp or [(0, 0, 0)])[0][0]:  # another file
+                self._last, self._used = 0, JudgeUsage()
+            try:
+                with closing(open_read_only(self._path)) as connection:
+                    used, self._last = read_usage(connection, after=self._last)
+            except (ValueError, sqlite3.Error):
+                used = JudgeUsage()
+            self._stamp, self._used = stamp, self._used + used
+        return self._used
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -17,18 +17,18 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from retouch.records.files import jsonable
+from retouch.rewards.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
+from retouch.rewards.votes.queue import VoteQueue
 from retouch.view.bodies import BadBody, read_object
 from retouch.view.catalogue import Catalogue
 from retouch.view.live_run import LiveRun
 from retouch.votes.asking import NextPair, next_pair
-from retouch.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
-from retouch.votes.queue import VoteQueue
 from retouch.votes.stored_pairs import StoredPairs, StoredSamples
 from retouch.votes.summary import summarise
 
 QUEUE = "queue"
 _MOST_BYTES = 10_000
-_MOST_QUESTIONS = 2000
+_MOST_QUESTIONS, _MOST_ANSWERED = 2000, 100
 _FRESH = {"Cache-Control": "no-store"}
 
 
@@ -52,6 +52,13 @@ class ShownPair:
         return path if path.is_relative_to(self.root) and path.suffix == ".png" and path.is_file() else None
 
 
+def _remember(questions: OrderedDict[str, ShownPair], identity: str, question: ShownPair, *, most: int) -> None:
+    """Add a question, and forget the oldest ones above ``most``."""
+    questions[identity] = question
+    while len(questions) > most:
+        questions.popitem(last=False)
+
+
 class Polls:
     """The pairs to vote on, and the questions that were asked. Methods may be called from several threads."""
 
@@ -59,6 +66,7 @@ class Polls:
         self._catalogue = catalogue
         self._lock = threading.Lock()
         self._questions: OrderedDict[str, ShownPair] = OrderedDict()
+        self._answered: OrderedDict[str, ShownPair] = OrderedDict()
         self._logs: dict[Path, VoteLog] = {}
         self._queues: dict[Path, VoteQueue] = {}
         self._stored: dict[Path, StoredPairs] = {}
@@ -91,9 +99,7 @@ class Polls:
             if found is None:
                 return {"question": None, **progress}
             identity = secrets.token_urlsafe(12)
-            self._questions[identity] = ShownPair(voter, log, found, self._catalogue.root)
-            while len(self._questions) > _MOST_QUESTIONS:
-                self._questions.popitem(last=False)
+            _remember(self._questions, identity, ShownPair(voter, log, found, self._catalogue.root), most=_MOST_QUESTIONS)
             shown = {"id": identity, "instruction": found.pair.instruction, "source": found.pair.source is not None}
             return {"question": shown, **progress}
 
@@ -103,9 +109,11 @@ class Polls:
         if choice not in CHOICES:
             raise ValueError(f"choose one of {', '.join(CHOICES)}")
         with self._lock:
-            question = self._questions.pop(str(given.get("question")), None)
+            identity = str(given.get("question"))
+            question = self._questions.pop(identity, None)
             if question is None:
                 raise ValueError("this pair was answered, or the server was started again; here is the next one")
+            _remember(self._answered, identity, question, most=_MOST_ANSWERED)
             made = question.next
             vote = made.pair.vote(choice, voter=question.voter, exchanged=made.exchanged, repeat=made.repeat)
             question.log.add(vote)
@@ -123,9 +131,9 @@ class Polls:
             return {"undone": own[-1].id}
 
     def image(self, question: str, which: str) -> Path | None:
-        """The image of a question that is not answered yet."""
+        """The image of a question that is open, or was answered a short time ago: a voter may be faster than the images load."""
         with self._lock:
-            found = self._questions.get(question)
+            found = self._questions.get(question) or self._answered.get(question)
         return None if found is None else found.image(which)
 
     def results(self, run: LiveRun) -> dict[str, Any]:

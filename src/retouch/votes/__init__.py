@@ -1,10 +1,9 @@
-"""Human votes on pairs of images: how they are stored, what they say, and how they train a policy.
+"""What human votes on pairs of images say, and pairs made of them.
 
-``log`` stores votes as lines of a file, and ``judged_votes`` finds what judges gave to their images. ``shares``, ``bradley_terry``
-and ``calibration`` are the statistics, and ``summary`` puts them together. ``stored_pairs`` makes pairs of a run's stored samples,
-and ``asking`` chooses a voter's next pair. ``queue`` has the groups of samples that wait for voters, and ``reward`` is the reward
-of kind ``votes``, which reads their votes. ``calibrated`` is the reward that maps a judge's scores to win probabilities. ``export``
-writes pairs for DPO, ``simulated`` votes without people, and ``command`` is ``retouch votes``.
+``judged_votes`` finds what judges gave to the images. ``shares`` has the statistics of shares, and ``summary`` puts all statistics
+together. ``stored_pairs`` makes pairs of a run's stored samples, and ``asking`` chooses a voter's next pair. ``export`` writes
+pairs for DPO, ``simulated`` votes without people, and ``command`` is ``retouch votes``. The votes themselves, and the rewards that
+they give, are in ``rewards.votes``.
 
-May import ``benchmarks`` and everything below it. No module of a reward imports numpy or torch at module level.
+May import ``benchmarks`` and everything below it. numpy and torch are imported only where they are needed.
 """

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retouch.votes.log import Vote, VotePair, Votes
+from retouch.rewards.votes.log import Vote, VotePair, Votes
 
 REPEAT_EVERY = 8
 """New pairs between two hidden repeats."""

@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from retouch.records.files import jsonable
-from retouch.votes.log import VoteLog, logs_of
+from retouch.rewards.votes.log import VoteLog, logs_of
 
 
 def votes_command(arguments: Namespace) -> str:
@@ -30,7 +30,7 @@ def votes_command(arguments: Namespace) -> str:
 
 
 def _calibrate(logs: list[VoteLog], arguments: Namespace) -> str:
-    from retouch.votes.calibration import calibrate
+    from retouch.rewards.votes.calibration import calibrate
     from retouch.votes.judged_votes import judged_votes
 
     made = calibrate(judged_votes(logs), arguments.column)

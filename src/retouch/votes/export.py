@@ -15,7 +15,7 @@ from PIL import Image
 
 from retouch.records import files
 from retouch.rewards.ledger.hashing import image_hash
-from retouch.votes.log import Vote, VoteLog
+from retouch.rewards.votes.log import Vote, VoteLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from retouch.rewards.ledger.database import decode_scores, open_read_only
-from retouch.votes.log import Side, Vote, VoteLog
-from retouch.votes.reward import VotesReward
+from retouch.rewards.votes.log import Side, Vote, VoteLog
+from retouch.rewards.votes.reward import VotesReward
 
 
 def judged_votes(logs: Sequence[VoteLog]) -> list[Vote]:

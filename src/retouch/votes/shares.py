@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from retouch.benchmarks.statistics import t_quantile
-from retouch.votes.log import Vote
+from retouch.core.quantiles import t_quantile
+from retouch.rewards.votes.log import Vote
 
 FEWEST_REPEATS = 10
 MOST_TAG_VALUES = 8

@@ -11,9 +11,9 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.rewards.scoring import scores_of
+from retouch.rewards.votes.log import Choice
+from retouch.rewards.votes.queue import QueuedGroup, VoteQueue
 from retouch.types import Sample, Task
-from retouch.votes.log import Choice
-from retouch.votes.queue import QueuedGroup, VoteQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from retouch.rewards.ledger.hashing import image_hash
-from retouch.votes.log import Side, VotePair
+from retouch.rewards.votes.log import Side, VotePair
 
 
 class StoredPairs:

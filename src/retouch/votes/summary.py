@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from retouch.votes import bradley_terry, shares
+from retouch.rewards.votes import bradley_terry
+from retouch.rewards.votes.log import VoteLog
+from retouch.votes import shares
 from retouch.votes.judged_votes import judged_votes
-from retouch.votes.log import VoteLog
 
 
 def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:

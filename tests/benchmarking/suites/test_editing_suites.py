@@ -1,12 +1,9 @@
 """Suites of edits: rows of the published schema, the published formula computed by hand, and rows that cannot be used."""
 
-import io
 import json
 import math
-from typing import Any
 
 import pytest
-from datasets import Dataset
 from PIL import Image
 
 from canned_judge import JUDGE, headline, number_of, numbered, saved, scored
@@ -16,17 +13,7 @@ from retouch.benchmarks.suites.editing.gedit import GEditSuite
 from retouch.benchmarks.suites.editing.imgedit import ImgEditHardSuite, ImgEditMultiTurnSuite, ImgEditSuite
 from retouch.benchmarks.suites.editing.preservation import PreservationSuite
 from retouch.types import Sample
-
-
-def encoded(number: int) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    numbered(number).save(buffer, "PNG")
-    return {"bytes": buffer.getvalue(), "path": f"{number}.png"}
-
-
-def parquet(path, rows) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows).to_parquet(path)
+from suite_rows import encoded, parquet
 
 
 def vie(table):

@@ -19,6 +19,7 @@ from retouch.benchmarks.suite import Suite
 from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
+from retouch.rewards.scorers.aesthetic import AestheticModel
 from retouch.types import Sample, Scores
 
 NAN = math.nan
@@ -287,9 +288,12 @@ def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path: Path) -> None:
         (torch.tensor([[2.0, 0.0], [0.0, 1.0]]), torch.tensor([1.0, -0.5])),
         (torch.tensor([[1.0, 3.0]]), torch.tensor([0.0])),
     ]
-    encoder = SimpleNamespace(images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]))
+    encoder: Any = SimpleNamespace(
+        images=lambda images: torch.tensor([vectors[number_of(image)] for image in images]),
+        model=SimpleNamespace(config=SimpleNamespace(projection_dim=2)),
+    )
     reward: Any = suite.reward(None)
-    scores = reward.with_model(SimpleNamespace(encoder=encoder, layers=layers))(
+    scores = reward.with_model(AestheticModel(encoder, layers, head="h"))(
         [Sample(suite.task_for(item), numbered(number)) for number, item in enumerate(items, 1)]
     )["aesthetic"].tolist()
     assert scores == pytest.approx([3.1, 2.5])

@@ -22,13 +22,9 @@ from retouch.rewards.scorers.geneval import GenEvalModels
 from retouch.rewards.text.readers import TextLine
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
+from suite_rows import DPG_COLUMNS, dpg_row, lines, table
 
 PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
-
-
-def lines(path: Path, rows) -> Path:
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
-    return path
 
 
 def test_geneval_is_the_mean_of_its_tasks(tmp_path):
@@ -82,28 +78,8 @@ def test_geneval2_takes_the_geometric_mean(tmp_path):
     assert math.isnan(missing[items[0].id]["am"])
 
 
-DPG = [
-    "item_id",
-    "text",
-    "keywords",
-    "proposition_id",
-    "dependency",
-    "category_broad",
-    "category_detailed",
-    "tuple",
-    "question_natural_language",
-]
-
-
 def dpg_file(path: Path, rows) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerows([DPG, *rows])
-    return path
-
-
-def dpg_row(item, number, parents, kind, question):
-    return [item, f"prompt of {item}", "k", number, parents, kind, "x", f"{kind} - whole (thing)", question]
+    return table(path, [DPG_COLUMNS, *rows])
 
 
 def test_dpg_takes_points_from_what_depends_on_a_no(tmp_path):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.sources.prompts import quoted, read_prompts
+from retouch.data.rows import quoted
+from retouch.data.sources.prompts import read_prompts
 from retouch.data.tasks import Tasks
 
 

@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import (
-    FlowMatchEulerDiscreteScheduler,
-    QwenImagePipeline,
-    StableDiffusion3Pipeline,
-)
 from PIL import Image
 
 import tiny_models
+import tiny_pipelines
 from retouch.models.flux.fill import FluxFill
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.flux.model import Flux
@@ -24,16 +20,8 @@ from retouch.models.z_image.model import ZImage
 
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory):
-    tokenizer = tiny_models.qwen_tokenizer()
-    pipe = QwenImagePipeline(
-        transformer=tiny_models.qwen_transformer(),
-        vae=tiny_models.qwen_vae(),
-        text_encoder=tiny_models.qwen_text_encoder(tokenizer),
-        tokenizer=tokenizer,
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
-    )
     folder = tmp_path_factory.mktemp("qwen")
-    pipe.save_pretrained(folder)
+    tiny_pipelines.qwen_image().save_pretrained(folder)
     tiny_models.qwen_image_processor().save_pretrained(folder / "processor")
     return folder
 
@@ -61,17 +49,7 @@ def test_qwen(qwen_folder, monkeypatch, cls):
 
 @pytest.mark.parametrize("t5", [True, False])
 def test_sd3(tmp_path, t5):
-    StableDiffusion3Pipeline(
-        transformer=tiny_models.sd3_transformer(),
-        vae=tiny_models.sd3_vae(),
-        text_encoder=tiny_models.clip(16, 1),
-        tokenizer=tiny_models.clip_tokenizer(),
-        text_encoder_2=tiny_models.clip(24, 2),
-        tokenizer_2=tiny_models.clip_tokenizer(),
-        text_encoder_3=tiny_models.t5(48, 3),
-        tokenizer_3=tiny_models.t5_tokenizer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-    ).save_pretrained(tmp_path)
+    tiny_pipelines.sd3().save_pretrained(tmp_path)
     model = SD3.from_pretrained(tmp_path, dtype=torch.bfloat16, device="cpu", t5=t5)
     assert (model.text.t5 is not None) == t5
     assert not any(weight.requires_grad for part in (model.latents.vae, *model.text.encoders) for weight in part.parameters())

@@ -95,7 +95,7 @@ def test_supervised_stages(stem: str) -> None:
         assert rate(phase.steps) == pytest.approx(1e-5)
     assert recipe.tasks_per_step == 4 * 2 * 8  # GPUs, edits at once, accumulated gradients
     # The variant that each head names.
-    assert load(name_of(stem), ["sharding=fsdp2", "optimizer.moments=cpu"]).optimizer.moments == "cpu"
+    assert load(name_of(stem), ["sharding=fsdp2", "devices.weights=cpu", "optimizer.moments=cpu"]).optimizer.moments == "cpu"
     data = [phase.data for phase in recipe.resolved_phases()]
     wanted = {"sft_s": ["s"], "sft_sc": ["sc"], "sft_sc2stage": ["s", "sc"], "sft_think_s": ["s"]}[stem]
     assert [[*each.lists] for each in data] == [[f"/data/{name}" for name in LISTS[key]] for key in wanted]

@@ -2,16 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from changed_recipes import different, values
 from retouch.config.packaged import find
 from retouch.doctor.memory import describe, footprint
 from retouch.models.common.pretrained import find_encoder
+from retouch.models.playground import flux_parts
 from retouch.pretraining.build_words import write
-from retouch.pretraining.networks import flux_parts
 from retouch.pretraining.networks.image_encoder import build_image_encoder
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.recipe import load
@@ -21,20 +21,6 @@ FILL = "recipes/flux-fill/ip-adapter-{}.jsonnet"
 QWEN = "recipes/qwen-image-edit/ip-adapter-grpo.jsonnet"
 GRPO, PPO, NFT = (FILL.format(kind) for kind in ("grpo", "ppo", "nft"))
 ALL = (GRPO, PPO, NFT, QWEN)
-
-
-def values(document: Any, prefix: str = "") -> dict[str, Any]:
-    """Every value of a document by its path."""
-    if isinstance(document, dict):
-        return {path: value for key, inner in document.items() for path, value in values(inner, f"{prefix}{key}.").items()}
-    if isinstance(document, list) and any(isinstance(entry, dict) for entry in document):
-        return values(dict(enumerate(document)), prefix)
-    return {prefix.removesuffix("."): document}
-
-
-def different(one: str, other: str) -> set[str]:
-    first, second = (values(load(name).document()) for name in (one, other))
-    return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
 
 
 def twin(name: str) -> str:

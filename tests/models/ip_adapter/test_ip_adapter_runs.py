@@ -13,14 +13,14 @@ import tiny_encoders
 import tiny_models
 from rank_commands import on_two_ranks
 from retouch.assembly.assembly import Assembly, assemble
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
-from retouch.playground.models import playground_weights
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.models.playground.family import playground_weights
 from retouch.policies.denoising.policy import drop_references
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import tiny_recipes
+from image_levels import ROUNDING, levels_apart
 from retouch.doctor.checks import check_prompt_embeddings
 from retouch.doctor.memory import describe, footprint
 from retouch.recipe.differences import differences
@@ -58,7 +59,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("way", ["cached", "offloaded"])
 def test_frozen_parts_are_on_the_device_only_while_they_are_used(here: dict[str, Any], tmp_path: Path, way: str) -> None:
     there = step(tmp_path, way, "pretend:0")
-    assert there["images"] == here["images"]
+    assert levels_apart(there["images"], here["images"]) <= ROUNDING
     assert there["loss"] == pytest.approx(here["loss"], abs=1e-6)
     assert there["used"] == {part: ["pretend:0"] for part in ("transformer", "text encoder", "autoencoder")}
     waits = {"transformer": ["pretend:0"], "text encoder": ["cpu"], "autoencoder": ["pretend:0" if way == "cached" else "cpu"]}

@@ -20,17 +20,6 @@ from retouch.protocols import DenoisingModel
 TEXTS = ["a red circle", "blue"]
 
 
-@pytest.fixture(scope="module")
-def parts():
-    tokenizer = tiny_models.qwen_tokenizer()
-    return {
-        "transformer": tiny_models.qwen_transformer(),
-        "vae": tiny_models.qwen_vae(),
-        "text_encoder": tiny_models.qwen_text_encoder(tokenizer),
-        "tokenizer": tokenizer,
-    }
-
-
 def build(parts, **options):
     return QwenImage(
         **parts, scheduler_config=tiny_models.SCHEDULER, **{"template": tiny_models.TEXT_TEMPLATE, "size": (24, 40), **options}

@@ -21,17 +21,6 @@ PLUS_TEMPLATE = tiny_models.TEXT_TEMPLATE
 AREA = 64 * 64
 
 
-@pytest.fixture(scope="module")
-def parts():
-    tokenizer = tiny_models.qwen_tokenizer()
-    return {
-        "transformer": tiny_models.qwen_transformer(),
-        "vae": tiny_models.qwen_vae(),
-        "text_encoder": tiny_models.qwen_text_encoder(tokenizer),
-        "tokenizer": tokenizer,
-    }
-
-
 def build(cls, parts, **options):
     options = {"template": tiny_models.TEMPLATE, "condition_area": "as_is", "source_area": "as_is", **options}
     return cls(**parts, image_processor=tiny_models.qwen_image_processor(), scheduler_config=tiny_models.SCHEDULER, **options)

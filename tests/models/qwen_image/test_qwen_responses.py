@@ -8,7 +8,7 @@ import tiny_editing
 import tiny_models
 import tiny_writers
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 
 ODD = (3, 200, 255, 7, 180)  # bytes that are no text: decoded and tokenised again they would be others
@@ -111,7 +111,7 @@ def test_the_policys_encoder_moves_with_it_and_its_negative_does_not(made):
 def test_a_writer_reads_what_stands_before_its_response(made, cls):
     editor = tiny_editing.editor(made, cls, condition_area=48 * 32)
     module = tiny_writers.module()
-    writer, reader = writer_for(editor, module.requires_grad_(False)), QwenResponses(editor, Encoder.frozen(module))
+    writer, reader = writer_for(editor, module.requires_grad_(False)), QwenResponses(editor, ResponseEncoder.frozen(module))
     images = (
         (tiny_models.picture(0, 40, 56),)
         if cls is QwenImageEdit

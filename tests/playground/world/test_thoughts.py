@@ -1,9 +1,9 @@
 """A thought for each of the playground's tasks."""
 
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.tasks import MappedTasks
 from retouch.playground.world.demonstrations import with_thought
 from retouch.playground.world.edits import Edit
-from retouch.playground.world.tasks import PlaygroundData
 
 
 def test_a_thought_says_the_edits_in_plain_words():

@@ -128,7 +128,7 @@ def test_a_row_is_its_key_wherever_it_is_written():
     for rows in (slice(0, 1), slice(5, 9), slice(17, 18)):
         alone = write(writer, batch.take(rows))
         assert torch.equal(alone.ids, together.ids[rows])
-        torch.testing.assert_close(alone.log_probs, together.log_probs[rows], atol=2e-6, rtol=0)
+        torch.testing.assert_close(alone.log_probs, together.log_probs[rows], atol=2e-6, rtol=1e-6)
     assert len({tuple(row) for row in together.ids.tolist()}) > 15
     for other in (tiny_writing.batch(group_size=6, seed=4), tiny_writing.batch(group_size=6, step=6)):
         assert not torch.equal(write(writer, other).ids, together.ids)

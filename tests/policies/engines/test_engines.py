@@ -18,7 +18,7 @@ from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import check_engines
 from retouch.models.emu3.load import language_model
-from retouch.policies.engines import vllm
+from retouch.policies.engines import server_section
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.wire import PLUGIN
 from retouch.recipe.differences import differences
@@ -34,7 +34,7 @@ Make = Callable[..., dict[str, Any]]
 @pytest.fixture(autouse=True)
 def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no fault of the server."""
-    monkeypatch.setattr(vllm, "_DIAGNOSIS_SECONDS", 600.0)
+    monkeypatch.setattr(server_section, "_IMPATIENT_SECONDS", 600.0)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from retouch.models.common.lora import write_lora
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.wrappers import Guided
 from retouch.models.flux.family import FluxModel
+from retouch.models.qwen_image.family import QwenImageModel
 from retouch.models.sd3.family import SD3Model
 from retouch.models.train import FullWeights, Lora
 from retouch.models.z_image.family import ZImageModel
@@ -367,6 +368,12 @@ def test_models_and_training_that_it_cannot_serve_are_refused():
     assert "sglang samples for qwen-image, flux, sd3, and not for z-image" in next(_problems(good, model=ZImageModel(path="p")))
     assert "SGLang's server gives FLUX 3.5" in next(_problems(good, model=FluxModel(path="p", guidance=4.0)))
     assert "takes whole numbers" in next(_problems(good, train=Lora(rank=4, alpha=1.5)))
+    qwen = QwenImageModel(path="p")
+    for targets in (None, ("to_q", "to_v"), ("add_q_proj", "attn.add_k_proj", "attn.add_v_proj")):
+        assert list(_problems(good, model=qwen, train=Lora(rank=4, alpha=4.0, targets=targets))) == []
+    part = Lora(rank=4, alpha=4.0, targets=("to_q", "add_k_proj"))
+    assert "ignores an adapter of add_k_proj alone" in next(_problems(good, model=qwen, train=part))
+    assert list(_problems(good, train=part)) == []
 
 
 def _problems(section, *, model=None, train=None):

@@ -14,8 +14,7 @@ import torch
 
 from bad_server import bad_server
 from live_server import host, live, remote, samples_of
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
 from retouch.rewards.client import discovery
 from retouch.rewards.client.client import RemoteClient
@@ -24,6 +23,7 @@ from retouch.rewards.client.pool import EndpointPool
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, fault_of_status
 from retouch.rewards.judging import RewardScorer
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.testing import check_reward
 from retouch.types import Sample

@@ -6,13 +6,13 @@ import socket
 import threading
 import time
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import loopback
 from judge_double import FAULTS, KEY, Double, asking, clean
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges.aspects import AspectsReward
@@ -313,19 +313,13 @@ def late_server(monkeypatch):
         port = placeholder.getsockname()[1]
     running = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(loopback.Handler):
         def do_GET(self):
             assert self.path == "/v1/models"
-            self.send_response(running[-1][0])
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_):
-            pass
+            self.reply(running[-1][0], {})
 
     def start(status):
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = loopback.Server(Handler, port=port)
         running.append((status, server))
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 

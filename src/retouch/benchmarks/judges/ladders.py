@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from PIL import Image
 
 from retouch.benchmarks.judges import variants
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.playground.world.edits import Edit, apply
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import SIZE, Scene
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.types import Sample
 
 PLAYGROUND_SIDE = 16 * SIZE

@@ -15,8 +15,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from retouch.benchmarks.judges.asking import GivenAnswer, ProbeScores
-from retouch.benchmarks.statistics import t_quantile
 from retouch.core.agreement import kendall
+from retouch.core.quantiles import t_quantile
 
 SHOWN = 0.95
 """The level of the intervals in the report."""

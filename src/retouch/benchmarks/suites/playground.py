@@ -12,9 +12,9 @@ from pydantic import Field
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
 from retouch.config.section import Count
 from retouch.data.base import Mixture
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.world.tasks import PlaygroundData
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.rewards.base import RewardSection
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column, Task
 

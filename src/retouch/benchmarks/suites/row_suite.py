@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PrivateAttr
 
-from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
+from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch.data.rows import Layout, Row, Rows
 from retouch.data.sources.folder import image_under
 from retouch.data.sources.table import ListRows
 from retouch.data.tasks import load_task
 from retouch.data.validation import find_problems
+from retouch.rewards.base import RewardSection
+from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Json, Task
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ class RowSuite(Suite):
     on_hub: ClassVar[bool] = False
     """Whether ``rows`` also takes an id on the Hugging Face Hub."""
 
+    judged_by: ClassVar[type[RewardSection]]
+    """The reward that scores images with the judge that the user named; without one, a suite overrides ``reward``."""
+
     _rows: Rows | None = PrivateAttr(default=None)
     _places: dict[str, int] = PrivateAttr(default_factory=dict)
 
@@ -47,6 +52,9 @@ class RowSuite(Suite):
     @abstractmethod
     def item(self, row: Row) -> SuiteItem | None:
         """The item of a row; None if the options leave it out. Raises ValueError if a published column is missing or wrong."""
+
+    def reward(self, judge: JudgeModel | None) -> RewardSection:
+        return self.judged_by(judge=require_judge(self, judge))
 
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
         """The items in the order of the rows, each with all its images decoded once, and the rows that cannot be used.

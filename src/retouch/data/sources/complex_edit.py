@@ -118,12 +118,11 @@ def read_complex_edit(
     complexity: str,
     split: str = "test_real",
     revision: str | None = None,
-    cache_dir: str | Path | None = None,
 ) -> ComplexEditRows:
-    """The edits of one split at the levels that ``complexity`` names, image after image. ``path``, ``revision`` and ``cache_dir``
-    are as in ``read_hub``. Raises ValueError for an unknown data set, split or level."""
+    """The edits of one split at the levels that ``complexity`` names, image after image. ``path`` and ``revision`` are as in
+    ``read_hub``. Raises ValueError for an unknown data set, split or level."""
     wanted = levels(complexity)
-    images = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}", cache_dir=cache_dir)
+    images = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}")
     return ComplexEditRows(images, wanted)
 
 

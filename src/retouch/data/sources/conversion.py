@@ -23,7 +23,7 @@ Fields = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edit:
+class PublishedEdit:
     """One edit. ``image``, ``target``: a file's path, or its content, None if there is none. ``extra``: further keys of its
     line."""
 
@@ -55,7 +55,7 @@ class Converted:
 class Published:
     """How a published data set is read. ``edits``: of a folder and a split. ``in_place``: images are files of the folder."""
 
-    edits: Callable[[Path, str], Iterator[Edit]]
+    edits: Callable[[Path, str], Iterator[PublishedEdit]]
     tags: tuple[str, ...]
     in_place: bool
 
@@ -101,7 +101,7 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
     return Converted(root, rows, missing, known.tags)
 
 
-def _image_name(root: Path, edit: Edit, part: str) -> str:
+def _image_name(root: Path, edit: PublishedEdit, part: str) -> str:
     """The path of an image under ``root``, where it is written first if it is not a file yet.
 
     Raises FileNotFoundError for one that is missing, and ValueError for an unknown format.
@@ -121,13 +121,13 @@ def _image_name(root: Path, edit: Edit, part: str) -> str:
     return file.relative_to(root).as_posix()
 
 
-def _gpt_image_edit(folder: Path, split: str) -> Iterator[Edit]:
+def _gpt_image_edit(folder: Path, split: str) -> Iterator[PublishedEdit]:
     """``TASK/metadata/*.json`` in any depth, with paths relative to the folder of the task."""
     for file in sorted(folder.rglob("metadata/*.json")):
         task = file.parent.parent
         for fields in _list(file, ("id", "input", "output", "instruction", *PUBLISHED["gpt-image-edit"].tags)):
             image = _under(task, fields["input"])
-            yield Edit(
+            yield PublishedEdit(
                 id=str(fields["id"]),
                 instruction=fields["instruction"],
                 image=image,
@@ -137,13 +137,13 @@ def _gpt_image_edit(folder: Path, split: str) -> Iterator[Edit]:
             )
 
 
-def _aurora(folder: Path, split: str) -> Iterator[Edit]:
+def _aurora(folder: Path, split: str) -> Iterator[PublishedEdit]:
     """``data/NAME/train.json``, with paths relative to the folder above ``data``."""
     for file in sorted(folder.rglob(f"data/*/{split}.json")):
         top, name = file.parent.parent.parent, file.parent.name
         for number, fields in enumerate(_list(file, ("input", "output", "instruction"))):
             image = _under(top, fields["input"])
-            yield Edit(
+            yield PublishedEdit(
                 id=f"{name}-{number}",
                 instruction=fields["instruction"],
                 image=image,
@@ -153,9 +153,9 @@ def _aurora(folder: Path, split: str) -> Iterator[Edit]:
             )
 
 
-def _omniedit(folder: Path, split: str) -> Iterator[Edit]:
+def _omniedit(folder: Path, split: str) -> Iterator[PublishedEdit]:
     for row in _parquet(folder, split, ("omni_edit_id", "task", "edited_prompt_list", "src_img", "edited_img")):
-        yield Edit(
+        yield PublishedEdit(
             id=str(row["omni_edit_id"]),
             instruction=list(row["edited_prompt_list"]),
             image=_content(row["src_img"]),
@@ -165,10 +165,10 @@ def _omniedit(folder: Path, split: str) -> Iterator[Edit]:
         )
 
 
-def _magicbrush(folder: Path, split: str) -> Iterator[Edit]:
+def _magicbrush(folder: Path, split: str) -> Iterator[PublishedEdit]:
     """Turns of one image have the same source, so that a split never separates them."""
     for row in _parquet(folder, split, ("img_id", "turn_index", "instruction", "source_img", "target_img")):
-        yield Edit(
+        yield PublishedEdit(
             id=f"{row['img_id']}-{row['turn_index']}",
             instruction=row["instruction"],
             image=_content(row["source_img"]),

@@ -59,13 +59,12 @@ def read_folder(
     columns: Mapping[str, str] | None = None,
     tag_keys: tuple[str, ...] = (),
     thought_keys: tuple[str, ...] = (),
-    name: str | None = None,
 ) -> TableRows:
     """The rows of a folder. Nothing is decoded yet.
 
     ``metadata``: the file's name, where it is not one of ``METADATA``. ``columns``: field to key, where keys differ from the
     convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``thought_keys``: of a chain of
-    thought that is a map, the keys to use. ``name``: prefix of the ids of rows without an id (by default the folder's name).
+    thought that is a map, the keys to use. Rows without an id get one that begins with the folder's name.
 
     Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
@@ -81,7 +80,7 @@ def read_folder(
         raise ValueError(
             f"{table.file}: no row has a file_name, a target or a chosen image; for prompts alone take data.kind prompts"
         )
-    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
+    layout = Layout(table.file, root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
     return TableRows(table, layout, notes=notes)
 
 

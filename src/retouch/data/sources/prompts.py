@@ -5,7 +5,6 @@ Prompt lists follow Flow-GRPO's layout: the text between the first pair of doubl
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from retouch.config.packaged import shipped
 from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Identity, Layout, Row, Rows, find_columns
+from retouch.data.rows import Layout, PromptRows, find_columns
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import TableRows, read_table
@@ -38,35 +37,15 @@ class PromptData(StoredData):
     path: str
     """The file; those that come with the package's recipes are ``recipes/...`` from any folder."""
 
-    def rows(self, *, seed: int) -> "PromptRows":
+    def rows(self, *, seed: int) -> PromptRows:
         return read_prompts(shipped(self.path), tag_keys=self.tags)
 
     @classmethod
-    def rows_at(cls, path: Path) -> "PromptRows | None":
+    def rows_at(cls, path: Path) -> PromptRows | None:
         return read_prompts(path) if path.suffix in (".txt", ".jsonl") else None
 
     def contents(self) -> TaskContents:
         return TaskContents(images=False, mask=False, reference=False, target=False, pairs=False)
-
-
-class PromptRows:
-    """Rows whose text to show is taken from the prompt where the row does not give it."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.problems = rows.problems
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        row = self._rows[index]
-        return row if row.text is not None else replace(row, text=quoted(row.instruction))
-
-    def identity(self) -> Identity | None:
-        """That of the rows, marked as read for prompts."""
-        found = self._rows.identity() if hasattr(self._rows, "identity") else None
-        return None if found is None else replace(found, digest=f"p{found.digest[1:]}")
 
 
 def read_prompts(
@@ -93,12 +72,6 @@ def read_instructions(path: str | Path) -> Subset:
     rows = TableRows(table, layout, notes=notes)
     good, _ = accept(rows, on_bad_row="refuse")
     return Subset(Tasks(rows, resize=None), good)
-
-
-def quoted(prompt: str) -> str | None:
-    """The text between the first pair of double quotes; None if there is no pair, or nothing in it."""
-    parts = prompt.split('"', 2)
-    return parts[1].strip() or None if len(parts) == 3 else None
 
 
 def _no_image(value: Any) -> EncodedImage:

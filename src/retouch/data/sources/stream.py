@@ -24,7 +24,6 @@ from retouch.data.base import (
     DataContext,
     DataSets,
     DataSource,
-    SplitName,
     held_out_problems,
     resize_to,
 )
@@ -34,7 +33,7 @@ from retouch.data.sources.hub import embedded_image
 from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
 from retouch.data.tasks import Tasks
 from retouch.data.validation import OnBadRow, accept_rows
-from retouch.types import TaskContents
+from retouch.types import SplitName, TaskContents
 
 if TYPE_CHECKING:
     import datasets

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
-from retouch.data.base import DataContext, DataSets, ImageData, SplitName, at_most, resize_to
+from retouch.data.base import DataContext, DataSets, ImageData, at_most, resize_to
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Identity, Layout, Problem, Row, Rows, find_columns
+from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows, find_columns
 from retouch.data.sampler import Subset
 from retouch.data.sources.hub import HubRows, embedded_image
-from retouch.data.sources.prompts import PromptRows
 from retouch.data.split import limit
 from retouch.data.tasks import Tasks
 from retouch.data.validation import accept_rows
-from retouch.types import TaskContents
+from retouch.types import SplitName, TaskContents
 
 if TYPE_CHECKING:
     import datasets

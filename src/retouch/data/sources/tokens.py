@@ -26,7 +26,6 @@ from retouch.data.base import (
     DataSets,
     DataSource,
     HeldOut,
-    SplitName,
     at_most,
     held_out_problems,
     require_training_rows,
@@ -37,7 +36,7 @@ from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import OnBadRow, accept
-from retouch.types import Codes, Json, Task, TaskContents
+from retouch.types import Codes, Json, SplitName, Task, TaskContents
 
 if TYPE_CHECKING:
     from jaxtyping import Int

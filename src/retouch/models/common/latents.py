@@ -104,11 +104,21 @@ class Latents:
 
     def decode(self, x: Float[Tensor, "r ..."], size: Size) -> list[Image]:
         """The images of clean x."""
-        latents = self.unpack(self.denormalise(x.to(self.vae.device, torch.float32)), size)
         with evaluating(self.vae):
-            pixels = self.pixels_of(latents.to(self.vae.dtype))
-        images: list[Image] = self._images.postprocess(pixels.float())
+            pixels = self._decoded(x, size)
+        images: list[Image] = self._images.postprocess(pixels)
         return images
+
+    def decode_tensors(self, x: Float[Tensor, "r ..."], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
+        """The images of clean x, 0 to 1, with gradient in x. ``recompute``: gradient checkpointing, if the autoencoder has it."""
+        if recompute and getattr(self.vae, "_supports_gradient_checkpointing", False):
+            self.vae.enable_gradient_checkpointing()
+        return (self._decoded(x, size) / 2 + 0.5).clamp(0, 1)
+
+    def _decoded(self, x: Float[Tensor, "r ..."], size: Size) -> Float[Tensor, "r k h w"]:
+        """The pixels of clean x, -1 to 1 if the autoencoder is right."""
+        latents = self.unpack(self.denormalise(x.to(self.vae.device, torch.float32)), size)
+        return self.pixels_of(latents.to(self.vae.dtype)).float()
 
     def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r ..."]:
         """x at sigma 1, one row per generator, drawn as the pipelines draw it."""

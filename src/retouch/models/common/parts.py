@@ -104,6 +104,15 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
     return source.to(device, tensor.dtype if dtype is None else dtype, non_blocking=ahead)
 
 
+def compute_device(module: nn.Module) -> torch.device:
+    """The device on which a module computes. Sharded weights may wait for it in CPU memory."""
+    weight = next(module.parameters())
+    mesh = getattr(weight, "device_mesh", None)
+    if mesh is None or mesh.device_type == weight.device.type:
+        return weight.device
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
 @contextmanager
 def without_tf32() -> Iterator[None]:
     """Inside the block, a GPU computes products and convolutions of fp32 in fp32, because a nearest neighbour can depend on it."""

@@ -13,7 +13,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import evaluating
+from retouch.models.common.parts import compute_device, evaluating
 from retouch.types import Conditioning, Task
 
 
@@ -115,7 +115,7 @@ class PipelineModel(ABC):
         """
         if sizes:
             tensors = {**tensors, "source": self.latents.encode_sources(images, sizes)}
-        device = next(self.module.parameters()).device
+        device = compute_device(self.module)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         return Conditioning(tensors, padded, {"size": size, "sources": tuple(sizes)})
 
@@ -159,6 +159,11 @@ class PipelineModel(ABC):
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
         return self.latents.decode(x, conditioning.shared["size"])
+
+    def decode_tensors(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
+        """``retouch.protocols.DecodesTensors``; with gradient checkpointing if the transformer has it on."""
+        recompute = bool(getattr(self.module, "is_gradient_checkpointing", False))
+        return self.latents.decode_tensors(x, conditioning.shared["size"], recompute=recompute)
 
 
 def common_size(sizes: Sequence[Any]) -> Any:

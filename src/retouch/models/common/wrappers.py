@@ -9,7 +9,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.protocols import DenoisingModel
+from retouch.protocols import DecodesTensors, DenoisingModel
 from retouch.types import Conditioning, Task
 
 Inner = TypeVar("Inner", bound=DenoisingModel)
@@ -45,6 +45,11 @@ class ModelWrapper(Generic[Inner]):
 
     def decode(self, x: Tensor, conditioning: Conditioning) -> list[Image]:
         return self.model.decode(x, conditioning)
+
+    def decode_tensors(self, x: Tensor, conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
+        if not isinstance(self.model, DecodesTensors):
+            raise ValueError(f"{type(self.model).__name__} has no decode_tensors (retouch.protocols.DecodesTensors)")
+        return self.model.decode_tensors(x, conditioning)
 
 
 class Guided(ModelWrapper[DenoisingModel]):

@@ -55,7 +55,7 @@ class IpAdapter(TrainedPart):
     reads_reference = True
 
     @property
-    def reference_dropout(self) -> float:
+    def reference_dropout(self) -> float:  # type: ignore[override]
         return self.dropout
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:

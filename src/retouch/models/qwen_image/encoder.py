@@ -12,7 +12,7 @@ from retouch.models.qwen_image.model import QwenFlow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Encoder:
+class ResponseEncoder:
     """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
 
     ``published`` opens a context in which ``module`` has the weights that the image model was trained with; the negative branch of
@@ -25,7 +25,7 @@ class Encoder:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
-    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "Encoder":
+    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "ResponseEncoder":
         """A separate encoder, which this freezes: an image depends on the response alone."""
         module.requires_grad_(False).eval()
         return cls(module)
@@ -33,14 +33,14 @@ class Encoder:
     @classmethod
     def without_adapter(
         cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
-    ) -> "Encoder":
+    ) -> "ResponseEncoder":
         """A frozen encoder that shares its weights with the policy: the policy's module without its adapter, in ``published``."""
         return cls(module, published, published)
 
     @classmethod
     def policy(
         cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
-    ) -> "Encoder":
+    ) -> "ResponseEncoder":
         """The policy's module with its current weights, so that images change with them.
 
         ``published``: for example ``functools.partial(copies.using, "reference")``.
@@ -55,23 +55,24 @@ def encoder_for(
     frozen: bool,
     guided: bool,
     published: Callable[[], AbstractContextManager[None]] | None,
-) -> Encoder:
+) -> ResponseEncoder:
     """The encoder of responses: the editor's own (``frozen``) or the policy's module ``writer``.
 
     ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
     they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
     """
     if frozen and editor.text.encoder is not writer:
-        return Encoder.frozen(editor.text.encoder)
+        return ResponseEncoder.frozen(editor.text.encoder)
     if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
         raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
     if writer.get_input_embeddings().weight.shape[1] != editor.module.config.joint_attention_dim:
         width = editor.module.config.joint_attention_dim
         raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
     if not guided and not frozen:
-        return Encoder(writer)
+        return ResponseEncoder(writer)
     assert published is not None, "a negative branch, and a frozen encoder, are read under weights that do not train"
-    return Encoder.without_adapter(writer, published=published) if frozen else Encoder.policy(writer, published=published)
+    made = ResponseEncoder.without_adapter if frozen else ResponseEncoder.policy
+    return made(writer, published=published)
 
 
 def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.common.latents import Size
-from retouch.models.common.parts import Source, load_parts
+from retouch.models.common.parts import Source, compute_device, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
@@ -151,7 +151,7 @@ class QwenFlow(PipelineModel):
                 f"{embeds.shape[1]} text tokens next to images of up to {max(sides)} tokens a side need {start + embeds.shape[1]} "
                 f"rotary positions, and the transformer has {table}; shorten the instruction or reduce the images"
             )
-        device = next(self.module.parameters()).device
+        device = compute_device(self.module)
         tensors = {name: tensor.to(device) for name, tensor in text.items()}
         if source is not None:
             tensors["source"] = source.to(device)

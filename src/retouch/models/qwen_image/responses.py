@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from retouch.models.common.chat_template import VISION, Tokens
 from retouch.models.common.parts import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.model import Prepared, QwenFlow
 from retouch.models.qwen_image.text import QwenText
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
@@ -52,7 +52,7 @@ class QwenResponses:
     those of the last layer after the final norm. This freezes the autoencoder.
     """
 
-    def __init__(self, editor: QwenFlow, encoder: Encoder) -> None:
+    def __init__(self, editor: QwenFlow, encoder: ResponseEncoder) -> None:
         self.model = editor
         self.encoder = encoder
         words = editor.text

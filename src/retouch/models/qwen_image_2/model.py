@@ -78,6 +78,10 @@ class QwenImage2Latents(FrameLatents):
         """RGB images, on white where they are transparent."""
         return [on_white(image) for image in super().decode(x, size)]
 
+    def decode_tensors(self, x: Float[Tensor, "r s d"], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
+        colours, alpha = super().decode_tensors(x, size, recompute=recompute).split([3, 1], dim=1)
+        return colours * alpha + (1 - alpha)
+
 
 class QwenImage2(PipelineModel):
     """Qwen-Image-2.1: an image from a prompt and any number of source images.

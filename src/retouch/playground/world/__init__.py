@@ -1,5 +1,4 @@
-"""The playground's data: scenes of coloured shapes, edits of them in words, and signs with words, all generated from a seed.
+"""The playground's world: scenes of coloured shapes, edits of them in words, and signs with words, all generated from a seed.
 
-Each ``*Data`` class is a data source of a recipe. Modules here import ``types``, ``config``, ``core`` and ``retouch.data``, and
-torch only when tasks are made.
+Modules here import ``types``, ``config`` and ``core``, and torch only when something is drawn.
 """

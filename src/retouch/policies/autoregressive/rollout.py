@@ -13,7 +13,7 @@ from pydantic import Field
 
 from retouch.config.kinds import Kinds
 from retouch.config.section import Count
-from retouch.policies.context import StaleRollout
+from retouch.policies.context import SharedRollout
 from retouch.policies.engines.base import Engine, EngineContext, EngineSection, TokenSampling
 from retouch.protocols import AutoregressiveModel
 
@@ -44,7 +44,7 @@ class CachedEngine(EngineSection):
         return CachedDecoding(model, check_every=self.check_every, static=self.static, any_rank=any_rank)
 
 
-class TokenRollout(TokenSampling, StaleRollout):
+class TokenRollout(TokenSampling, SharedRollout):
     """How a token policy samples during training."""
 
     chunk: Count = 128

@@ -20,10 +20,11 @@ from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import TransitionResult
-from retouch.models.common.parts import to_device
+from retouch.models.common.parts import compute_device, to_device
+from retouch.policies.context import FirstGradientStep
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.engines.base import ChainRequest, DenoisingEngine
+from retouch.policies.engines.base import DenoisingEngine
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DenoisingModel
@@ -38,7 +39,8 @@ class DenoisingPolicy:
     ``average`` weights. ``keep_means``: store the means of the transitions, which RatioNorm needs. ``head``: predicts the reward
     before each action. ``engine``: samples the chains of a rollout with numerics of its own; None is the model. ``any_rank``:
     whether a flag is true on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no
-    reference image; a rollout always gets it, otherwise its ratio would not be 1.
+    reference image; a rollout always gets it, otherwise its ratio would not be 1. ``first_gradient_step``: the step before which a
+    rollout keeps the state of the chain, for ``images``.
 
     Source: the denoising chain as a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv 2505.05470).
     """
@@ -57,6 +59,7 @@ class DenoisingPolicy:
         engine: DenoisingEngine | None = None,
         any_rank: Callable[[bool], bool] = bool,
         reference_dropout: float = 0.0,
+        first_gradient_step: FirstGradientStep | None = None,
     ) -> None:
         self.model = model
         self.module: nn.Module = model.module
@@ -70,6 +73,7 @@ class DenoisingPolicy:
         self.engine = engine
         self.any_rank = any_rank
         self.reference_dropout = reference_dropout
+        self.first_gradient_step = first_gradient_step
         self._in_16_bits = any(parameter.dtype.itemsize == 2 for parameter in model.module.parameters())
 
     @torch.no_grad()
@@ -84,8 +88,11 @@ class DenoisingPolicy:
             if self.engine is not None:
                 made = self._served(self.engine, batch, actions)
             else:
-                shared = self.sampling.shared_noise
-                made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=shared)
+                num_steps, shared = self.sampling.num_steps, self.sampling.shared_noise
+                kept = None
+                if self.first_gradient_step is not None:
+                    kept = self.first_gradient_step(num_steps, seed=batch.seed, step=batch.step)
+                made = self._denoise(batch, num_steps=num_steps, actions=actions, shared_noise=shared, kept=kept)
         if self.head is None:
             return made
         rows, count = made.mask.shape
@@ -106,19 +113,24 @@ class DenoisingPolicy:
         conditioning = drop_references(self.model.encode(batch.tasks), batch, fraction=self.reference_dropout)
         with torch.no_grad():
             x = self.model.encode_images(found)
-        return self._image_trajectory(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
+        group = torch.tensor(batch.group, device=compute_device(self.model.module))
+        return DenoisingTrajectory.of_images(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=group)
 
     @torch.no_grad()
-    def _denoise(self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool) -> DenoisingTrajectory:
+    def _denoise(
+        self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool, kept: int | None = None
+    ) -> DenoisingTrajectory:
         conditioning = self.model.encode(batch.tasks)
-        group = self._group(batch)
+        group = torch.tensor(batch.group, device=compute_device(self.model.module))
         sigmas = self.model.sigmas(num_steps, conditioning).to(group.device)
         branch = self.sampling.window.branches and len(actions) > 0
         rows = conditioning if branch else conditioning.take(group)
         x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)
 
-        latents, log_probs, means = [], [], []
+        latents, log_probs, means, state = [], [], [], x
         for k in range(num_steps):
+            if k == kept:
+                state = x
             if branch and k == actions.start:
                 x, rows = x[group], conditioning.take(group)
             if k == actions.start and len(actions):
@@ -137,7 +149,8 @@ class DenoisingPolicy:
                 x = x + (sigma_next - sigma).view(-1, *[1] * (x.dim() - 1)) * velocity
 
         if not len(actions):
-            return self._image_trajectory(x, sigmas=sigmas, conditioning=conditioning, group=group)
+            made = DenoisingTrajectory.of_images(x, sigmas=sigmas, conditioning=conditioning, group=group)
+            return made if kept is None else replace(made, latents=state.unsqueeze(1), first=kept)
         logged = torch.stack(log_probs, dim=1)
         return DenoisingTrajectory(
             log_probs=logged,
@@ -157,69 +170,15 @@ class DenoisingPolicy:
 
         Source: truncated importance sampling for rollout engines (Yao et al. 2025), here of denoising steps.
         """
-        from retouch.policies.denoising.served import check_deviations, squared_deviations
+        from retouch.policies.denoising.served import sample_chains, with_own_log_probs
 
-        sampling, conditioning, group = self.sampling, self.model.encode(batch.tasks), self._group(batch)
-        sigmas = self.model.sigmas(sampling.num_steps, conditioning)
-        x = self.model.initial_noise(conditioning.take(slice(0, 1)), [generator(batch.seed, "shape")])[0]
-        kind: str = getattr(sampling.transition, "kind", "")
-        request = ChainRequest(
-            transition=kind,
-            noise_level=sampling.transition.exploration or 0.0,
-            guidance_scale=sampling.guidance_scale,
-            sigmas=sigmas,
-            actions=actions,
-            shape=tuple(x.shape),
-        )
-        chains = engine.sample_chains(batch, conditioning, request)
-        elements = x.numel() if sampling.reduction == "sum" else 1
-        reported = chains.log_probs.to(x.device) * elements
-        trajectory = DenoisingTrajectory(
-            log_probs=torch.zeros_like(reported),
-            mask=torch.ones_like(reported, dtype=torch.bool),
-            kind=torch.full_like(reported, Kind.TRANSITION, dtype=torch.long),
-            outputs=chains.outputs.to(x.device),
-            latents=chains.latents.to(x.device),
-            means=None,
-            sigmas=sigmas.to(x.device),
-            first=actions.start,
-            conditioning=conditioning,
-            group=group,
-        )
+        group = torch.tensor(batch.group, device=compute_device(self.model.module))
+        made, reported = sample_chains(engine, batch, actions, model=self.model, sampling=self.sampling, group=group)
         log_probs = torch.zeros_like(reported)
-        for part in self.microbatches(trajectory):
+        for part in self.microbatches(made):
             # The stored log-probabilities are 0, and no ratio is read.
-            log_probs[part.rows, part.actions] = self.evaluate(trajectory, part, Needs()).log_probs
-        flat, sigma = reported.new_zeros(len(actions), 1), trajectory.sigmas[actions.start : actions.stop + 1]
-        deviations = squared_deviations(
-            log_probs / elements,
-            reported / elements,
-            step_std=self._transition(flat, flat, sigma[:-1], sigma[1:], trajectory.sigmas, next=flat).step_std,
-            with_variance=kind != "cps",
-        )
-        assert sampling.engine is not None
-        check_deviations(deviations, log_probs, limit=sampling.engine.max_mismatch, any_rank=self.any_rank)
-        return replace(trajectory, log_probs=log_probs, behaviour_log_probs=reported, deviations=deviations)
-
-    @staticmethod
-    def _image_trajectory(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
-        """A trajectory without transitions: the whole image is one action without a log-probability."""
-        log_probs = x.new_full((len(x), 1), torch.nan)
-        return DenoisingTrajectory(
-            log_probs=log_probs,
-            mask=torch.ones_like(log_probs, dtype=torch.bool),
-            kind=torch.full_like(log_probs, Kind.IMAGE, dtype=torch.long),
-            outputs=x,
-            latents=x.unsqueeze(1),
-            means=None,
-            sigmas=sigmas,
-            first=len(sigmas) - 1,
-            conditioning=conditioning,
-            group=group,
-        )
-
-    def _group(self, batch: Batch) -> Tensor:
-        return torch.tensor(batch.group, device=next(self.model.module.parameters()).device)
+            log_probs[part.rows, part.actions] = self.evaluate(made, part, Needs()).log_probs
+        return with_own_log_probs(made, log_probs, reported, sampling=self.sampling, any_rank=self.any_rank)
 
     def _initial_noise(self, batch: Batch, rows: Conditioning, *, per_group: bool, shared: bool) -> Tensor:
         seed, step = batch.seed, batch.step
@@ -306,6 +265,10 @@ class DenoisingPolicy:
             assert scale is None, "the recipe's checks refuse RatioNorm with an engine"
             scale = mismatch_weights(trajectory, part, truncate_at=self.sampling.engine.truncate_at)
 
+        if needs.step_weights == "noise":
+            weights = self.sampling.transition.noise_weights(trajectory.sigmas)[index].expand(shape)
+            scale = weights if scale is None else scale * weights
+
         kl = None
         if needs.kl is not None:
             with torch.no_grad(), self.copies.using("reference"):
@@ -332,6 +295,12 @@ class DenoisingPolicy:
             return self.model.velocity(self.module, x, sigma, conditioning)
         with torch.no_grad(), self.copies.using(weights):
             return self.model.velocity(self.model.module, x, sigma, conditioning)
+
+    def images(self, trajectory: DenoisingTrajectory, rows: slice, *, predicted: bool) -> Float[Tensor, "r 3 h w"]:
+        """The images of these rows, with gradient through the steps from the kept state on (``ImageGradientPolicy``)."""
+        from retouch.policies.denoising.backpropagation import images_with_gradient
+
+        return images_with_gradient(self.model, self.module, trajectory, rows, predicted=predicted)
 
     def follow_old(self, decay: float) -> None:
         """old = decay * old + (1 - decay) * current, for the old weights of DiffusionNFT (arXiv 2509.16117)."""

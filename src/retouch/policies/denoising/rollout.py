@@ -12,7 +12,7 @@ from retouch.config.kinds import Kinds
 from retouch.config.section import Count
 from retouch.models.base import ImageModel
 from retouch.models.train import TrainedPart
-from retouch.policies.context import StaleRollout
+from retouch.policies.context import SharedRollout
 from retouch.policies.denoising.transitions import TRANSITIONS, Transition
 from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
 from retouch.policies.engines.base import ChainEngineSection
@@ -20,7 +20,7 @@ from retouch.policies.engines.base import ChainEngineSection
 CHAIN_ENGINES = Kinds("chain_engine", {"sglang": "retouch.policies.engines.sglang.section:SglangEngine"})
 
 
-class DenoisingRollout(StaleRollout):
+class DenoisingRollout(SharedRollout):
     """How a denoising policy samples during training."""
 
     num_steps: Annotated[int, Field(ge=1)]

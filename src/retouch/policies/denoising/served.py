@@ -1,4 +1,4 @@
-"""How far the chains of an engine are from the policy's own, and the weights that correct the difference.
+"""Chains that an engine samples: how far they are from the policy's own, and the weights that correct the difference.
 
 An engine's velocities differ from the policy's, because it has other kernels, batches and number types. The state x that a step
 reached is mean + std * noise for the engine, and the policy's mean is another one. With both log-probabilities reduced by the mean
@@ -8,14 +8,84 @@ means velocities that are off by a hundredth of the noise, which log-ratios alon
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retouch.core.random import generator
 from retouch.core.surrogates import importance_weights
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.engines.base import EngineFault
-from retouch.types import Slice
+from retouch.policies.engines.base import ChainRequest, DenoisingEngine, EngineFault
+from retouch.protocols import DenoisingModel
+from retouch.types import Batch, Kind, Slice
+
+
+def sample_chains(
+    engine: DenoisingEngine, batch: Batch, actions: range, *, model: DenoisingModel, sampling: DenoisingRollout, group: Tensor
+) -> tuple[DenoisingTrajectory, Float[Tensor, "b t"]]:
+    """Chains of the engine, and its log-probabilities of their transitions; those of the trajectory are 0.
+
+    ``group``: each row's task, on the policy's device. EngineFault: the engine failed.
+    """
+    conditioning = model.encode(batch.tasks)
+    sigmas = model.sigmas(sampling.num_steps, conditioning)
+    x = model.initial_noise(conditioning.take(slice(0, 1)), [generator(batch.seed, "shape")])[0]
+    request = ChainRequest(
+        transition=getattr(sampling.transition, "kind", ""),
+        noise_level=sampling.transition.exploration or 0.0,
+        guidance_scale=sampling.guidance_scale,
+        sigmas=sigmas,
+        actions=actions,
+        shape=tuple(x.shape),
+    )
+    chains = engine.sample_chains(batch, conditioning, request)
+    reported = chains.log_probs.to(x.device) * (x.numel() if sampling.reduction == "sum" else 1)
+    made = DenoisingTrajectory(
+        log_probs=torch.zeros_like(reported),
+        mask=torch.ones_like(reported, dtype=torch.bool),
+        kind=torch.full_like(reported, Kind.TRANSITION, dtype=torch.long),
+        outputs=chains.outputs.to(x.device),
+        latents=chains.latents.to(x.device),
+        means=None,
+        sigmas=sigmas.to(x.device),
+        first=actions.start,
+        conditioning=conditioning,
+        group=group,
+    )
+    return made, reported
+
+
+def with_own_log_probs(
+    trajectory: DenoisingTrajectory,
+    log_probs: Float[Tensor, "b t"],
+    reported: Float[Tensor, "b t"],
+    *,
+    sampling: DenoisingRollout,
+    any_rank: Callable[[bool], bool],
+) -> DenoisingTrajectory:
+    """Chains of an engine with the policy's ``log_probs``, next to those that the engine ``reported``.
+
+    EngineFault: they differ too much. ``any_rank``: as in ``check_deviations``. Source: truncated importance sampling for rollout
+    engines (Yao et al. 2025), here of denoising steps.
+    """
+    elements = trajectory.outputs[0].numel() if sampling.reduction == "sum" else 1
+    sigma = trajectory.sigmas[trajectory.first : trajectory.first + reported.shape[1] + 1]
+    flat = reported.new_zeros(reported.shape[1], 1)
+    step = sampling.transition.step(
+        *(flat, flat, sigma[:-1], sigma[1:]), sigma_max=trajectory.sigmas[1], reduction=sampling.reduction, next=flat
+    )
+    deviations = squared_deviations(
+        log_probs / elements,
+        reported / elements,
+        step_std=step.step_std,
+        with_variance=getattr(sampling.transition, "kind", "") != "cps",
+    )
+    assert sampling.engine is not None
+    check_deviations(deviations, log_probs, limit=sampling.engine.max_mismatch, any_rank=any_rank)
+    return replace(trajectory, log_probs=log_probs, behaviour_log_probs=reported, deviations=deviations)
 
 
 def squared_deviations(

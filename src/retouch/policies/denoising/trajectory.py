@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retouch.types import Conditioning, Trajectory
+from retouch.types import Conditioning, Kind, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -15,8 +15,9 @@ class DenoisingTrajectory(Trajectory):
     """``latents``: fp32 states before each action and after the last one. ``group``: each row's row in ``conditioning``.
 
     ``means``: the means of the transitions, if RatioNorm needs them. ``sigmas``: the whole schedule. ``first``: the number of the
-    step that is action 0. ``deviations``: of chains that an engine sampled, the mean squared distance of the engine's means from
-    the policy's, in variances of the step.
+    step that is action 0. Without transitions, ``latents`` is one state (b, 1, ...), the one before step ``first``: the end of the
+    chain, or the state that was kept for a gradient through the steps after it. ``deviations``: of chains that an engine sampled,
+    the mean squared distance of the engine's means from the policy's, in variances of the step.
     """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
@@ -26,6 +27,23 @@ class DenoisingTrajectory(Trajectory):
     conditioning: Conditioning
     group: Int[Tensor, " b"]
     deviations: Float[Tensor, "b t"] | None = None
+
+    @classmethod
+    def of_images(cls, x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> "DenoisingTrajectory":
+        """A trajectory without transitions: the whole image ``x`` is one action without a log-probability."""
+        log_probs = x.new_full((len(x), 1), torch.nan)
+        return cls(
+            log_probs=log_probs,
+            mask=torch.ones_like(log_probs, dtype=torch.bool),
+            kind=torch.full_like(log_probs, Kind.IMAGE, dtype=torch.long),
+            outputs=x,
+            latents=x.unsqueeze(1),
+            means=None,
+            sigmas=sigmas,
+            first=len(sigmas) - 1,
+            conditioning=conditioning,
+            group=group,
+        )
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
         return replace(

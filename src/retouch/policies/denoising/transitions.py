@@ -49,6 +49,16 @@ class Transition(Section):
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
+    def noise_weights(self, sigmas: Float[Tensor, " n_plus_1"]) -> Float[Tensor, " n_minus_1"]:
+        """The standard deviation of the noise of each step of a chain but the last, over their mean.
+
+        Source: the noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324, eq. 8).
+        """
+        before, after = sigmas[:-2], sigmas[1:-1]
+        flat = sigmas.new_zeros(len(before), 1)
+        made = self.step(flat, flat, before, after, sigma_max=sigmas[1], reduction="mean", next=flat)
+        return made.step_std / made.step_std.mean()
+
     @property
     def exploration(self) -> float | None:
         """Its noise level, where 0 would explore nothing; None if that is not known."""

@@ -24,7 +24,7 @@ class FullWeightPublisher(WeightPublisher[ServedWeights]):
     def load(self, client: Client, name: str) -> None:
         folder = (self._folder / name).absolute()
         try:
-            if self._version(client) == name:
+            if _field(client.get(VERSION), "weight_version") == name:
                 return
             # A reload that fails leaves the server without usable weights, so no version that anybody asks for may be set.
             client.post(SET_VERSION, {"new_version": f"loading-{name}"})
@@ -40,9 +40,6 @@ class FullWeightPublisher(WeightPublisher[ServedWeights]):
 
     def unload(self, client: Client, name: str) -> None:
         """The server keeps the last weights: it has no others."""
-
-    def _version(self, client: Client) -> Any:
-        return _field(client.get(VERSION), "weight_version")
 
 
 def _field(body: bytes, name: str) -> Any:

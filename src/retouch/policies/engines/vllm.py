@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from retouch.config import keys
-from retouch.config.section import NonNegative, Positive
 from retouch.policies.engines.base import Diagnosis, Engine, EngineContext, EngineFault, EngineSection, TokenSampling
+from retouch.policies.engines.server_section import ServerSection
 from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
 MAX_TEMPERATURE = 2.0
 TESTED = ("0.32.0",)
 """Versions of vLLM with which this is tested."""
-_DIAGNOSIS_SECONDS = 10.0
 _STARTING = "start the server as docs/engines.md says"
 log = logging.getLogger("retouch")
 
 
-class VllmEngine(EngineSection):
+class VllmEngine(ServerSection, EngineSection):
     """A vLLM server, into which the adapter or all weights are loaded after each update.
 
     Tested against vLLM 0.32.0 on a CPU, and not on a GPU. A server that generates image tokens needs a plug-in that applies their
@@ -38,17 +38,12 @@ class VllmEngine(EngineSection):
     Source: vLLM (Kwon et al. 2023, arXiv 2309.06180).
     """
 
+    client = MappingProxyType({"kind": "vLLM", "key": keys.VLLM_KEY})
     kind: Literal["vllm"] = "vllm"
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/v1)?/?$")]
     """Address of the server, ``http://127.0.0.1:8000`` say; its key, if it asks for one, comes from ``VLLM_API_KEY`` alone."""
-    adapters: str | None = None
-    """Folder for adapters or weights, which the server must see under the same path; null takes ``adapters`` in the run's own."""
     truncate_at: Annotated[float, Field(ge=1.0)] | None = 3.0
     """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
-    timeout: Positive = 300.0
-    """Seconds without any data from the server after which a request is sent again."""
-    patience: NonNegative = 600.0
-    """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
     sleep: bool = Field(default=False, exclude_if=operator.not_)
     """The server frees its GPU memory between rollouts (vLLM's sleep mode), so that it can use the same GPU as the run."""
 
@@ -82,7 +77,7 @@ class VllmEngine(EngineSection):
             any_rank=context.any_rank,
         )
         own = folder if self.adapters is None else None
-        release = partial(_close, publisher, self._impatient().connect, own, wakes=self.sleep) if context.first else None
+        release = partial(_close, publisher, self.impatient().connect, own, wakes=self.sleep) if context.first else None
         engine = VllmDecoding(
             model,
             connect=self.connect,
@@ -96,20 +91,6 @@ class VllmEngine(EngineSection):
                 remove_folder(own)
             weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
         return engine
-
-    def connect(self) -> "Client":
-        """A new connection to the server. ValueError if httpx is not installed."""
-        try:
-            from retouch.policies.engines.client import Client
-        except ModuleNotFoundError as error:
-            if error.name != "httpx":
-                raise
-            raise ValueError("asking a vLLM server needs httpx: pip install 'retouch[vllm]'") from None
-        return Client(self.url, timeout=self.timeout, patience=self.patience)
-
-    def _impatient(self) -> "VllmEngine":
-        """The same server, asked once and not for long."""
-        return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
 
     def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
         if sampling.temperature > MAX_TEMPERATURE:
@@ -127,7 +108,7 @@ class VllmEngine(EngineSection):
     ) -> Iterator[Diagnosis]:
         """Whether the server answers, serves the base model, lets weights be loaded, and reports what it samples."""
         try:
-            client = self._impatient().connect()
+            client = self.impatient().connect()
         except ValueError as error:
             package = importlib.util.find_spec("httpx") is None
             yield "FAILED", str(error), "pip install 'retouch[vllm]'" if package else keys.binding_command(keys.VLLM_KEY, self.url)

@@ -10,9 +10,9 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.random import generator
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.models.qwen_image.layout import use_last_temporal_tap
 from retouch.playground.world.scenes import CELLS, GRID
-from retouch.playground.world.tasks import PlaygroundData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,17 +5,21 @@ See ``retouch.pretraining.joint_training``; the shipped weights are the running 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage
+from torch import nn
 
 from retouch.core.random import generator
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.joint_training import JointModel, train_jointly, with_blank_instructions
 from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.supervised import ungrouped_batch
 from retouch.types import Batch
+
+_BLOCKS = "transformer_blocks."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +53,12 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
     """The editor before training, with initial weights from the seed."""
     qwen_parts.seeded(seed)
     words = qwen_parts.tokenizer(seed)
+    return _assembled(transformer=qwen_parts.transformer(), vae=vae, text_encoder=qwen_parts.text_encoder(words), tokenizer=words)
+
+
+def _assembled(**parts: Any) -> QwenImageEdit:
     return QwenImageEdit(
-        transformer=qwen_parts.transformer(),
-        vae=vae,
-        text_encoder=qwen_parts.text_encoder(words),
-        tokenizer=words,
+        **parts,
         image_processor=qwen_parts.image_processor(),
         scheduler_config=dict(qwen_parts.scheduler().config),
         template=qwen_parts.TEMPLATE,
@@ -62,12 +67,37 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
     )
 
 
+def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
+    """The editor with ``factor`` times as many blocks, which computes the same.
+
+    Each block is followed by new ones that add nothing before they are trained, because their modulation is 0 (adaLN-Zero, Peebles
+    and Xie 2023, arXiv 2212.09748).
+    """
+    qwen_parts.seeded(seed)
+    old = model.module
+    new = qwen_parts.transformer(factor * len(old.transformer_blocks))
+    new.load_state_dict({name: value for name, value in old.state_dict().items() if not name.startswith(_BLOCKS)}, strict=False)
+    for number, block in enumerate(new.transformer_blocks):
+        if number % factor == 0:
+            block.load_state_dict(old.transformer_blocks[number // factor].state_dict())
+            continue
+        for modulation in (block.img_mod[-1], block.txt_mod[-1]):
+            nn.init.zeros_(modulation.weight)
+            nn.init.zeros_(modulation.bias)
+    return _assembled(transformer=new, vae=model.latents.vae, text_encoder=model.text.encoder, tokenizer=model.text.tokenizer)
+
+
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
     """Train from the seed; returns the editor with its averaged weights, the transformer's rounded to half precision."""
     model = untrained(vae, settings.seed)
+    train_rounds(model, settings, log)
+    return model
+
+
+def train_rounds(model: QwenImageEdit, settings: EditorTraining, log: Callable[[str], None]) -> None:
+    """Train all rounds, one after the other."""
     for number in range(len(settings.rounds)):
         train_round(model, settings, number, log)
-    return model
 
 
 def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log: Callable[[str], None]) -> None:

@@ -9,12 +9,12 @@ from tokenizers import AddedToken
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3VQVAE, Qwen2Tokenizer
 
 from retouch.core.random import generator
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
 from retouch.playground.world.instructions import corpus
 from retouch.playground.world.scenes import SIZE
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.networks.image_codes import CODES
 from retouch.pretraining.networks.qwen_parts import build_tokenizer, seeded
 from retouch.pretraining.supervised import train_on_completions

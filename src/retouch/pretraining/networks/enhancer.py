@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
+from retouch.data.playground.paintings import PaintingData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.world.paintings import PaintingData
 from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, WIDTH, build_tokenizer, picture_tokens, seeded, text_config
 from retouch.pretraining.supervised import train_on_completions
 

@@ -116,13 +116,14 @@ def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
     return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
 
-def transformer() -> QwenImageTransformer2DModel:
-    """Four joint blocks of width 128: 2.5 M parameters. With half the width, instructions are learned several times more slowly."""
+def transformer(blocks: int = 4) -> QwenImageTransformer2DModel:
+    """Joint blocks of width 128; four of them have 2.5 M parameters. With half the width, instructions are learned several times
+    more slowly."""
     return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=32,
         out_channels=8,
-        num_layers=4,
+        num_layers=blocks,
         attention_head_dim=32,
         num_attention_heads=4,
         joint_attention_dim=WIDTH,

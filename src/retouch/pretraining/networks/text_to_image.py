@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retouch.core.random import generator
+from retouch.data.playground.paintings import PaintingData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.playground.world.descriptions import free_description
-from retouch.playground.world.paintings import PaintingData
 from retouch.playground.world.scenes import SIZE, Scene
 from retouch.pretraining.joint_training import JointModel, train_jointly, with_blank_instructions
 from retouch.pretraining.supervised import ungrouped_batch

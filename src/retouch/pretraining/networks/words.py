@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
+from retouch.data.playground.words import WordData
 from retouch.models.common.wrappers import ModelWrapper
 from retouch.models.flux.fill import FluxFill
-from retouch.playground.world.words import WordData
+from retouch.models.playground.flux_parts import autoencoder, untrained
 from retouch.pretraining.joint_training import train_jointly
-from retouch.pretraining.networks.flux_parts import autoencoder, untrained
 from retouch.pretraining.supervised import ungrouped_batch
 from retouch.types import Batch, Conditioning, Task
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from retouch.data.playground.indirect import IndirectPlaygroundData
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import writer_for
-from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.pretraining.distillation import HiddenStateDistillation
 from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
 from retouch.pretraining.supervised import train_on_completions

@@ -5,15 +5,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
+from jaxtyping import Float
+from torch import Tensor
+
 from retouch.protocols import Reward
 from retouch.rewards.base import close, visible_samples
+from retouch.rewards.combine.combination import Combine
 from retouch.rewards.identity import describe
 from retouch.rewards.scoring import call_reward
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Sample, Scores, Task
 
 
 class CompositeReward:
-    """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``. ValueError: no rewards.
+    """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``. ``combine``: what they are
+    together where their scores are differentiated. ValueError: no rewards.
 
     A call runs all rewards at the same time, each on a thread. A ``RewardScorer`` runs them itself, so that batches overlap as
     well."""
@@ -21,10 +26,11 @@ class CompositeReward:
     kind: Literal["several"] = "several"
     reads_completions: Literal[True] = True  # some may; each reward is given only what it may see
 
-    def __init__(self, rewards: Mapping[str, Reward]) -> None:
+    def __init__(self, rewards: Mapping[str, Reward], *, combine: Combine | None = None) -> None:
         if not rewards:
             raise ValueError("several rewards, and none is named; name at least one")
         self.rewards = dict(rewards)
+        self.combine: Combine = {} if combine is None else combine
         self.columns: Mapping[str, Column] = {
             f"{name}/{own}": column for name, reward in self.rewards.items() for own, column in reward.columns.items()
         }
@@ -42,6 +48,12 @@ class CompositeReward:
                 for name, reward in self.rewards.items()
             }
         return gathered(parts)
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """The weighted sum of the rewards' scores of images as tensors, with gradient."""
+        from retouch.rewards.combine.gradients import weighted_scores
+
+        return weighted_scores(self.rewards, self.combine, images, tasks)
 
     def close(self) -> None:
         """Close every reward."""

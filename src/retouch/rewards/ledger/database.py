@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
@@ -100,19 +101,19 @@ class Database:
             found = self.path.stat()
         except FileNotFoundError:
             return 0, 0, False
-        return found.st_dev, found.st_ino, _with(self.path, "-wal").exists()
+        return found.st_dev, found.st_ino, Path(f"{self.path}-wal").exists()
 
     def _restore(self) -> None:
         """Write the file again from the open one, which the system keeps until it is closed. ValueError: another file is there."""
         if self.path.exists() and self._identity()[:2] != self._there[:2]:
             raise ValueError(f"the ledger {self.path} was replaced by another file during the run; restore it and start again")
-        temporary = _with(self.path, ".restored")
+        temporary = Path(f"{self.path}.restored")
         temporary.unlink(missing_ok=True)
         with closing(sqlite3.connect(temporary)) as copy:
             self._connection.backup(copy)
         self._connection.close()
         for suffix in ("-wal", "-shm"):
-            _with(self.path, suffix).unlink(missing_ok=True)  # they belong to the deleted file
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # they belong to the deleted file
         temporary.replace(self.path)
         self._connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
@@ -139,8 +140,40 @@ def open_read_only(path: Path) -> sqlite3.Connection:
         return connection
 
 
-def _with(path: Path, suffix: str) -> Path:
-    return path.with_name(path.name + suffix)
+@dataclass(frozen=True, slots=True)
+class JudgeUsage:
+    """What the requests to judges took. ``requests``: retries included; one without a reply has no tokens. ``cost``: in dollars, of
+    the requests to judges with a price list. ``unpriced``: the number of the other requests."""
+
+    requests: float = 0.0
+    input_tokens: float = 0.0
+    output_tokens: float = 0.0
+    cost: float = 0.0
+    unpriced: float = 0.0
+
+    def __add__(self, other: "JudgeUsage") -> "JudgeUsage":
+        return JudgeUsage(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def known_cost(self) -> float | None:
+        """``cost``; None if no request has a known price."""
+        return self.cost if self.requests > self.unpriced else None
+
+
+def read_usage(connection: sqlite3.Connection, *, after: int = 0) -> tuple[JudgeUsage, int]:
+    """What the answers of judges with a ``number`` above ``after`` took, and the largest number now; reward servers left out."""
+    total = "TOTAL(attempts), TOTAL(input_tokens), TOTAL(output_tokens), TOTAL(cost)"
+    unpriced = "TOTAL(CASE WHEN cost IS NULL THEN attempts ELSE 0 END)"
+    # Samples that were sent to a reward server have no rubric.
+    query = f"SELECT {total}, {unpriced}, COALESCE(MAX(number), ?) FROM answers WHERE number > ? AND rubric != ''"
+    *amounts, last = connection.execute(query, (after, after)).fetchone()
+    return JudgeUsage(*amounts), last
+
+
+def ledger_files(run: Path) -> list[Path]:
+    """The ledgers in a run's folder: those of its ranks, and those of the benchmarks that it runs."""
+    found = [*sorted(run.glob("ledger*.sqlite")), *sorted(run.glob("suites/*/ledger*.sqlite"))]
+    return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def encode_text(value: str) -> str:

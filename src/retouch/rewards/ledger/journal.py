@@ -7,7 +7,7 @@ completion, scored by the same judge. Scores that could not be given are kept as
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
 from retouch.rewards.ledger.hashing import ImageHasher
-from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Batch, Sample, Scores
+
+if TYPE_CHECKING:
+    from retouch.rewards.ledger.kept_images import KeptImages
 
 Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "watch", "canary"]
 
@@ -65,7 +67,7 @@ class Journal:
 
     database: Database
     judge: str = ""
-    images: KeptImages | None = None
+    images: "KeptImages | None" = None
 
     def recall(self, rows: Sequence[JournalRow], columns: Iterable[str]) -> tuple[Bool[Tensor, " b"], Scores]:
         """Which rows are known with all of these columns, and the scores: (b,) each, NaN if missing or not known.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from retouch.rewards.base import ModelReward
 from retouch.rewards.facts import PathText
 from retouch.rewards.weights import weights_digest
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +43,12 @@ class AestheticReward(ModelReward):
     columns: ClassVar[Mapping[str, Column]] = {"aesthetic": Column(0.0, 10.0)}
     shorthand = "head"
 
-    def load(self, device: torch.device | str) -> _AestheticModel:
+    def load(self, device: torch.device | str) -> AestheticModel:
         """The CLIP and the head. ValueError: no such weights, or layers that do not fit together."""
         from retouch.rewards.scorers.dual_encoder import DualEncoder
 
         layers = _layers(Path(self.head))
-        return _AestheticModel(DualEncoder(self.path, device=device), layers, head=self.head)
+        return AestheticModel(DualEncoder(self.path, device=device), layers, head=self.head)
 
     @property
     def fingerprint(self) -> str:
@@ -62,15 +62,17 @@ class AestheticReward(ModelReward):
         scores = torch.zeros(len(samples))
         drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
         if drawn:
-            x = self.model.encoder.images([image for sample in samples if (image := sample.image) is not None])
-            for weight, bias in self.model.layers:
-                x = x @ weight.T + bias
-            scores[drawn] = x[:, 0].clamp(0, 10)
+            vectors = self.model.encoder.images([image for sample in samples if (image := sample.image) is not None])
+            scores[drawn] = self.model.rate(vectors).clamp(0, 10)
         return {"aesthetic": scores}
 
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """The head's rating, not clamped, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
+        return self.model.rate(self.model.encoder.embed_tensors(images)).to(images.device)
 
-class _AestheticModel:
-    """A CLIP and the layers of a head. ValueError: the head is for another width."""
+
+class AestheticModel:
+    """A CLIP and the layers of a head, (weight (o, i), bias (o,)) each. ValueError: the head is for another width."""
 
     def __init__(self, encoder: DualEncoder, layers: Sequence[tuple[Tensor, Tensor]], *, head: str) -> None:
         width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
@@ -79,6 +81,12 @@ class _AestheticModel:
                 f"the head {head} takes vectors of {takes} numbers, and the CLIP makes {width}; use the CLIP that it was made for"
             )
         self.encoder, self.layers = encoder, layers
+
+    def rate(self, vectors: Float[Tensor, "n d"]) -> Float[Tensor, " n"]:
+        """The head's rating of image embeddings."""
+        for weight, bias in self.layers:
+            vectors = vectors @ weight.to(vectors.device).T + bias.to(vectors.device)
+        return vectors[:, 0]
 
 
 def _layers(path: Path) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:

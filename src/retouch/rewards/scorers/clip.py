@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.rewards.base import ModelReward
 from retouch.rewards.facts import PathText
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Float
+    from torch import Tensor
 
     from retouch.rewards.scorers.dual_encoder import DualEncoder
 
@@ -31,6 +33,11 @@ class _CosineReward(ModelReward):
     def fingerprint(self) -> str:
         """The model's weights."""
         return str(self.model.fingerprint)
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """The cosine, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
+        cosines: Tensor = self.model.cosines_of_tensors([task.instruction for task in tasks], images)
+        return cosines.to(images.device)
 
 
 class ClipReward(_CosineReward):
@@ -56,6 +63,7 @@ class ClipReward(_CosineReward):
         "similarity": Column(0.0, 1.0),
         "truncated": Column(0.0, 1.0, diagnostic=True),
     }
+    gradient_column = "cosine"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column, (b,), float32."""
@@ -93,6 +101,10 @@ class PickScoreReward(_CosineReward):
         """The column, (b,), float32."""
         cosine, _ = self.model.score_samples(samples)
         return {"pickscore": (self.model.scale * cosine).clamp(0, 100)}
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """``pickscore``, which also goes below 0, with gradient in the images."""
+        return super().score_tensors(images, tasks) * self.model.scale
 
 
 class HpsReward(_CosineReward):

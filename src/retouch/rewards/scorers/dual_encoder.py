@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from PIL.Image import Image
+from PIL.Image import Image, Resampling
 from torch import Tensor
+from torch.nn import functional
 from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -27,6 +28,7 @@ _KINDS: dict[str, tuple[Any, Any, bool]] = {
     "siglip": (SiglipModel, SiglipImageProcessorPil, True),
 }
 _ROWS = 16
+_RESAMPLING = {int(Resampling.BILINEAR): "bilinear", int(Resampling.BICUBIC): "bicubic"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +86,18 @@ class DualEncoder:
         for first in range(0, len(images), _ROWS):
             part = [image.convert("RGB") for image in images[first : first + _ROWS]]
             pixels = self.processor(images=part, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
-            vectors.append(_unit(self.model.get_image_features(pixel_values=pixels.to(self.device))))
+            vectors.append(_unit(self.model.get_image_features(pixel_values=pixels.to(self.device))).cpu())
         return torch.cat(vectors)
+
+    def embed_tensors(self, images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
+        """A unit vector for each image of values 0 to 1, with gradient in the images, on the device of the model."""
+        pixels = tensor_pixels(self.processor, images.to(self.device, torch.float32))
+        return _unit(self.model.get_image_features(pixel_values=pixels))
+
+    def cosines_of_tensors(self, texts: Sequence[str], images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, " n"]:
+        """The cosine of each text with its image, with gradient in the images."""
+        vectors = self.embed_tensors(images)
+        return (self.texts(texts).vectors.to(vectors.device) * vectors).sum(dim=1)
 
     def cosines(self, texts: Sequence[str], images: Sequence[Image]) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
         """The cosine of each text with its image, -1 to 1, and which texts were truncated."""
@@ -111,9 +123,40 @@ class DualEncoder:
         fields = {"input_ids": tokens["input_ids"].to(self.device)}
         if not self._pad:
             fields["attention_mask"] = tokens["attention_mask"].to(self.device)
-        return _unit(self.model.get_text_features(**fields))
+        return _unit(self.model.get_text_features(**fields)).cpu()
+
+
+def tensor_pixels(processor: Any, images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 y x"]:
+    """What a CLIP's or SigLIP's image processor makes of images, in tensors: resized, cropped, normalised; with gradient.
+
+    ``images``: 0 to 1. The processor rounds to 8 bits after each pass of resizing, and this does not: before the normalisation,
+    values differ by at most 2 / 255. Raises ValueError for settings that it does not know.
+    """
+    size, resample = processor.size, _RESAMPLING.get(int(processor.resample))
+    if resample is None or not (processor.do_resize and processor.do_rescale and processor.do_normalize):
+        raise ValueError(
+            "the image processor has settings that cannot be differentiated here: it needs bilinear or bicubic resizing"
+        )
+    height, width = images.shape[-2:]
+    shortest = size.get("shortest_edge")
+    if shortest:
+        scaled = shortest * max(height, width) // min(height, width)
+        new = (shortest, scaled) if height <= width else (scaled, shortest)
+    else:
+        new = (size["height"], size["width"])
+    for step in ((height, new[1]), new):  # PIL resizes the rows first, and clips after each of its two passes
+        if step != tuple(images.shape[-2:]):
+            images = functional.interpolate(images, step, mode=resample, align_corners=False, antialias=True).clamp(0, 1)
+    if getattr(processor, "do_center_crop", False):
+        crop = processor.crop_size["height"], processor.crop_size["width"]
+        top, left = (new[0] - crop[0]) // 2, (new[1] - crop[1]) // 2
+        if top < 0 or left < 0:
+            raise ValueError(f"the image processor crops {crop} from images of {new}; its crop must fit into its size")
+        images = images[..., top : top + crop[0], left : left + crop[1]]
+    mean, std = (images.new_tensor(given)[:, None, None] for given in (processor.image_mean, processor.image_std))
+    return (images - mean) / std
 
 
 def _unit(features: Any) -> Float[Tensor, "n d"]:
     vectors: Tensor = features if isinstance(features, Tensor) else features.pooler_output
-    return torch.nn.functional.normalize(vectors.float(), dim=1).cpu()
+    return functional.normalize(vectors.float(), dim=1)

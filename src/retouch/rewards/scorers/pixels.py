@@ -10,7 +10,7 @@ from PIL.Image import Image
 from pydantic import Field
 
 from retouch.rewards.base import RewardSection
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -55,11 +55,66 @@ class ShareReward(RewardSection):
         shares = [0.0 if sample.image is None else float(self._share(sample.image)) for sample in samples]
         return {"share": torch.tensor(shares, dtype=torch.float32)}
 
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """``share``, with gradient (``retouch.protocols.DifferentiableReward``)."""
+        return self._shares(images.movedim(1, -1)).flatten(1).mean(dim=1)
+
     def _share(self, image: Image) -> Float[Tensor, ""]:
-        pixels = to_tensor(image)
-        light = pixels.sum(dim=2)
-        share = pixels[:, :, _CHANNELS.index(self.channel)] / light.masked_fill(light == 0, 1)
-        return share.masked_fill(light == 0, 1 / 3).mean()
+        return self._shares(to_tensor(image)).mean()
+
+    def _shares(self, pixels: Float[Tensor, "*r h w 3"]) -> Float[Tensor, "*r h w"]:
+        """The share of the channel in each pixel."""
+        light = pixels.sum(dim=-1)
+        share = pixels[..., _CHANNELS.index(self.channel)] / light.masked_fill(light == 0, 1)
+        return share.masked_fill(light == 0, 1 / 3)
+
+
+class TargetReward(RewardSection):
+    """How close the image is to the task's target image, pixel by pixel. Every task must have a target.
+
+    Column ``closeness``, 0 to 1: 1 - the mean squared difference of all values of the image and the target, which is resized to the
+    image's size (Lanczos). For tasks with one right answer, such as those of the playground; it has a gradient, for ``draft`` and
+    ``refl``.
+
+    Example::
+
+        >>> retouch.score(retouch.rewards.Target(), image, target=image)
+        {'closeness': 1.0}
+    """
+
+    kind: Literal["target"] = "target"
+
+    columns: ClassVar[Mapping[str, Column]] = {"closeness": Column(0.0, 1.0)}
+    needs_target = True
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
+        scores = torch.zeros(len(samples))
+        for row, sample in enumerate(samples):
+            if sample.image is not None:
+                image = to_tensor(sample.image).movedim(-1, 0)
+                scores[row] = self.score_tensors(image[None], [sample.task])[0]
+        return {"closeness": scores}
+
+    def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
+        """``closeness``, with gradient (``retouch.protocols.DifferentiableReward``). ValueError: a task has no target."""
+        import torch
+
+        height, width = images.shape[-2:]
+        targets = {id(task): self._target(task, (width, height)) for task in tasks}
+        target = torch.stack([targets[id(task)] for task in tasks]).to(images)
+        return 1 - (images - target).square().flatten(1).mean(dim=1)
+
+    @staticmethod
+    def _target(task: Task, size: tuple[int, int]) -> Float[Tensor, "3 h w"]:
+        from PIL.Image import Resampling
+
+        if task.target is None:
+            raise ValueError(f"task {task.id!r} has no target image, with which this reward compares")
+        target = task.target if task.target.size == size else task.target.resize(size, Resampling.LANCZOS)
+        return to_tensor(target).movedim(-1, 0)
 
 
 class CompressibilityReward(RewardSection):

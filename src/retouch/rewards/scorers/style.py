@@ -23,7 +23,7 @@ _ROWS = 16
 _SIZE = 224  # pixels a side for DINOv2
 
 
-class Encoder(Protocol):
+class StyleEncoder(Protocol):
     """A model that turns images into vectors."""
 
     def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
@@ -51,7 +51,7 @@ class StyleReward(ModelReward):
 
     columns: ClassVar[Mapping[str, Column]] = {"style": Column(0.0, 1.0)}
 
-    def load(self, device: torch.device | str) -> Encoder:
+    def load(self, device: torch.device | str) -> StyleEncoder:
         """The encoder, frozen, in fp32. ValueError: no weights, or those of another kind of model."""
         return open_encoder(self.path, device=device)
 
@@ -105,7 +105,7 @@ def distance_of_sets(
     return frechet_distance(encoder.states(images), encoder.states(references))
 
 
-def open_encoder(path: str, *, device: torch.device | str) -> Encoder:
+def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
     """A DINOv2, CLIP or SigLIP from a folder or the Hugging Face cache. Raises ValueError for missing weights, and for another
     kind of model."""
     kind = json.loads((weights_folder(path) / "config.json").read_text(encoding="utf-8")).get("model_type")

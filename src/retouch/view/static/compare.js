@@ -2,9 +2,9 @@
 
 import { fill, h, load, number, path, text } from "./dom.js";
 import { chart, legend } from "./charts.js";
+import { AXES, evaluationPoints, placed, rewardPoints } from "./curves.js";
 
 const TASKS = 24;
-const AXES = { step: "steps", samples: "images made", seconds: "seconds of training" };
 
 export async function comparePage(main, signal, names) {
   const runs = await Promise.all(names.map((name) => load(`/api/runs/${path(name)}`)));
@@ -12,28 +12,23 @@ export async function comparePage(main, signal, names) {
     `/api/runs/${path(run.name)}/samples?${new URLSearchParams({ set: "heldout", step: run.sample_steps.at(-1) ?? "", limit: TASKS })}`)));
   if (signal.aborted) return;
   const charts = h("div", { class: "charts" });
+  const columns = [...new Set(runs.flatMap((run) => run.evals.flatMap((line) => Object.keys(line.table?.all ?? {}))))].filter((column) => column !== "n");
   function draw(axis) {
-    const keys = ["reward/mean", ...new Set(runs.flatMap((run) => run.evals.flatMap((line) => Object.keys(line.table?.all ?? {}))))];
-    fill(charts, ...keys.filter((key) => key !== "n").map((key) => chart(runs.map((run) => ({
-      name: run.name,
-      points: key === "reward/mean"
-        ? run.metrics.map((line) => [place(run, line.step, axis), line[key] ?? null])
-        : run.evals.map((line) => [place(run, line.step, axis), line.table?.all?.[key] ?? null]),
-    })), { caption: key === "reward/mean" ? key : `held-out ${key}`, axis: AXES[axis], dots: key !== "reward/mean" })));
+    const { label, place } = AXES[axis];
+    const series = (points) => runs.map((run) => ({ name: run.name, points: placed(points(run), place(run)) }));
+    fill(charts, chart(series(rewardPoints), { caption: "reward/mean", axis: label }),
+      columns.map((column) => chart(series((run) => evaluationPoints(run, column)), { caption: `held-out ${column}`, axis: label, dots: true })));
   }
+  const missing = Object.entries(AXES).map(([axis, { missing: why }]) => [axis, runs.find((run) => why(run)), why]).filter(([, run]) => run);
+  const reasons = Map.groupBy(missing, ([, run, why]) => `${run.name} ${why(run)}`);
   fill(main,
     h("h1", {}, "Comparison"), legend(runs.map((run) => run.name)),
     h("div", { class: "tools" }, h("label", {}, "Over ", h("select", { onchange: (event) => draw(event.target.value) },
-      Object.entries(AXES).map(([value, label]) => h("option", { value }, label))))),
+      Object.entries(AXES).map(([value, { label }]) => h("option", { value, disabled: missing.some(([axis]) => axis === value) }, label))))),
+    h("p", { class: "quiet" }, "Bands are 95 % intervals: over the samples of a step, and over the tasks of an evaluation.",
+      [...reasons.values()].map((found) => [` Not over ${found.map(([axis]) => AXES[axis].label).join(" or ")}: `, text(found[0][1].name), ` ${found[0][2](found[0][1])}.`])),
     charts, differences(runs), tasks(runs, samples));
   draw("step");
-}
-
-/** Where a step is on the axis. Images are counted by the recipe; seconds by the timings. */
-function place(run, step, axis) {
-  if (axis === "samples") return step * (run.recipe.tasks_per_step ?? 1) * (run.recipe.group_size ?? 1);
-  if (axis === "seconds") return run.timings.filter((line) => line.step <= step).reduce((sum, line) => sum + (line["time/step"] ?? 0), 0);
-  return step;
 }
 
 function flat(value, prefix = "", found = {}) {

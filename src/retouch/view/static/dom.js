@@ -58,6 +58,20 @@ export function duration(seconds) {
   return minutes < 90 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+/** What judges took so far, in words: dollars where a price is known, otherwise requests and tokens. */
+export function spent(judges) {
+  if (!judges) return "–";
+  const requests = (count) => `${COMPACT.format(count)} request${count === 1 ? "" : "s"}`;
+  if (judges.cost === null) {
+    const tokens = judges.input_tokens + judges.output_tokens;
+    return requests(judges.requests) + (tokens ? `, ${COMPACT.format(tokens)} tokens` : "");
+  }
+  const dollars = `$${judges.cost && judges.cost < 0.1 ? judges.cost.toPrecision(2) : judges.cost.toFixed(2)}`;
+  return judges.unpriced ? `${dollars} and ${requests(judges.unpriced)} without a price` : dollars;
+}
+
 export function ago(seconds) {
   return typeof seconds === "number" ? `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago` : "–";
 }
@@ -69,6 +83,13 @@ export function text(value) {
 
 export function path(...parts) {
   return parts.map(encodeURIComponent).join("/");
+}
+
+/** Saves a file from the page. */
+export function download(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
 const STATES = {

@@ -1,17 +1,23 @@
 // One run: live curves, evaluations, benchmarks, checks, alarms, recipe.
 
-import { duration, features, fill, h, load, number, path, state, text } from "./dom.js";
+import { duration, features, fill, h, load, number, path, spent, state, text } from "./dom.js";
 import { chart } from "./charts.js";
 import { controls, requests } from "./control.js";
+import { evaluationPoints, rewardPoints } from "./curves.js";
 
 const FIRST = ["reward/mean", "reward/std", "group/zero_std_fraction", "policy/loss", "policy/grad_norm", "policy/clip_fraction"];
 const HELP = {
-  "reward/mean": "mean over the step's samples",
+  "reward/mean": "mean over the step's samples, with its 95 % interval",
   "reward/std": "spread over the step's samples",
   "group/zero_std_fraction": "groups whose samples all scored the same: they teach nothing",
   "policy/grad_norm": "before clipping",
   "policy/clip_fraction": "actions whose ratio was clipped",
   "policy/ratio_max_first": "should be 0 before the first update of a step",
+  "judge/cost": "dollars so far, of the requests whose price is known",
+  "judge/requests": "requests to judges so far, retries included",
+  "judge/input_tokens": "tokens that judges read so far",
+  "judge/output_tokens": "tokens that judges wrote so far",
+  "judge/unpriced_requests": "requests so far whose price is not known",
 };
 
 const ALARM = "watch/alarm/";
@@ -28,24 +34,24 @@ export async function runPage(main, signal, name) {
   const control = allowed.control ? controls(run) : null;
   if (signal.aborted) return;
   const asked = h("div");
-  fill(main, head, alarm(run), control?.element, charts, results, asked, more, h("section", {}, h("h2", {}, "Time per step"), times),
+  fill(main, head, alarm(run), control?.element, charts, results, asked, more, h("section", {}, h("h2", {}, "Time, memory and judges"), times),
     checks(run), recipe(run));
 
   function draw() {
     fill(head, header(run, allowed));
+    control?.show(run);
+    if (main.querySelector(".export :focus-visible")) return; // a new chart would take the keyboard's place away
     fill(results, alarms(run), benchmarks(run), evaluations(run));
     fill(asked, requests(run));
-    control?.show(run);
     const names = [...new Set(run.metrics.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/")).sort();
     const marks = raised(run);
-    const draws = (keys, lines) => keys.map((key) => chart(
-      [{ name: key, points: lines.filter((line) => key in line).map((line) => [line.step, line[key]]) }],
-      { caption: key, help: HELP[key], axis: "steps", marks }));
+    const points = (key, lines) => (key === "reward/mean" ? rewardPoints(run) : lines.filter((line) => key in line).map((line) => [line.step, line[key]]));
+    const draws = (keys, lines) => keys.map((key) => chart([{ name: key, points: points(key, lines) }], { caption: key, help: HELP[key], axis: "steps", marks }));
     const [reward, ...others] = draws(FIRST.filter((key) => names.includes(key)), run.metrics);
     fill(charts, reward, ...suiteCharts(run, marks), ...others);
     if (more.open) fill(more.lastChild, ...draws(names.filter((key) => !FIRST.includes(key) && !key.startsWith("suite/")), run.metrics));
-    const stages = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.startsWith("time/")).sort();
-    fill(times, ...draws(stages, run.timings));
+    const taken = [...new Set(run.timings.flatMap((line) => Object.keys(line)))].filter((key) => key.includes("/"));
+    fill(times, ...["time/", "memory/", "judge/"].flatMap((kind) => draws(taken.filter((key) => key.startsWith(kind)).sort(), run.timings)));
     if (!run.metrics.length) fill(charts, h("p", { class: "quiet" }, run.reason ?? "The run has made no step yet."));
   }
   more.addEventListener("toggle", draw);
@@ -79,6 +85,7 @@ function header(run, allowed) {
     ["reward", number(run.reward)],
     ["per step", run.seconds_per_step === null ? "–" : `${number(run.seconds_per_step)} s`],
     ["time left", duration(run.seconds_left)],
+    ...(run.judges ? [["judges so far", spent(run.judges)]] : []),
   ];
   return h("div", {},
     h("h1", {}, text(run.name), " ", state(run)),
@@ -123,7 +130,8 @@ function suiteNames(run) {
 function suiteCharts(run, marks) {
   return suiteNames(run).map((name) => {
     const lines = run.suites.filter((line) => line.suite === name);
-    return chart([{ name, points: lines.map((line) => [line.step, line.table.all?.[line.headline]?.mean ?? null]) }],
+    const cells = lines.map((line) => [line.step, line.table.all?.[line.headline]]);
+    return chart([{ name, points: cells.map(([step, cell]) => [step, cell?.mean ?? null, cell?.low, cell?.high]) }],
       { caption: `benchmark ${name}`, help: lines.at(-1).headline, axis: "steps", marks, dots: true });
   });
 }
@@ -150,7 +158,7 @@ function evaluations(run) {
   const columns = [...new Set(run.evals.flatMap((line) => Object.keys(line.table?.all ?? {})))].filter((name) => name !== "n");
   const last = run.evals.at(-1);
   const drawn = columns.slice(0, 6).map((column) => chart(
-    [{ name: column, points: run.evals.map((line) => [line.step, line.table?.all?.[column] ?? null]) }],
+    [{ name: column, points: evaluationPoints(run, column) }],
     { caption: column, axis: "steps", dots: true }));
   const rows = Object.entries(last.table ?? {}).map(([label, row]) => h("tr", {}, h("th", { scope: "row" }, text(label)), h("td", {}, row.n ?? "–"),
     columns.map((column) => h("td", { title: interval(last.ci95?.[label]?.[column]) }, number(row[column])))));

@@ -1,6 +1,6 @@
 // The table of all runs: filter, sort, choose runs to compare.
 
-import { ago, duration, fill, h, load, number, path, state, text } from "./dom.js";
+import { ago, duration, fill, h, load, number, path, spent, state, text } from "./dom.js";
 import { sparkline } from "./charts.js";
 
 const REFRESH_MS = 3000;
@@ -11,12 +11,13 @@ const COLUMNS = [
   ["reward", "reward", (run) => run.reward ?? -Infinity],
   ["gap", "held-out", (run) => run.summary?.gain ?? -Infinity],
   ["left", "time left", (run) => run.seconds_left ?? Infinity],
+  ["cost", "cost so far", (run) => (run.judges ? (run.judges.cost ?? 0) + run.judges.requests / 1e9 : -1)],
   ["changed", "last change", (run) => -(run.changed ?? 0)],
 ];
 
 export async function runsPage(main, signal) {
   const chosen = new Set();
-  const view = { sort: "changed", reversed: false, filter: "", states: new Set() };
+  const view = { sort: "changed", reversed: false, filter: "" };
   let runs = [];
   const body = h("tbody");
   const compare = h("a", { class: "button", "aria-disabled": "true" }, "Compare");
@@ -54,9 +55,10 @@ export async function runsPage(main, signal) {
       h("th", { scope: "row" }, h("a", { href: `#/run/${path(run.name)}` }, text(run.name))),
       h("td", { title: run.reason ?? "" }, state(run)),
       h("td", {}, run.steps === null ? run.step : `${run.step} of ${run.steps}`),
-      h("td", { class: "rewards" }, sparkline(run.rewards), " ", number(run.reward)),
+      h("td", {}, run.reward === null ? "–" : [sparkline(run.rewards), " ", number(run.reward)]),
       h("td", {}, summary && typeof summary.before === "number" ? `${number(summary.before)} → ${number(summary.after)}` : "–"),
       h("td", {}, duration(run.seconds_left)),
+      h("td", { title: "what its judges took" }, spent(run.judges)),
       h("td", {}, ago(run.changed)));
   }
 

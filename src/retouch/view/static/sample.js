@@ -62,7 +62,7 @@ async function judged(name, line) {
   const { answers } = await load(`/api/runs/${path(name)}/answers?${query}`);
   if (!answers.length) return null;
   return h("section", {}, h("h3", {}, "What the judges answered"), answers.map((each, index) => h("details", { open: answers.length === 1 },
-    h("summary", {}, `Answer ${index + 1} `, each.fault ? h("span", { class: "state alarm" }, text(each.fault)) : scores(each.scores)),
+    h("summary", {}, `Answer ${index + 1} by `, each.rubric ? text(each.judge) : "a reward server", " ", each.fault ? h("span", { class: "state alarm" }, text(each.fault)) : scores(each.scores)),
     h("pre", { dir: "auto" }, each.text || "no words"),
     each.characters > each.text.length && h("p", { class: "quiet" }, `The first ${each.text.length} of ${each.characters} characters.`),
     h("p", { class: "quiet" }, `${number(each.seconds)} s, ${each.attempts} ${each.attempts === 1 ? "attempt" : "attempts"}`,

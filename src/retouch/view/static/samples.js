@@ -127,7 +127,7 @@ function slider(source, result) {
   const above = h("img", { src: result, alt: "result" });
   const cover = h("div", { class: "cover" }, above);
   const stage = h("div", { class: "slider" }, h("img", { src: source, alt: "source" }), cover);
-  const set = (share) => { cover.style.clipPath = `inset(0 0 0 ${share}%)`; };
+  const set = (share) => stage.style.setProperty("--at", `${share}%`);
   set(50);
   return h("div", {}, stage, h("div", { class: "tools" },
     h("label", {}, "source ", h("input", { type: "range", min: 0, max: 100, value: 50, oninput: (event) => set(event.target.value) }), " result"),

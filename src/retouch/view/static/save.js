@@ -1,8 +1,10 @@
 // Saves the page as it is now: one file with its style and images, which loads nothing and runs no script.
 
+import { download } from "./dom.js";
+
 const POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'";
 const STYLE = "the style of the page";
-const LEFT_OUT = "form, .tools, .control, .close, dialog:not([open])";
+const LEFT_OUT = "form, .tools, .export, .control, .close, dialog:not([open])";
 
 export async function savePage() {
   const main = document.getElementById("main");
@@ -31,11 +33,8 @@ export async function savePage() {
   const css = (await Promise.all(sheets)).join("\n");
   const whole = new XMLSerializer().serializeToString(page.documentElement);
   const content = `<!doctype html>\n${whole.replace(`<!--${STYLE}-->`, () => `<style>${css}</style>`)}\n`;
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([content], { type: "text/html" }));
-  link.download = `${document.title.replace(/[^\p{L}\p{N} ._-]+/gu, "").slice(0, 80) || "page"}.html`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+  const name = document.title.replace(/[^\p{L}\p{N} ._-]+/gu, "").slice(0, 80) || "page";
+  download(new Blob([content], { type: "text/html" }), `${name}.html`);
 }
 
 /** An image of this server as a data URL; it stays empty where the image cannot be loaded. */

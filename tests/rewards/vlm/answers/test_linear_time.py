@@ -57,7 +57,7 @@ def text_of(shape: tuple[str, str, str], size: int) -> str:
 SHAPES = shapes()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
 def test_time_grows_with_the_length_and_no_faster(part: int) -> None:
     slow, grown = [], []
     for shape in SHAPES[part::4]:

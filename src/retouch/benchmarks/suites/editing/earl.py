@@ -10,13 +10,11 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.hub import read_hub
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column
 
 SetName: TypeAlias = Literal["omniedit", "emuedit", "aurora", "magicbrush", "vismin", "i2ebench"]
@@ -55,6 +53,7 @@ class EarlSuite(RowSuite):
     columns: ClassVar[Mapping[str, Column]] = {name: VieScore.columns[name] for name in ("sc", "pq", "overall")}
     headline_column: ClassVar[str] = "overall"
     average = "categories"
+    judged_by = VieScore
     layout: ClassVar[str] = (
         "give a folder with the sets omniedit (split dev of TIGER-Lab/OmniEdit-Filtered-1.2M), emuedit "
         "(facebook/emu_edit_test_set), aurora (McGill-NLP/AURORA-Bench) and vismin (mair-lab/escher-vismin-dev), each as "
@@ -74,10 +73,6 @@ class EarlSuite(RowSuite):
             category=row.id.partition("-")[0],
             cluster=row.source,
         )
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """VIEScore. Raises ValueError without a judge."""
-        return VieScore(judge=require_judge(self, judge))
 
 
 class _SetRows:

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, published
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.hub import read_hub
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.viescore import VieScore
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Column
 
 
@@ -44,6 +42,7 @@ class GEditSuite(RowSuite):
     headline_column: ClassVar[str] = "overall"
     average = "categories"
     on_hub: ClassVar[bool] = True
+    judged_by = VieScore
     layout: ClassVar[str] = "give the data set stepfun-ai/GEdit-Bench: its id, or a folder of it"
 
     def rows(self, data: Path) -> Rows:
@@ -60,7 +59,3 @@ class GEditSuite(RowSuite):
         if self.subset == "intersection" and not marked:
             return None
         return SuiteItem(id=published(row, "key"), prompt=row.instruction, category=published(row, "task_type"), cluster=row.source)
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """VIEScore. Raises ValueError without a judge."""
-        return VieScore(judge=require_judge(self, judge))

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from retouch.benchmarks.suite import Scored, SuiteItem, require_judge
+from retouch.benchmarks.suite import Scored, SuiteItem
 from retouch.benchmarks.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows, published
 from retouch.benchmarks.suites.rubric_reward import RubricReward
 from retouch.data.rows import Row, Rows
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.panel import Prompt
 from retouch.rewards.judges.rubrics import edit_parts, quoted, rubric
 from retouch.rewards.judges.viescore import VieScore
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample
 
@@ -80,6 +78,7 @@ class ImgEditSuite(RowSuite):
     columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0), **ImgEditJudge.columns}
     headline_column: ClassVar[str] = "score"
     average = "categories"
+    judged_by = ImgEditJudge
     layout: ClassVar[str] = (
         "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/Basic, with basic_edit.json and beside it the folder "
         "original_images"
@@ -98,10 +97,6 @@ class ImgEditSuite(RowSuite):
         return SuiteItem(
             id=published(row, "key"), prompt=row.instruction, category=kind, cluster=row.source, fields={"edit_type": kind}
         )
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of three scores. Raises ValueError without a judge."""
-        return ImgEditJudge(judge=require_judge(self, judge))
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         """The three scores, and their mean."""
@@ -124,6 +119,7 @@ class ImgEditHardSuite(RowSuite):
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = ImgEditHardJudge.columns
     headline_column: ClassVar[str] = "score"
+    judged_by = ImgEditHardJudge
     layout: ClassVar[str] = (
         "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/UGE, with UGE_edit.json and beside it the folder "
         "original_images"
@@ -136,10 +132,6 @@ class ImgEditHardSuite(RowSuite):
     def item(self, row: Row) -> SuiteItem | None:
         """The row."""
         return SuiteItem(id=published(row, "key"), prompt=row.instruction, cluster=row.source)
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of one score. Raises ValueError without a judge."""
-        return ImgEditHardJudge(judge=require_judge(self, judge))
 
 
 class ImgEditMultiTurnSuite(RowSuite):
@@ -166,6 +158,7 @@ class ImgEditMultiTurnSuite(RowSuite):
         "restraint": VieScore.columns["restraint"],
     }
     headline_column: ClassVar[str] = "overall"
+    judged_by = VieScore
     layout: ClassVar[str] = (
         "from the data set sysuyy/ImgEdit, give the folder of the multi-turn benchmark: a JSON file for each of its three "
         "categories, and the folder original_images"
@@ -191,10 +184,6 @@ class ImgEditMultiTurnSuite(RowSuite):
             category=category,
             cluster=row.source,
         )
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """VIEScore of each turn. Raises ValueError without a judge."""
-        return VieScore(judge=require_judge(self, judge))
 
 
 def _rows(data: Path, name: str, *, columns: Mapping[str, str] | None = None, **added: str) -> Rows:

@@ -6,15 +6,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from retouch.benchmarks.suite import Scored, SuiteItem, require_judge
+from retouch.benchmarks.suite import Scored, SuiteItem
 from retouch.benchmarks.suites.row_suite import JoinedRows, RowSuite, file_rows, keyed_rows, published
 from retouch.benchmarks.suites.rubric_reward import RubricReward
 from retouch.data.rows import Row, Rows
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.panel import NAN, Prompt
 from retouch.rewards.judges.rubrics import image_parts, judged_image, quoted, rubric
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.questions import Part
 from retouch.types import Column, Sample
@@ -97,6 +95,7 @@ class KrisSuite(RowSuite):
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0), **KrisJudge.columns}
     headline_column: ClassVar[str] = "score"
+    judged_by = KrisJudge
     layout: ClassVar[str] = "give the repository's folder KRIS_Bench, with a folder for each category and annotation.json in it"
 
     def rows(self, data: Path) -> Rows:
@@ -118,10 +117,6 @@ class KrisSuite(RowSuite):
             cluster=f"{category}/{row.source}",
             fields=fields,
         )
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of KRIS-Bench. Raises ValueError without a judge."""
-        return KrisJudge(judge=require_judge(self, judge))
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         """The judge's scores, and the mean of those that the category has."""

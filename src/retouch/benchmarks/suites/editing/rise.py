@@ -6,15 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from retouch.benchmarks.suite import Scored, SuiteItem, require_judge
+from retouch.benchmarks.suite import Scored, SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, file_rows, keyed_rows, published
 from retouch.benchmarks.suites.rubric_reward import RubricReward
 from retouch.data.rows import Row, Rows
-from retouch.rewards.base import RewardSection, source_image
+from retouch.rewards.base import source_image
 from retouch.rewards.judges.panel import NAN, Prompt
 from retouch.rewards.judges.rubrics import image_parts, judged_image, quoted, rubric
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.rewards.vlm.questions import Part
 from retouch.types import Column, Sample
@@ -99,6 +98,7 @@ class RiseSuite(RowSuite):
         "quality": Column(1.0, 5.0, diagnostic=True),
     }
     headline_column: ClassVar[str] = "solved"
+    judged_by = RiseJudge
     layout: ClassVar[str] = (
         "from the data set PhoenixZ/RISEBench, give a folder with datav2_total_w_subtask.json and beside it the unpacked folder "
         "data"
@@ -128,10 +128,6 @@ class RiseSuite(RowSuite):
             raise ValueError(f"{described!r}: no text, and no reference_img; the right result must be known")
         fields = {key: row.meta[key] for key in _FIELDS if row.meta.get(key) is not None}
         return SuiteItem(id=row.id, prompt=row.instruction, category=category, cluster=row.source, fields=fields)
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of RISEBench. Raises ValueError without a judge."""
-        return RiseJudge(judge=require_judge(self, judge))
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
         """The published weights, and whether the item is solved."""

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, pooled_mean
 from retouch.data.rows import BadRow, Layout, Problem, Row, Rows
 from retouch.data.sources.table import encoded_image
 from retouch.data.tables import read_table
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.panel import NAN, Prompt
 from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ChoiceForm
 from retouch.types import Column, Json, Sample, Scores, Task
 
@@ -103,6 +101,7 @@ class DpgSuite(RowSuite):
     images_per_item: ClassVar[int] = 4
     columns: ClassVar[Mapping[str, Column]] = DpgJudge.columns
     headline_column: ClassVar[str] = "score"
+    judged_by = DpgJudge
     layout: ClassVar[str] = "give dpg_bench/dpg_bench.csv of the repository TencentQQGYLab/ELLA"
 
     def rows(self, data: Path) -> Rows:
@@ -112,10 +111,6 @@ class DpgSuite(RowSuite):
     def item(self, row: Row) -> SuiteItem | None:
         """The prompt and its questions."""
         return SuiteItem(id=row.id, prompt=row.instruction, fields={"questions": row.meta["questions"]})
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of questions. Raises ValueError without a judge."""
-        return DpgJudge(judge=require_judge(self, judge))
 
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, number_of, texts_of
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.panel import Prompt
 from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import WordForm
 from retouch.types import Column, Json, Sample, Scores
 
@@ -87,6 +85,7 @@ class GenEval2Suite(RowSuite):
     task = "text-to-image"
     columns: ClassVar[Mapping[str, Column]] = SoftTifaJudge.columns
     headline_column: ClassVar[str] = "gm"
+    judged_by = SoftTifaJudge
     layout: ClassVar[str] = "give geneval2_data.jsonl of the repository facebookresearch/GenEval2"
 
     def rows(self, data: Path) -> Rows:
@@ -102,7 +101,3 @@ class GenEval2Suite(RowSuite):
             category=f"{number_of(row, 'atom_count')} atoms",
             fields={"vqa_list": pairs},
         )
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """Soft-TIFA. Raises ValueError without a judge."""
-        return SoftTifaJudge(judge=require_judge(self, judge))

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from retouch.benchmarks.suite import SuiteItem, require_judge
+from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, number_of, pooled_mean, published, texts_of
 from retouch.data.rows import Row, Rows
 from retouch.data.sources.prompts import read_prompts
-from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.panel import NAN, Prompt
 from retouch.rewards.judges.rubrics import image_parts, quoted, rubric
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.base import JudgeModel
 from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Json, Sample, Scores
 
@@ -112,6 +110,7 @@ class UniGenSuite(RowSuite):
     images_per_item: ClassVar[int] = 4
     columns: ClassVar[Mapping[str, Column]] = UniGenJudge.columns
     headline_column: ClassVar[str] = "overall"
+    judged_by = UniGenJudge
     layout: ClassVar[str] = "give data/test_prompts_en.csv or test_prompts_en_long.csv of the repository CodeGoat24/UniGenBench"
 
     def rows(self, data: Path) -> Rows:
@@ -131,10 +130,6 @@ class UniGenSuite(RowSuite):
             dimension(kind)
         points: list[Json] = [{"kind": kind, "words": text} for kind, text in zip(kinds, words, strict=True)]
         return SuiteItem(id=str(number_of(row, "index")), prompt=row.instruction, fields={"points": points})
-
-    def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The judge of test points. Raises ValueError without a judge."""
-        return UniGenJudge(judge=require_judge(self, judge))
 
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]

@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from retouch.config.section import Count, NonNegative, Positive
+from retouch.config.section import Count, Positive
 from retouch.models.base import ImageModel
 from retouch.models.train import FullWeights, TrainedPart
 from retouch.policies.engines.base import (
@@ -21,6 +22,7 @@ from retouch.policies.engines.base import (
     EngineContext,
     EngineFault,
 )
+from retouch.policies.engines.server_section import ServerSection
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
@@ -33,13 +35,14 @@ FAMILIES = ("qwen-image", "flux", "sd3")
 EMBEDDED_GUIDANCE = 3.5
 """The guidance input that the server gives FLUX.1-dev; no request can change it."""
 UNTESTED = "this engine is tested against the sources of SGLang 0.5.23, and has not been run against a server, which needs a GPU"
-_DIAGNOSIS_SECONDS = 10.0
+_JOINED = ("add_q_proj", "add_k_proj", "add_v_proj")
+"""Projections of Qwen-Image's text tokens, which are one layer in SGLang."""
 _LARGEST_RESPONSE = 4 * 2**30
 _STARTING = "start the server as docs/engines.md says"
 log = logging.getLogger("retouch")
 
 
-class SglangEngine(ChainEngineSection):
+class SglangEngine(ServerSection, ChainEngineSection):
     """An SGLang-Diffusion server, into which the adapter or all weights are loaded after each update. For Qwen-Image, FLUX.1 and
     Stable Diffusion 3, text to image.
 
@@ -48,18 +51,15 @@ class SglangEngine(ChainEngineSection):
     Source: SGLang (Zheng et al. 2024, arXiv 2312.07104), its rollout interface.
     """
 
+    client = MappingProxyType({"kind": "SGLang", "key": None, "max_bytes": _LARGEST_RESPONSE})
     kind: Literal["sglang"] = "sglang"
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
     """Address of the server, ``http://127.0.0.1:30000`` say. It has no key, so keep it away from others."""
-    adapters: str | None = None
-    """Folder for adapters or weights, which the server must see under the same path; null takes ``adapters`` in the run's own."""
     images: Count = 8
     """Images of one request. A response holds their states and decoded images: about 10 MB for each image of 1024 pixels, and 1 MB
     for each action of it."""
     timeout: Positive = 1800.0
-    """Seconds without any data from the server after which a request is sent again."""
-    patience: NonNegative = 600.0
-    """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
+    """As for every server; images take longer than tokens."""
 
     def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
         """The engine. ValueError if httpx is not installed, or the server cannot sample for this model."""
@@ -90,7 +90,7 @@ class SglangEngine(ChainEngineSection):
         else:
             publisher = LoraPublisher(save=context.save, **options)
         own = folder if self.adapters is None else None
-        release = partial(release_weights, publisher, self._impatient().connect, own) if context.first else None
+        release = partial(release_weights, publisher, self.impatient().connect, own) if context.first else None
         engine = SglangSampling(
             model, connect=self.connect, weights=publisher, images=self.images, any_rank=context.any_rank, release=release
         )
@@ -99,20 +99,6 @@ class SglangEngine(ChainEngineSection):
                 remove_folder(own)
             weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
         return engine
-
-    def connect(self) -> "Client":
-        """A new connection to the server. ValueError if httpx is not installed."""
-        try:
-            from retouch.policies.engines.client import Client
-        except ModuleNotFoundError as error:
-            if error.name != "httpx":
-                raise
-            raise ValueError("asking an SGLang server needs httpx: pip install 'retouch[sglang]'") from None
-        return Client(self.url, timeout=self.timeout, patience=self.patience, kind="SGLang", key=None, max_bytes=_LARGEST_RESPONSE)
-
-    def _impatient(self) -> "SglangEngine":
-        """The same server, asked once and not for long."""
-        return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
 
     def problems(
         self,
@@ -144,11 +130,19 @@ class SglangEngine(ChainEngineSection):
             yield f"policy.train.kind: {getattr(train, 'kind', 'this')} cannot be loaded into SGLang; use lora or full"
         elif lora is not None and not float(lora.alpha).is_integer():
             yield f"policy.train.alpha: SGLang takes whole numbers, and not {lora.alpha:g}"
+        if lora is not None and model.kind == "qwen-image":
+            targets = lora.layers(model.lora_targets)
+            found = [name for name in _JOINED if any(f".attn.{name}".endswith(f".{target}") for target in targets)]
+            if 0 < len(found) < len(_JOINED):
+                yield (
+                    f"policy.train.targets: SGLang joins {', '.join(_JOINED)} in one layer and ignores an adapter of "
+                    f"{', '.join(found)} alone; use all three or none"
+                )
 
     def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
         """Whether the server answers, serves the base model, samples rollouts, and lets weights be loaded and compared."""
         try:
-            client = self._impatient().connect()
+            client = self.impatient().connect()
         except ValueError as error:
             assert importlib.util.find_spec("httpx") is None
             yield "FAILED", str(error), "pip install 'retouch[sglang]'"

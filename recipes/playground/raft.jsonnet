@@ -1,0 +1,13 @@
+// RAFT (best-of-n fine-tuning) on the playground, to compare with the quickstart: same tasks, judge and number of samples. The
+// policy imitates the best two of twelve images of each task. Only these are evaluated in the update, so four points of each cost
+// less than one point of all.
+local quickstart = import '../quickstart.jsonnet';
+local sampling = import '../lib/sampling.libsonnet';
+
+quickstart {
+  name: 'playground-raft',
+  learning_rate: 2e-4,
+  rollout: sampling.pictures(6),
+  advantage: { kind: 'best', keep: 2 },
+  objective: { kind: 'awm', shift: 3, samples: 4 },
+}

@@ -1,0 +1,9 @@
+// Reward-weighted regression on the playground, to compare with the quickstart: same tasks, judge and number of samples. The policy
+// imitates all its images, each with a weight that is exponential in its reward.
+local raft = import 'raft.jsonnet';
+
+raft {
+  name: 'playground-rwr',
+  advantage: { kind: 'exponential', temperature: 0.5 },
+  objective+: { samples: 1 },
+}

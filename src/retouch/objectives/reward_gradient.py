@@ -1,0 +1,175 @@
+"""Direct reward backpropagation: the gradient of a differentiable reward, through the decoder and the last steps of the chain.
+
+The rollout samples whole chains without gradient, and the run's own reward scores their images as for any objective. The loss then
+computes the end of each chain once more, with gradient, decodes it, and scores it with ``reward``. So a step costs the network
+evaluations of the rollout, and a forward and a backward pass for each step with gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, PrivateAttr
+
+from retouch.config.kinds import Kinds
+from retouch.config.section import Count, Section
+from retouch.objectives.base import Objective, ObjectiveContext
+from retouch.protocols import CombinesGradients, DifferentiableReward, ImageGradientPolicy
+from retouch.types import Loss, Minibatch
+
+if TYPE_CHECKING:
+    import torch
+
+DIFFERENTIABLE_REWARDS = Kinds(
+    "reward",
+    {
+        "target": "retouch.rewards.scorers.pixels:TargetReward",
+        "share": "retouch.rewards.scorers.pixels:ShareReward",
+        "clip": "retouch.rewards.scorers.clip:ClipReward",
+        "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
+        "hps": "retouch.rewards.scorers.clip:HpsReward",
+        "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
+        "several": "retouch.rewards.combine.several:SeveralRewards",
+    },
+)
+"""The rewards with a gradient in the image (``retouch.protocols.DifferentiableReward``), and ``several`` of them."""
+
+
+def _with_gradient(section: Section) -> Section:
+    """The section of a reward. Raises ValueError if it has no gradient, or keys that a single score does not have."""
+    if not isinstance(section, DifferentiableReward):
+        known = ", ".join(kind for kind in DIFFERENTIABLE_REWARDS.paths)
+        raise ValueError(f"{type(section).__name__} has no gradient in the image (no method score_tensors); use {known}")
+    keys = ["combine", "max_missing"]
+    if isinstance(section, CombinesGradients):
+        section.require_gradient()
+        keys.remove("combine")
+    for key in keys:
+        if (field := type(section).model_fields.get(key)) is not None and getattr(section, key) != field.default:
+            raise ValueError(f"{key}: the gradient is that of one score, which is never missing; remove it")
+    return section
+
+
+class RewardGradient(Objective):
+    """An objective whose loss is minus the score of ``reward``, which it differentiates. It uses no advantages."""
+
+    reward: Annotated[Section, DIFFERENTIABLE_REWARDS, AfterValidator(_with_gradient)]
+    """What is differentiated, one of the rewards with a gradient. The recipe's own ``reward`` is what is measured."""
+    cap: float | None = None
+    """Score from which on an image does not train, so that the loss is max(cap - score, 0) up to a constant; null has no such
+    limit. ReFL's published code has it at 2."""
+
+    differentiates_reward: ClassVar[bool] = True
+    predicted: ClassVar[bool]
+    """Whether one step leads from the kept state to the image."""
+
+    _scorer: Any = PrivateAttr(default=None)
+
+    @property
+    def rewards(self) -> Mapping[str, Section]:
+        return {"reward": self.reward}
+
+    def load(self, device: torch.device | str) -> None:
+        assert isinstance(self.reward, DifferentiableReward)
+        self._scorer = self.reward.build(device=device)
+
+    def losses(self, policy: ImageGradientPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        batch, trajectory = minibatch.batch, minibatch.trajectory
+        for rows in policy.row_slices(trajectory):
+            images = policy.images(trajectory, rows, predicted=self.predicted)
+            if self._scorer is None:
+                self.load(images.device)
+            scores = self._scorer.score_tensors(images, [batch.tasks[k] for k in batch.group[rows]])
+            if scores.shape != images.shape[:1] or not scores.requires_grad:
+                got = f"scores of shape {tuple(scores.shape)}, {'with' if scores.requires_grad else 'without'} gradient"
+                raise ValueError(f"objective.reward: it gave {got}, for {len(images)} images; one each is needed, with gradient")
+            weights = minibatch.weights[rows].sum(dim=1)
+            used = scores if self.cap is None else scores.clamp(max=self.cap)
+            value = -(weights * used).sum()
+            yield Loss(value, {"policy/loss": value.detach(), "policy/score": (weights * scores.detach()).sum()})
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        if context.writes_tokens:
+            why = f"{self.label} needs the gradient of an image, and tokens have none"
+            yield f"{context.objective}.kind: {why}; use {self.for_tokens}"
+            return
+        if context.stochastic:
+            yield f"{context.rollout}.transition.kind: {self.label} differentiates deterministic steps; use ode"
+        if context.engine:
+            yield f"{context.rollout}.engine: an engine returns no state of the chain, which {self.label} continues; remove it"
+        if context.offload:
+            yield f"devices.offload: {self.label} decodes with gradient, for which the autoencoder stays on its device; remove it"
+
+
+class DRaFT(RewardGradient):
+    """DRaFT-K: the gradient of the reward through the decoder and the last K steps of the sampling chain. The state before them is
+    a constant. Loss of a row: -min(score(image), cap).
+
+    Source: Clark et al. 2023 (arXiv 2309.17400).
+
+    Example::
+
+        >>> retouch.DRaFT(reward=retouch.rewards.Target(), steps=2).steps
+        2
+    """
+
+    kind: Literal["draft"] = "draft"
+    steps: Count = 1
+    """K, the last steps of the chain, which have a gradient. Memory and time grow with it."""
+
+    predicted: ClassVar[bool] = False
+
+    def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
+        if self.steps > num_steps:
+            raise ValueError(
+                f"objective.steps: {self.steps} steps with gradient in a chain of {num_steps}; use {num_steps} or fewer"
+            )
+        return num_steps - self.steps
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        yield from super().problems(context)
+        if context.num_steps is not None and self.steps > context.num_steps:
+            has = f"the chain has {context.num_steps} ({context.rollout}.num_steps)"
+            yield f"{context.objective}.steps: {self.steps}, and {has}; use {context.num_steps} or fewer"
+
+
+class ReFL(RewardGradient):
+    """Reward feedback learning: the gradient of the reward at the clean image that the model predicts in one late step, which is
+    drawn anew in each training step. Loss of a row: -min(score(x - sigma v), cap), decoded.
+
+    Source: ImageReward (Xu et al. 2023, arXiv 2304.05977).
+
+    Example::
+
+        >>> retouch.ReFL(reward=retouch.rewards.Target(), low=4).high is None
+        True
+    """
+
+    kind: Literal["refl"] = "refl"
+    low: Annotated[int, Field(ge=0)]
+    """First step that may be drawn. The paper draws from the last quarter of 40 steps."""
+    high: Count | None = None
+    """One past the last step that may be drawn; null is the number of steps."""
+
+    predicted: ClassVar[bool] = True
+
+    def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
+        import torch
+
+        from retouch.core.random import generator
+
+        high = num_steps if self.high is None else self.high
+        if not self.low < high <= num_steps:
+            raise ValueError(f"objective.low, objective.high: no step in [{self.low}, {high}) of a chain of {num_steps}")
+        return int(torch.randint(self.low, high, (), generator=generator(seed, "refl", step)))
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        yield from super().problems(context)
+        if context.num_steps is None:
+            return
+        high = context.num_steps if self.high is None else self.high
+        if high > context.num_steps:
+            yield f"{context.objective}.high: {high} is past the last of {context.num_steps} steps; use {context.num_steps} or less"
+        elif self.low >= high:
+            yield f"{context.objective}.low: {self.low} leaves no step below {high}; use {high - 1} or less"

@@ -1,0 +1,81 @@
+"""Samples as they are stored for people to look at: images, and a line about each."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL.Image import Image
+
+from retouch.types import Sample
+
+SampleSet = Literal["heldout", "group"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampleRecord:
+    """A sample with its scores, as it is stored for people to look at.
+
+    ``group`` and ``slot``: which sample of which group it is (for held-out tasks the index of the task, and slot 0). NaN in
+    ``scores`` or ``reward`` means "could not be scored". ``advantage``: None if there is none (held-out tasks). ``text``: the
+    completion that the policy wrote for the image, if it writes. ``tokens``: its sampled tokens with their log-probabilities in
+    nats. ``states``: images of the states of its denoising chain.
+    """
+
+    sample: Sample
+    group: int
+    slot: int
+    scores: Mapping[str, float]
+    reward: float
+    advantage: float | None = None
+    text: str | None = None
+    tokens: Sequence[tuple[str, float]] | None = None
+    states: Sequence[Image] = ()
+
+
+def write_images(folder: Path, head: Mapping[str, Any], records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
+    """Write the images of samples into ``folder``, and return a line about each, which begins with ``head``.
+
+    ``head``: ``step`` and ``set`` (``SampleSet``).
+    """
+    written: set[str] = set()
+    return [_write_sample(folder, head, record, written=written) for record in records]
+
+
+def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, written: set[str]) -> dict[str, Any]:
+    """Write a sample's images (the task's own images once per group) and return its line."""
+    task = item.sample.task
+    stem = f"{head['set']}-{item.group:04d}"
+    source = task.images[0] if task.images else None
+    own = f"{stem}-{item.slot:03d}"
+    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, written=written) for place, each in enumerate(item.states)]
+    return {
+        **head,
+        "task": task.id,
+        "instruction": task.instruction,
+        "group": item.group,
+        "slot": item.slot,
+        "image": _write_image(folder / f"{own}.png", item.sample.image, written=written),
+        "source": _write_image(folder / f"{stem}-source.png", source, written=written),
+        "target": _write_image(folder / f"{stem}-target.png", task.target, written=written),
+        "scores": dict(item.scores),
+        "reward": item.reward,
+        "advantage": item.advantage,
+        "tags": dict(task.tags),
+        **({} if item.text is None else {"text": item.text}),
+        **({} if item.tokens is None else {"tokens": item.tokens}),
+        **({"states": states} if states else {}),
+    }
+
+
+def _write_image(path: Path, image: Image | None, *, written: set[str]) -> str | None:
+    """Write the image unless ``written`` contains it, and return its file name; None if there is no image."""
+    if image is None:
+        return None
+    if path.name not in written:
+        buffer = io.BytesIO()
+        image.save(buffer, format="PNG")
+        path.write_bytes(buffer.getvalue())
+        written.add(path.name)
+    return path.name

@@ -1,0 +1,51 @@
+"""Scores of several rewards with gradient, as one: their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retouch.rewards.combine.combination import Combine, WeightedSum, combination
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+    from retouch.types import Task
+
+
+def gradient_weights(rewards: Mapping[str, Any], combine: Combine) -> dict[str, float]:
+    """The weight of each reward, by its name. A reward without a weight is not scored.
+
+    ``rewards``: by name, each with a gradient (``retouch.protocols.DifferentiableReward``). ValueError: a formula, whose roots have
+    no gradient at 0; an unknown column, or one whose gradient is not known.
+    """
+    if isinstance(combine, str):
+        raise ValueError("combine: the roots of a formula have no gradient at 0; give weights of columns")
+    made = combination(
+        combine, {f"{name}/{own}": reward.columns[own] for name, reward in rewards.items() for own in [_column(reward)]}
+    )
+    assert isinstance(made, WeightedSum), "weights make a sum"
+    return {column.partition("/")[0]: weight for column, weight in made.weights.items()}
+
+
+def weighted_scores(
+    rewards: Mapping[str, Any], combine: Combine, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]
+) -> Float[Tensor, " r"]:
+    """The weighted sum of the rewards' scores of ``images``, 0 to 1, with gradient in them."""
+    scores = [weight * rewards[name].score_tensors(images, tasks) for name, weight in gradient_weights(rewards, combine).items()]
+    total: Tensor = sum(scores[1:], scores[0])
+    return total
+
+
+def _column(reward: Any) -> str:
+    """The column that the reward's ``score_tensors`` gives."""
+    own: str | None = getattr(reward, "gradient_column", None)
+    if own is not None:
+        return own
+    names = [name for name, column in reward.columns.items() if not column.diagnostic]
+    if len(names) != 1:
+        raise ValueError(
+            f"{type(reward).__name__} has the columns {', '.join(names)}; say which has the gradient in gradient_column"
+        )
+    return names[0]

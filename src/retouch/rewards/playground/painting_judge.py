@@ -1,0 +1,96 @@
+"""The playground's exact judge of paintings: it knows the requested scene, and measures pixels cell by cell."""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+from retouch.playground.world.scenes import SIZE, Scene
+from retouch.rewards.base import RewardSection
+from retouch.types import Column, Sample, Scores, Task
+
+
+class PaintingReward(RewardSection):
+    """The playground's exact judge of paintings, against the ``scene`` in the task's ``meta``; it never sees a writer's prompt.
+
+    The image's background is the one that explains it best. Per cell that is to hold a thing: d_thing is the distance of the image
+    to that thing on the image's background; keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1). ``alignment``, 0 to 10: 10 x (3 x sum of
+    keep(d_thing) + ground) / (3 x (things requested + things too many) + 1), where ground is 1 on the requested background, else
+    0, and a thing is too many in a cell that is to be empty. ``quality``, 0 to 10, blind to the request: 10 x mean over the cells
+    of keep of the distance to the nearest template; 0 where no cell shows a thing. ``overall``, 0 to 10: sqrt(alignment x
+    quality). ``exact``: 1 where background and every cell's nearest template are the scene's and quality is at least 7, else 0.
+    Diagnostics: ``shown``, the share of the requested things that are in their cell; ``ground``, as above; ``extra``, things too
+    many.
+
+    Example::
+
+        >>> from retouch.data.playground.paintings import PaintingData
+        >>> (task,) = PaintingData(count=1, complexity=[1]).tasks()
+        >>> retouch.score(retouch.rewards.Painting(), task.target, meta=task.meta)["exact"]
+        1.0
+    """
+
+    kind: Literal["playground-paintings"] = "playground-paintings"
+
+    columns: ClassVar[Mapping[str, Column]] = {
+        "alignment": Column(0.0, 10.0),
+        "quality": Column(0.0, 10.0),
+        "overall": Column(0.0, 10.0),
+        "exact": Column(0.0, 1.0),
+        "shown": Column(0.0, 1.0, diagnostic=True),
+        "ground": Column(0.0, 1.0, diagnostic=True),
+        "extra": Column(0.0, 9.0, diagnostic=True, higher_is_better=False),
+    }
+    data_kinds = ("playground-paintings",)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column, (b,), float32. A sample without an image, or with one of another size than 24 x 24, gets the minimum, and
+        NaN for ``extra``. ValueError: a task that is no painting of the playground.
+        """
+        import numpy as np
+        import torch
+
+        from retouch.playground.world.rendering import codes
+        from retouch.rewards.playground.measuring import (
+            CELL_TEMPLATES,
+            EXACT_QUALITY,
+            OBJECT_WEIGHT,
+            CellReading,
+            distance,
+            image_cells,
+            keep,
+            quality,
+        )
+
+        if not samples:
+            return {name: torch.zeros(0) for name in self.columns}
+        scenes = [_scene(sample.task) for sample in samples]
+        requested, background = codes(scenes), np.array([scene.background for scene in scenes])
+        usable = np.array([sample.image is not None and sample.image.size == (SIZE, SIZE) for sample in samples])
+        cells = image_cells(samples, usable)
+        seen = CellReading.of(cells)
+        wanted = requested > 0
+        credit = (wanted * keep(distance(cells, CELL_TEMPLATES[seen.backgrounds[:, None], requested]))).sum(-1)
+        ground = (seen.backgrounds == background).astype(np.float64)
+        extra = (~wanted & (seen.nearest > 0)).sum(-1)
+        right = seen.nearest == requested
+        columns = {
+            "alignment": 10 * (OBJECT_WEIGHT * credit + ground) / (OBJECT_WEIGHT * (wanted.sum(-1) + extra) + 1),
+            "quality": quality(seen),
+            "shown": (wanted & right).sum(-1) / wanted.sum(-1),
+            "ground": ground,
+            "extra": np.where(usable, extra, np.nan),
+        }
+        columns["overall"] = np.sqrt(columns["alignment"] * columns["quality"])
+        columns["exact"] = (right.all(-1) & (ground > 0) & (columns["quality"] >= EXACT_QUALITY)).astype(np.float64)
+        return {name: torch.from_numpy(np.where(usable, columns[name], low).astype(np.float32)) for name, low in self._lows()}
+
+    def _lows(self) -> list[tuple[str, float]]:
+        return [(name, float("nan") if name == "extra" else column.low) for name, column in self.columns.items()]
+
+
+def _scene(task: Task) -> Scene:
+    if "scene" not in task.meta:
+        raise ValueError(f"task {task.id!r} has no scene in its meta: the painting judge needs the playground's own paintings")
+    scene = Scene.from_json(task.meta["scene"])
+    if not scene.objects:
+        raise ValueError(f"task {task.id!r} requests an empty scene")
+    return scene

@@ -1,0 +1,162 @@
+"""The reward of kind ``votes``: people compare the images of each group while the run waits."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from retouch.config.section import Count, NonNegative
+from retouch.rewards.base import RewardSection
+from retouch.rewards.facts import PathText, RunFacts, whole_group_problems
+from retouch.types import Column, Sample, Scores
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from retouch.rewards.votes.queue import QueuedGroup, VoteQueue
+
+POLL_SECONDS = 0.5
+GROUP_PRIOR = 0.5
+"""Precision of the prior of an image's strength, so that one lost vote does not decide everything."""
+
+
+class VotesReward(RewardSection):
+    """Votes of people on the images of each group. The images are queued in a folder, a page shows them in pairs, and the run
+    waits.
+
+    Columns: ``preference``, 0 to 1, how probably people prefer an image to another one of its group; ``voted``, a diagnostic, the
+    share of the group's pairs with a vote. An image without a vote is missing, also when the time is over: a time-out is never a
+    score. So is an image that is alone in its group, such as those of an evaluation. Equal images count as one.
+
+    Example::
+
+        >>> retouch.rewards.Votes(queue="runs/my-run/queue", pairs=6).estimate
+        'bradley_terry'
+    """
+
+    kind: Literal["votes"] = "votes"
+    queue: PathText
+    """The folder of the queue. The voting page finds it as ``queue`` in the run's folder: ``runs/NAME/queue``."""
+    pairs: Count | None = None
+    """How many pairs of a group are asked for; null asks for all, k (k - 1) / 2 of k images."""
+    wait: NonNegative | None = None
+    """Seconds to wait for the votes of a batch, counted from when it is queued; then the run goes on with the votes that there are,
+    and images without a vote are missing. Null waits until every pair has a vote."""
+    estimate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
+    """How votes become ``preference``: the mean probability to win against the other images in a Bradley-Terry model of the group,
+    which also uses whom an image won against; or the mean of its own votes, in which a tie counts one half."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"preference": Column(0.0, 1.0), "voted": Column(0.0, 1.0, diagnostic=True)}
+    changeable: ClassVar[frozenset[str]] = frozenset({"device", "queue", "wait"})
+    compares_groups: ClassVar[bool] = True
+
+    def load(self, device: torch.device | str) -> threading.Event:
+        """The event that ``close`` sets."""
+        return threading.Event()
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The columns, (b,), float32, once there are votes or the time is over."""
+        return self._collect(self._put(samples), len(samples))
+
+    def submit(self, samples: Sequence[Sample]) -> Future[Scores]:
+        """Queue the samples at once, so that voters see all chunks of a step; the future has the columns."""
+        future: Future[Scores] = Future()
+        queued = self._put(samples)
+
+        def collect() -> None:
+            try:
+                future.set_result(self._collect(queued, len(samples)))
+            except (OSError, RuntimeError) as error:
+                future.set_exception(error)
+
+        threading.Thread(target=collect, name="votes", daemon=True).start()
+        return future
+
+    def close(self) -> None:
+        """Stop waiting. What was queued stays in the queue, and a run that is resumed finds the votes on it."""
+        self.model.set()
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Evaluation, which makes one image a task, and chunks that split groups."""
+        yield from super().problems(path, prefix, run)
+        yield from whole_group_problems(run, column=f"{prefix}preference", reward="votes")
+
+    def _put(self, samples: Sequence[Sample]) -> _Queued:
+        from retouch.rewards.ledger.hashing import image_hash
+        from retouch.rewards.votes.queue import VoteQueue
+
+        queue = VoteQueue(Path(self.queue))
+        members: dict[str, list[int]] = {}
+        for row, sample in enumerate(samples):
+            members.setdefault(sample.task.id, []).append(row)
+        groups = []
+        for rows in members.values():
+            images: dict[str, Image] = {}
+            of_row: dict[int, str] = {}
+            for row in rows:
+                image = samples[row].image
+                if image is not None:
+                    of_row[row] = image_hash(image)
+                    images.setdefault(of_row[row], image)
+            if len(images) > 1:
+                group = queue.put(samples[rows[0]].task, list(images.values()), pairs=self.pairs)
+                groups.append((group, of_row))
+        return _Queued(queue, groups, time.monotonic())
+
+    def _collect(self, queued: _Queued, count: int) -> Scores:
+        """Wait, and turn the votes into columns. Raises RuntimeError if the reward is closed meanwhile."""
+        import torch
+
+        deadline = math.inf if self.wait is None else queued.began + self.wait
+        while any(queued.queue.unanswered(group) for group, _ in queued.groups) and time.monotonic() < deadline:
+            if self.model.wait(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
+                raise RuntimeError("the run was closed while it waited for votes")
+        preference, voted = torch.full((count,), math.nan), torch.full((count,), math.nan)
+        for group, of_row in queued.groups:
+            scores = self._preferences(queued.queue, group)
+            share = 1 - len(queued.queue.unanswered(group)) / len(group.pairs)
+            for row, image in of_row.items():
+                preference[row], voted[row] = scores[image], share
+            queued.queue.close(group)
+        return {"preference": preference, "voted": voted}
+
+    def _preferences(self, queue: VoteQueue, group: QueuedGroup) -> dict[str, float]:
+        """The preference of each image of the group, NaN without a vote."""
+        from retouch.rewards.votes.bradley_terry import preferences
+
+        number = {image: index for index, (_, image) in enumerate(group.images)}
+        votes = queue.log.read().by_pair
+        points = [
+            (number[vote.left.image], number[vote.right.image], vote.left_points)
+            for pair in group.pairs
+            for vote in votes.get(group.pair_id(pair), ())
+        ]
+        if self.estimate == "bradley_terry":
+            found = preferences(points, count=len(number), prior=GROUP_PRIOR)
+        else:
+            found = _means(points, len(number))
+        return dict(zip(number, found, strict=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queued:
+    """Samples in the queue. ``groups``: each with the hash of the image of each of its rows. ``began``: of ``time.monotonic``."""
+
+    queue: VoteQueue
+    groups: list[tuple[QueuedGroup, dict[int, str]]]
+    began: float
+
+
+def _means(points: Sequence[tuple[int, int, float]], count: int) -> list[float]:
+    won: list[list[float]] = [[] for _ in range(count)]
+    for first, second, value in points:
+        won[first].append(value)
+        won[second].append(1 - value)
+    return [math.fsum(values) / len(values) if values else math.nan for values in won]

@@ -1,0 +1,301 @@
+"""The steps of a run whose folder is open and whose parts are built: train, save, evaluate, summarise.
+
+What is needed only after the first step (trackers, the report, evaluations) is imported where it is used.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from retouch.assembly.assembly import Assembly
+from retouch.assembly.state import GROUPS, capture, restore
+from retouch.data.sampler import DrawnInOrder
+from retouch.distributed.stepper import Stepper
+from retouch.policies.engines.base import EngineFault
+from retouch.recipe.recipe import Recipe
+from retouch.records.folder import RunFolder
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.session.interruptions import StopRequest, explain_out_of_memory
+from retouch.session.listener import Listener, StepResult
+from retouch.session.run_folder import newest_state
+from retouch.training import checkpoint
+from retouch.training.ledger import Ledger
+from retouch.training.loop import RewardsAbandoned, TooManyMissing, train
+from retouch.training.preflight import require_passed
+
+if TYPE_CHECKING:
+    from retouch.inference.publishing import Publisher
+    from retouch.records.trackers import CompositeTracker
+    from retouch.session.suites import RunSuites
+    from retouch.watch.alarms import Alarm
+    from retouch.watch.watcher import Watcher
+
+log = logging.getLogger("retouch")
+
+
+@dataclass
+class TrainingSession:
+    """A run that is ready to train. ``done``: steps that are done. ``code``: the exit code of a process of the run's own."""
+
+    recipe: Recipe
+    folder: RunFolder
+    parts: Assembly
+    ledger: Ledger
+    watcher: "Watcher | None"
+    publisher: "Publisher | None"
+    request: StopRequest
+    listener: Listener
+    suites: "RunSuites | None" = None
+    done: int = 0
+    code: int = 0
+
+    def steps(self) -> Iterator[StepResult]:
+        """Train, and yield each step once it is recorded, and evaluated and saved if due.
+
+        If the caller stops iterating, a checkpoint of the last step is saved. Raises ValueError as ``run`` does.
+        """
+        state = newest_state(self.folder, every=self.recipe.checkpoints.every)
+        self.done = 0 if state is None else state.step
+        stepper = self.parts.stepper()
+        if state is not None:
+            restore(self.parts, state, stepper)
+            if self.done >= self.parts.steps and self.folder.summary.exists():
+                log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
+                return
+            log.info("resumed after step %d", self.done)
+            if self.ledger.is_new and self.parts.ranks.is_main:
+                log.warning("the run's ledger is missing: images are judged again, and `retouch ledger` knows only later steps")
+        if self.parts.ranks.is_main:
+            for note in self.folder.truncate_after(self.done):
+                log.warning("%s", note)
+        self.parts.ranks.barrier()
+        self.ledger.attach(self.parts.judge, since=self.done)
+        with ExitStack() as stack:
+            if self.watcher is not None:
+                stack.callback(self.watcher.measures.close)
+            stack.callback(self.parts.judge.close)
+            stack.callback(self.parts.close_engines)
+            for sets in self.parts.sets:
+                if isinstance(sets.train, DrawnInOrder):
+                    stack.callback(sets.train.close)
+            if self.publisher is not None:
+                stack.callback(self.publisher.close)
+            if self.done < self.parts.steps:
+                self._preflight(stepper)
+            from retouch.distributed.device_memory import DeviceMemory
+            from retouch.session.evaluations import RunEvaluations
+            from retouch.session.steering import Steering
+            from retouch.training.recorder import Recorder
+
+            # After the preflight, so that a run that cannot learn shows up in no tracker.
+            trackers = stack.enter_context(closing(self._trackers()))
+            self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
+            self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
+            if self.done and self.parts.ranks.is_main:
+                for note in self.evaluations.repair(self.done):
+                    log.warning("%s", note)
+            chosen = self.recipe.samples
+            self.steering = Steering(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
+            stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
+            details = None
+            if chosen.tokens or chosen.states:
+                from retouch.training.sample_details import SampleDetails
+
+                details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
+            self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
+            self.watching = False
+            try:
+                yield from self._train(stepper)
+            except RewardsAbandoned:
+                newest = checkpoint.latest(self.folder.checkpoints)
+                where = "there is no checkpoint yet" if newest is None else f"the checkpoint is {newest}"
+                log.warning("stopped while rewards did not answer; %s. Run the same command to continue", where)
+                self.code = self.request.code
+
+    def _train(self, stepper: Stepper) -> Iterator[StepResult]:
+        if self.done == 0:
+            self._heldout(baseline=True)
+        elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
+            self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
+        if self.watcher is not None:
+            self.watcher.open(self.ledger, self.parts.judge, done=self.done)
+        if self.suites is not None:
+            self._stop_for_alarms(stepper, self.suites.catch_up(self.done))
+        if self.done == 0 and any(one is not None and one.rolls_back for one in (self.watcher, self.suites)):
+            self._save(stepper)
+        for index, (resolved, steps) in enumerate(self.parts.plan):
+            if self.done >= steps.stop:
+                continue
+            if self.done == steps.start:
+                self.parts.begin(index)
+                if index and not resolved.keep_optimizer:
+                    stepper = self.parts.stepper()
+            run, phase = self.parts.phase(index, stepper=stepper, judge=self.parts.judge.for_split("train"))
+            log.info("phase %s: steps %d to %d", phase.name, steps.start + 1, steps.stop)
+            try:
+                self.recorder.resume_clock()
+                for step, collected, metrics in train(run, phase, start=self.done):
+                    self.done = step + 1
+                    result, stopped = self._after(stepper, phase.name, collected, metrics)
+                    yield result
+                    if stopped:
+                        self.code = self.request.code
+                        return
+            except (TooManyMissing, BudgetSpent):
+                # Raised on every rank before any weight changed. The next start asks the judge again.
+                self._save(stepper)
+                self.parts.judge.forget_missing("train", self.done)
+                raise
+            except RewardsAbandoned:
+                if not self.watching:  # the look of this step is made again from the checkpoint before
+                    self._save(stepper)
+                raise
+            except EngineFault:
+                # Raised on every rank before the step's rollout was complete.
+                self._save(stepper)
+                raise
+            except GeneratorExit:  # the caller stopped iterating after a step
+                self._save(stepper)
+                raise
+        self._save(stepper)
+        try:
+            self._heldout(baseline=False)
+        finally:  # the model card has these scores; the weights are pushed without them too
+            if self.publisher is not None:
+                self.publisher.after(self.parts, self.done, last=True)
+        self.evaluations.write_summary(self.done)
+        if self.parts.ranks.is_main:
+            self._report()
+
+    def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
+        """Record the step, save and evaluate when due; also returns whether the run was asked to stop. Raises AlarmStop."""
+        alarms: list[Alarm] = []
+        try:
+            if self.watcher is not None:
+                self.watching = True
+                with self.parts.clock("watch"):
+                    watch_metrics, alarms = self.watcher.after(self.done, collected)
+                self.watching = False
+                metrics = {**metrics, **watch_metrics}
+            if self.suites is not None:
+                with self.parts.clock("suites"):
+                    suite_metrics, suite_alarms = self.suites.after(self.done, metrics)
+                metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
+        except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
+            self._record(phase, collected, metrics)
+            raise
+        self._record(phase, collected, metrics)
+        result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
+        self.listener.stepped(result)
+        if alarms:
+            self._stop_for_alarms(stepper, alarms)
+        last = self.done == self.parts.steps
+        # Evaluate before saving: a run killed in between resumes from an older checkpoint and loses neither.
+        if not last and _due(self.done, self.recipe.eval.every):
+            self._heldout(baseline=False)
+        pictured = _due(self.done, self.steering.samples_every)
+        if self.parts.ranks.is_main and not last and pictured:
+            self._report()
+        wanted = self.steering.wanted(stop=self.request.pending, last=last)
+        stopping = wanted.stop and not last
+        if stopping or (not last and (wanted.checkpoint or _due(self.done, self.recipe.checkpoints.every))):
+            self._save(stepper)
+        self.steering.answer(self.done, last=last)
+        if self.publisher is not None and not last:
+            self.publisher.after(self.parts, self.done, last=False)
+        if stopping:
+            if self.parts.ranks.is_main and not pictured:
+                self._report()
+            log.info("stopped after step %d; run the same command to continue", self.done)
+            return result, True
+        self.recorder.resume_clock()
+        return result, False
+
+    def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
+        seconds = self.parts.clock.take() | self.memory.after_step(self.done) | self.ledger.usage()
+        if self.parts.ranks.is_main:
+            self.recorder.step(self.done, phase, metrics, seconds)
+            if _due(self.done, self.steering.samples_every):
+                self.recorder.groups(self.done, collected)
+
+    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]") -> None:
+        """If one of the alarms stops the run, raise AlarmStop with a checkpoint of this step, or go back to the newest existing
+        checkpoint, which is from before the alarm."""
+        from retouch.watch.alarm_stop import stop_message, stopping_alarms, write_stop
+        from retouch.watch.alarms import AlarmStop
+
+        if not (alarms := stopping_alarms(raised)):
+            return
+        back_to = None
+        if any(alarm.response == "roll_back" for alarm in alarms):
+            newest = checkpoint.load_latest(self.folder.checkpoints, groups=GROUPS)
+            assert newest is not None, "a run that may roll back saves a checkpoint at its start"
+            back_to = newest.step
+        else:
+            self._save(stepper)
+        if self.parts.ranks.is_main:
+            write_stop(self.folder, alarms, step=self.done, back_to=back_to)
+            self._report()
+        raise AlarmStop(stop_message(alarms, step=self.done, back_to=back_to))
+
+    def _preflight(self, stepper: Stepper) -> None:
+        with explain_out_of_memory(self.recipe, lambda: "trial step"):
+            checks = list(self.parts.trial_steps(stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
+        if self.parts.ranks.is_main:
+            self.folder.write_preflight([check.to_json() for check in checks])
+        for check in checks:
+            log.info("preflight  %s  %s", "ok    " if check.ok else "FAILED", check.text)
+        require_passed(checks)
+
+    def _heldout(self, *, baseline: bool) -> None:
+        """Evaluate on the held-out tasks; before training also compute the baselines."""
+        evaluated = self.evaluations.evaluate(self.done)
+        self.listener.evaluated(self.done, evaluated)
+        if baseline:
+            self.evaluations.write_baselines()
+        if self.parts.ranks.is_main:
+            self.recorder.heldout(self.done, evaluated)
+            for line in self.evaluations.format_table(self.done):
+                log.info(line)
+
+    def _lacks_evaluation(self) -> bool:
+        return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
+
+    def _report(self) -> None:
+        from retouch.report.page import write_report
+
+        self.folder.require_owner()
+        try:
+            log.info("report: %s", write_report(self.folder.root))
+        except ValueError as error:  # the report shows the run's files, which others can damage; it must not end the run
+            log.warning("no report was written: %s", error)
+
+    def _save(self, stepper: Stepper) -> None:
+        state = capture(self.parts, stepper, step=self.done)
+        if self.parts.ranks.is_main:
+            checkpoint.save(self.folder.checkpoints, state, before_commit=self.folder.require_owner)
+            section = self.recipe.checkpoints
+            checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
+            self.folder.write_saved(state.step)
+            if not self.folder.recipe.exists():
+                log.warning("%s was deleted during the run; it is written again", self.folder.recipe)
+                self.folder.write_recipe(self.recipe.document())
+        else:
+            checkpoint.send(state)
+        self.parts.ranks.barrier()
+        self.listener.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
+
+    def _trackers(self) -> "CompositeTracker":
+        from retouch.records.trackers import CompositeTracker, open_trackers
+
+        if not self.parts.ranks.is_main:
+            return CompositeTracker([])
+        return open_trackers(
+            self.recipe.trackers, self.folder, project="retouch", recipe=self.recipe.document(), first_step=self.done + 1
+        )
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

@@ -1,0 +1,124 @@
+"""Groups of equal rewards are replaced with samples of further tasks (``rollout.refill``).
+
+A group whose rewards are all equal has the advantage 0, so a step with many of them learns little. After the rewards of a step are
+known, such groups are sampled again with other tasks, in at most ``rounds`` rounds. A group takes the place of the one that it
+replaces: the same rows of the same ranks. Groups with fewer than two scores are not replaced, because their tasks are not at fault;
+``reward.max_missing`` limits them.
+
+Source: dynamic sampling of DAPO (arXiv 2503.14476), which samples whole batches until enough prompts have unequal rewards.
+
+Tasks and draws are keyed by the step and the round, and the groups of round k are numbered from k times ``tasks_per_step``, so a
+resumed run makes the same samples and reads their scores from the ledger.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from retouch.core.advantages import equal_groups
+from retouch.rewards.judging import ScoredBatch
+from retouch.training.loop import (
+    Collected,
+    Phase,
+    RolledOut,
+    Run,
+    assign_credit,
+    begin_collecting,
+    compute_advantages,
+    in_global_order,
+    wait_for_rewards,
+)
+from retouch.types import Batch, Task
+
+Further = Callable[[int, int], Sequence[Task]]
+"""The tasks of a step's round, from 1: one for each group of the step."""
+
+
+def collect_refilled(run: Run, phase: Phase, start: int, *, rounds: int, further: Further) -> Iterator[Collected]:
+    """What each step of the phase learns from, from ``start`` on."""
+    for step in range(start, phase.steps.stop):
+        yield collect_step(run, phase, step, rounds=rounds, further=further)
+
+
+def collect_step(run: Run, phase: Phase, step: int, *, rounds: int, further: Further) -> Collected:
+    """Sample and score a step, and replace its groups of equal rewards.
+
+    The metrics of the rewards are those of the step's own tasks, as without refill. ``refill/rounds``: rounds that were needed.
+    ``refill/samples``: all samples that were made, over all ranks. ``refill/dropped_fraction``: the share of the groups that were
+    made and replaced. ``refill/equal_fraction``: the share of groups that are still without a signal.
+    """
+    made = begin_collecting(run, phase.batch(step))
+    with run.clock("judge"):
+        judged = wait_for_rewards(run.ranks, made.pending)
+    _, own = compute_advantages(run, phase, judged)
+    groups = int(phase.group.max()) + 1
+    dropped, samples, turn = 0, len(phase.order), 0
+    while len(equal := equal_groups(in_global_order(run, phase, judged.rewards), phase.group)) and turn < rounds:
+        turn += 1
+        dropped += len(equal)
+        rows, wanted = rows_to_sample(phase, equal, rank=run.ranks.rank, world=run.ranks.world)
+        samples += len(rows) * run.ranks.world
+        new = begin_collecting(run, with_tasks(made.batch.take(rows.tolist()), further(step, turn), groups=groups, turn=turn))
+        with run.clock("judge"):
+            scores = wait_for_rewards(run.ranks, new.pending)
+        made, judged = replace_rows(made, judged, rows[wanted], new=new, scores=scores, taken=wanted)
+    metrics = {
+        "refill/rounds": float(turn),
+        "refill/samples": float(samples),
+        "refill/dropped_fraction": dropped / (groups + dropped),
+        "refill/equal_fraction": len(equal) / groups,
+    }
+    collected = assign_credit(run, phase, made, judged)
+    return replace(collected, metrics={**collected.metrics, **own, **metrics})
+
+
+def rows_to_sample(
+    phase: Phase, groups: Int[Tensor, " n"], *, rank: int, world: int
+) -> tuple[Int[Tensor, " r"], Int[Tensor, " w"]]:
+    """This rank's rows of these groups, filled up with others to as many as every rank samples, and which of them are not fillers.
+
+    All ranks must call the policy equally often: its weights may be sharded, and engines check their answers on all ranks at once.
+    """
+    wanted = torch.isin(phase.group[phase.order], groups).view(world, -1)
+    count = int(wanted.sum(dim=1).max())
+    rows = (~wanted[rank]).int().argsort(stable=True)[:count].sort().values
+    return rows, wanted[rank][rows].nonzero().flatten()
+
+
+def with_tasks(batch: Batch, tasks: Sequence[Task], *, groups: int, turn: int) -> Batch:
+    """The same rows with other tasks, ``tasks[k]`` for group k of the step, and group numbers of this round."""
+    places = [number % groups for number in batch.group_ids]
+    numbers = tuple(place + turn * groups for place in places)
+    return replace(batch, tasks=tuple(tasks[place] for place in places), group_ids=numbers)
+
+
+def replace_rows(
+    made: RolledOut,
+    judged: ScoredBatch,
+    rows: Int[Tensor, " w"],
+    *,
+    new: RolledOut,
+    scores: ScoredBatch,
+    taken: Int[Tensor, " w"],
+) -> tuple[RolledOut, ScoredBatch]:
+    """``made`` with row ``rows[k]`` replaced by row ``taken[k]`` of ``new``."""
+    origin = torch.arange(len(made.batch))
+    origin[rows] = len(made.batch) + taken
+    trajectory = type(made.trajectory).concat([made.trajectory, new.trajectory]).take(origin.to(made.trajectory.mask.device))
+    both = [*made.images, *new.images]
+    images = [both[row] for row in origin.tolist()]
+    joined = ScoredBatch.concat([judged, scores])
+    kept = ScoredBatch(
+        {name: column[origin] for name, column in joined.scores.items()},
+        joined.rewards[origin],
+        sum(image is None for image in images),
+    )
+    tasks, ids = list(made.batch.tasks), list(made.batch.group_ids)
+    for row, source in zip(rows.tolist(), taken.tolist(), strict=True):
+        replaced, by = made.batch.group[row], new.batch.group[source]
+        tasks[replaced], ids[replaced] = new.batch.tasks[by], new.batch.group_ids[by]
+    batch = replace(made.batch, tasks=tuple(tasks), group_ids=tuple(ids))
+    return replace(made, batch=batch, trajectory=trajectory, images=images), kept

@@ -1,0 +1,60 @@
+// The curves of runs: points [step, value, low, high], where low and high are a 95 % interval or null; and the axes of a comparison.
+
+/** The mean reward of each step's samples, with mean ± 1.96 std / sqrt(n), as in report.html. */
+export function rewardPoints(run) {
+  return run.metrics.filter((line) => "reward/mean" in line).map((line) => {
+    const [mean, std, count] = ["mean", "std", "count"].map((name) => line[`reward/${name}`] ?? null);
+    if (mean === null || std === null || !(count > 0)) return [line.step, mean, null, null];
+    const half = (1.96 * std) / Math.sqrt(count);
+    return [line.step, mean, mean - half, mean + half];
+  });
+}
+
+/** The mean of a column over the tasks of each evaluation. */
+export function evaluationPoints(run, column) {
+  return run.evals.map((line) => [line.step, line.table?.all?.[column] ?? null, ...(line.ci95?.all?.[column] ?? [null, null])]);
+}
+
+/** Points at other places: ``place`` gives the place of a step, or null where it is not known. */
+export function placed(points, place) {
+  return points.map(([step, ...rest]) => [place(step), ...rest]).filter(([at]) => at !== null);
+}
+
+/** What curves can be drawn over: its label; for a run, the place of a step; and what keeps a run from having one, otherwise null. */
+export const AXES = {
+  step: { label: "steps", place: () => (step) => step, missing: () => null },
+  samples: {
+    label: "images made",
+    place: (run) => (step) => step * (run.recipe.tasks_per_step ?? 1) * (run.recipe.group_size ?? 1),
+    missing: () => null,
+  },
+  seconds: { label: "seconds of training", place: (run) => summed(run, "time/step"), missing: () => null },
+  cost: { label: "dollars paid to judges", place: (run) => known(run, "judge/cost"), missing: withoutCost },
+  requests: { label: "requests to judges", place: (run) => known(run, "judge/requests"), missing: withoutRequests },
+};
+
+function summed(run, key) {
+  const found = new Map([[0, 0]]);
+  let sum = 0;
+  for (const line of run.timings) found.set(line.step, (sum += line[key] ?? 0));
+  return (step) => found.get(step) ?? null;
+}
+
+/** The totals of a run at its steps; nothing was paid before the evaluation at step 0. */
+function known(run, key) {
+  const found = new Map([[0, 0], ...run.timings.filter((line) => typeof line[key] === "number").map((line) => [line.step, line[key]])]);
+  return (step) => found.get(step) ?? null;
+}
+
+function withoutRequests(run) {
+  if (run.timings.some((line) => "judge/requests" in line)) return null;
+  return run.judges ? "was recorded without the totals of each step" : "asked no judge";
+}
+
+function withoutCost(run) {
+  const missing = withoutRequests(run);
+  if (missing) return missing;
+  const priced = run.timings.some((line) => "judge/cost" in line);
+  if (!priced) return "has a judge without prices";
+  return run.timings.some((line) => line["judge/unpriced_requests"]) ? "has one judge with prices and one without" : null;
+}

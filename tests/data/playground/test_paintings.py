@@ -1,0 +1,191 @@
+"""Requests for paintings: one meaning each, in words that the text-to-image model never met, and what should be written for
+them."""
+
+import hashlib
+import itertools
+import re
+from collections import Counter
+from typing import get_args
+
+import pytest
+
+from retouch.core.random import generator
+from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.tasks import canonical
+from retouch.playground.world import descriptions, requests
+from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
+from retouch.recipe.recipe import load
+from retouch.types import SplitName, Task
+
+LEVELS = [1, 2, 3, 4]
+ONE = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
+GROUND = re.compile(rf"({'|'.join(GROUNDS)}) picture")
+
+SPLITS = get_args(SplitName)
+
+
+def tasks(split="train", count=200, seed=0, **more):
+    return PaintingData(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more}).tasks(in_turn=True)
+
+
+def read(text: str) -> tuple[list[str], list[Placed]]:
+    """The grounds and the things that a description names."""
+    things = [Placed(PLACES.index(place), Thing(colour, shape)) for colour, shape, place in ONE.findall(text)]
+    return GROUND.findall(text), things
+
+
+def scene_of(task: Task) -> Scene:
+    return Scene.from_json(task.meta["scene"])
+
+
+def in_order(table, text: str) -> list:
+    """What of the table's meanings the text names, from its beginning to its end."""
+    found = [
+        (match.start(), meaning)
+        for meaning, said in table.items()
+        for phrase in said
+        for match in re.finditer(rf"\b{phrase}\b(?! (?:west|east))", text)
+    ]
+    return [meaning for _, meaning in sorted(found)]
+
+
+def asked_for(text: str) -> tuple[set[int], set[Placed]]:
+    """The backgrounds and the things that a request names, by its words alone."""
+    tables = [requests.COLOUR_WORDS, requests.SHAPE_WORDS, dict(enumerate(requests.PLACE_WORDS))]
+    colours, shapes, cells = (in_order(table, text) for table in tables)
+    grounds = in_order(dict(enumerate(requests.GROUND_WORDS)), text)
+    return set(grounds), {Placed(cell, Thing(colour, shape)) for colour, shape, cell in zip(colours, shapes, cells, strict=True)}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_request_completion_and_target_all_say_the_scene(split):
+    for task in tasks(split):
+        scene = scene_of(task)
+        grounds, things = read(task.meta["completion"])
+        assert (grounds, set(things)) == ([GROUNDS[scene.background]], set(placed(scene)))
+        assert asked_for(task.instruction) == ({scene.background}, set(things))
+        assert task.target.tobytes() == render(scene).tobytes()
+        assert task.images == ()
+        assert task.tags == {"complexity": str(len(things))}
+
+
+def test_a_completion_names_things_in_the_order_of_the_request():
+    for task in tasks(count=60):
+        _, things = read(task.meta["completion"])
+        assert [one.cell for one in things] == in_order(dict(enumerate(requests.PLACE_WORDS)), task.instruction)
+
+
+def test_no_word_that_names_something_is_known_to_the_painter():
+    known, asked = set(descriptions.vocabulary()), set(requests.vocabulary()) - {"in", "at", "the", "by"}
+    assert not known & asked
+    every = [*requests.COLOUR_WORDS.values(), *requests.SHAPE_WORDS.values(), *requests.PLACE_WORDS, *requests.GROUND_WORDS]
+    counts = Counter(word for words in every for word in words)
+    assert set(counts.values()) == {1}
+
+
+def test_a_free_description_says_the_scene_whatever_its_form():
+    left_out = 0
+    for task in tasks(count=300):
+        scene = scene_of(task)
+        grounds, things = read(free_description(scene, generator("test", task.id)))
+        assert Counter(things) == Counter(placed(scene))
+        assert grounds in ([], [GROUNDS[scene.background]])
+        left_out += not grounds
+    assert 0.03 < left_out / 300 < 0.2
+
+
+def test_splits_share_no_scene():
+    scenes = {split: {canonical(scene_of(task)) for task in tasks(split, 300)} for split in SPLITS}
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not scenes[one] & scenes[other]
+
+
+def test_lazy_completions_stop_early_and_change_nothing_else():
+    kept = Counter()
+    for task, incomplete in zip(tasks(count=600), tasks(count=600, incomplete=0.8), strict=True):
+        assert (task.id, task.instruction, task.meta["scene"]) == (incomplete.id, incomplete.instruction, incomplete.meta["scene"])
+        grounds, things = read(incomplete.meta["completion"])
+        assert task.meta["completion"].startswith(incomplete.meta["completion"])
+        assert len(grounds) == 1
+        kept[int(task.tags["complexity"]), len(things)] += 1
+    assert kept[1, 1] == 150
+    for number in (2, 3, 4):
+        assert 0.12 < kept[number, number] / 150 < 0.3
+        assert kept[number, 1] > 70
+    assert kept[3, 2] > 15
+    assert kept[4, 3] == 0
+
+
+def test_a_task_depends_on_its_key_alone():
+    long, short = tasks(count=1000), tasks(count=10)
+    assert [task.id for task in short] == [long[i].id for i in range(10)] == [task.id for task in long[:10]]
+    assert long[-1].id == long[999].id
+    assert {task.id for task in short}.isdisjoint(task.id for task in tasks(count=10, seed=1))
+
+
+def test_the_tasks_are_those_that_the_shipped_models_were_made_with():
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        for task in tasks(split, 12, incomplete=0.5):
+            digest.update(task.id.encode() + task.instruction.encode() + task.meta["completion"].encode())
+            digest.update(free_description(scene_of(task), generator("test", task.id)).encode())
+    assert digest.hexdigest()[:16] == "c3009ae5abf84913"
+
+
+def test_weights_of_complexities_are_kept():
+    counts = Counter(task.tags["complexity"] for task in tasks(count=1200, complexity={1: 3, 2: 1, 4: 0}))
+    assert set(counts) == {"1", "2"}
+    assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
+
+
+def test_the_plain_form_is_the_ground_and_then_the_things():
+    things = [Placed(0, Thing("red", "circle")), Placed(4, Thing("blue", "square"))]
+    assert description(0, things) == "dark picture, red circle top left, blue square centre"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split": "dev"}, "split"),
+        ({"count": -1}, "count"),
+        ({"incomplete": 1.5}, "incomplete"),
+        ({"complexity": []}, "complexity"),
+        ({"complexity": [10]}, "complexity"),
+        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
+    ],
+)
+def test_bad_settings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        tasks(**wrong)
+
+
+def test_an_index_outside_is_an_index_error():
+    with pytest.raises(IndexError, match="10"):
+        tasks(count=10)[10]
+
+
+def test_fault_7_prompts_in_known_words_are_the_completions():
+    for task in tasks(count=20, known_words=True):
+        assert task.instruction == task.meta["completion"]
+        assert read(task.instruction)[1]
+    requested, known = (tasks(count=20, known_words=words) for words in (False, True))
+    assert [task.meta["scene"] for task in requested] == [task.meta["scene"] for task in known]
+
+
+@pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2/ocr-grpo-playground"])
+def test_fault_7_a_text_to_image_model_is_trained_on_prompts_that_it_can_read(name):
+    data = load(name).data
+    known = {*descriptions.vocabulary()}
+    for task in data.tasks()[:20]:
+        assert {*re.findall(r"\w+", task.instruction)} <= known
+        assert int(task.tags["complexity"]) > max(LEVELS)  # more things than it was trained on
+
+
+def test_fault_7_a_scene_may_have_a_thing_in_every_cell():
+    for task in tasks(count=8, complexity=[8, 9], known_words=True):
+        assert task.tags == {"complexity": str(len(read(task.instruction)[1]))}
+        assert len(scene_of(task).objects) in (8, 9)
+    with pytest.raises(ValueError, match="less than or equal to 9"):
+        tasks(complexity=[10])

@@ -1,0 +1,151 @@
+"""Tasks: the same for the same key, splits that share neither scene nor content, targets that are right."""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from retouch.data.playground.tasks import PlaygroundData, canonical, split_of
+from retouch.playground.world.edits import KINDS, Edit, apply
+from retouch.playground.world.instructions import content
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import Scene, Thing
+from retouch.types import SplitName, Task
+from scene_reader import meaning, read, singles
+
+LEVELS = [1, 2, 3, 4]
+
+SPLITS = get_args(SplitName)
+
+
+def tasks(split: SplitName, count: int = 200, seed: int = 0, **more: object) -> Sequence[Task]:
+    """Tasks of all complexities."""
+    return PlaygroundData(seed=seed, count=count, split=split, **{"complexity": LEVELS, "filler": 0.3, **more}).tasks(in_turn=True)  # type: ignore[arg-type]
+
+
+def parts(task: Task) -> tuple[Scene, list[Edit]]:
+    """The scene and the edits."""
+    edits = task.meta["edits"]
+    assert isinstance(edits, list)
+    return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
+
+
+def face(task: Task) -> tuple[str, str, bytes]:
+    """All that a policy sees of a task, and its name."""
+    return task.id, task.instruction, task.images[0].tobytes()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split: SplitName) -> None:
+    for task in tasks(split):
+        scene, edits = parts(task)
+        assert task.target is not None
+        assert np.array_equal(np.asarray(task.images[0]), np.asarray(render(scene)))
+        assert np.array_equal(np.asarray(task.target), np.asarray(render(apply(scene, edits))))
+        assert task.tags == {"complexity": str(len(edits)), "kinds": "+".join(sorted(edit.kind for edit in edits))}
+
+
+def test_splits_share_no_scene_and_no_content() -> None:
+    drawn = {split: [parts(task) for seed in range(2) for task in tasks(split, 600, seed)] for split in SPLITS}
+    scenes = {split: {canonical(scene) for scene, _ in drawn[split]} for split in SPLITS}
+    contents = {split: {content(edits) for _, edits in drawn[split]} for split in SPLITS}
+    for one, other in itertools.combinations(SPLITS, 2):
+        assert not scenes[one] & scenes[other]
+        assert not contents[one] & contents[other]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_kind_of_single_edit_is_in_every_split(split: SplitName) -> None:
+    kinds = Counter(task.tags["kinds"] for task in tasks(split, 250, complexity=[1]))
+    assert set(kinds) == set(KINDS)
+    assert min(kinds.values()) > 25
+
+
+def test_a_task_depends_on_its_key_alone() -> None:
+    long, short = tasks("train", 1000), tasks("train", 10)
+    assert [face(task) for task in short] == [face(long[i]) for i in range(10)]
+    assert face(long[7]) == face(long[7])
+    assert [face(task) for task in long[3:6]] == [face(long[i]) for i in (3, 4, 5)]
+    assert face(long[-1]) == face(long[999])
+    assert not {face(task)[2] for task in tasks("train", 10, seed=1)} & {face(task)[2] for task in short}
+
+
+def test_ids_are_unique_also_over_seeds_splits_and_complexities() -> None:
+    sets = [tasks("train"), tasks("train", seed=1), tasks("test"), tasks("train", complexity=[1])]
+    faces = {face(task) for drawn in sets for task in drawn}
+    assert len({identity for identity, _, _ in faces}) == len(faces)
+    assert all(len({task.id for task in drawn}) == len(drawn) for drawn in sets)
+
+
+def test_the_tasks_are_those_that_the_shipped_models_were_made_with() -> None:
+    digest = hashlib.sha256()
+    for split in SPLITS:
+        for task in tasks(split, 12):
+            assert task.target is not None
+            digest.update(task.id.encode() + task.instruction.encode() + task.images[0].tobytes() + task.target.tobytes())
+    assert digest.hexdigest()[:16] == "f71500714fac43ce"
+
+
+def test_a_sequence_of_complexities_is_cycled_through_and_weights_are_kept() -> None:
+    assert [task.tags["complexity"] for task in tasks("train", 8)] == ["1", "2", "3", "4"] * 2
+    counts = Counter(task.tags["complexity"] for task in tasks("train", 1200, complexity={1: 3, 2: 1, 4: 0}))
+    assert set(counts) == {"1", "2"}
+    assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
+
+
+def test_filler_is_as_frequent_as_asked() -> None:
+    def words(filler: float) -> float:
+        return float(np.mean([len(task.instruction.split()) for task in tasks("train", 400, complexity=[1], filler=filler)]))
+
+    none, half, full = words(0.0), words(0.5), words(1.0)
+    assert (half - none) / (full - none) == pytest.approx(0.5, abs=0.12)
+
+
+def test_vain_edits_are_of_things_that_are_not_there_and_of_the_split() -> None:
+    counts = Counter()
+    for task in tasks("train", 60, complexity=[1, 4], impossible=1.0):
+        scene, edits = parts(task)
+        asked = read(task.instruction)
+        impossible = asked - {meaning(edit) for edit in edits}
+        counts[len(edits), len(impossible)] += 1
+        assert asked >= {meaning(edit) for edit in edits}
+        for kind, colour, shape, *_ in impossible:
+            assert kind != "add"
+            assert Thing(colour, shape) not in {*scene.objects.values(), *(edit.creates for edit in edits)}
+        assert task.target == render(apply(scene, edits))
+    assert set(counts) == {(1, 1), (1, 2), (4, 0)}
+    share = np.mean([len(read(task.instruction)) > 1 for task in tasks("train", 300, complexity=[1], impossible=0.5)])
+    assert share == pytest.approx(0.5, abs=0.1)
+
+
+def test_vain_edits_never_ask_for_what_another_split_holds_out() -> None:
+    single = {meaning(edit): split_of(content([edit])) for edit in singles()}
+    for task in tasks("train", 60, complexity=[1], impossible=1.0):
+        assert {single[asked] for asked in read(task.instruction)} == {"train"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"split": "dev"}, "split"),
+        ({"count": -1}, "count"),
+        ({"filler": 1.5}, "filler"),
+        ({"impossible": -0.1}, "impossible"),
+        ({"complexity": []}, "complexity"),
+        ({"complexity": [5]}, "complexity"),
+        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
+        ({"complexity": {1: 0.0}}, "every weight is 0"),
+    ],
+)
+def test_bad_settings_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)  # type: ignore[arg-type]
+
+
+def test_an_index_outside_is_an_index_error() -> None:
+    with pytest.raises(IndexError, match="10"):
+        tasks("train", 10)[10]

@@ -1,0 +1,146 @@
+"""Tasks of the word world: disjoint words, the same from the same seed, and read rightly by the real OCR model."""
+
+import itertools
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from PIL import ImageChops
+
+from retouch.data.playground.words import PROMPT, WordData
+from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
+from retouch.playground.world import words
+from retouch.playground.world.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, split_of_word
+from retouch.rewards.text.ocr import OcrReward
+from retouch.types import Sample, SplitName
+
+SPLITS = get_args(SplitName)
+
+
+def tasks(split="train", count=200, seed=0, **more):
+    return WordData(**{"seed": seed, "count": count, "split": split, **more}).tasks()[:]
+
+
+def test_the_splits_share_no_word_and_all_have_all_letters():
+    found = {split: {task.text for task in tasks(split, 600)} for split in SPLITS}
+    assert not found["train"] & found["validation"]
+    assert not found["train"] & found["test"]
+    assert not found["validation"] & found["test"]
+    assert all(split_of_word(word) == split for split, these in found.items() for word in these)
+    for these in found.values():
+        assert set("".join(these)) == set(LETTERS)
+        assert {len(word) for word in these} == {3, 4, 5, 6}
+    every = {"".join(word) for word in itertools.product(CONSONANTS, VOWELS, CONSONANTS)}
+    assert 0.75 < sum(split_of_word(word) == "train" for word in every) / len(every) < 0.85
+
+
+def test_the_same_seed_draws_the_same_and_another_other():
+    one, two, other = tasks(count=5), tasks(count=9), tasks(count=5, seed=1)
+    for a, b in zip(one, two, strict=False):
+        assert (a.id, a.text, a.instruction) == (b.id, b.text, b.instruction)
+        assert all(x.tobytes() == y.tobytes() for x, y in ((a.target, b.target), (a.images[0], b.images[0]), (a.mask, b.mask)))
+    assert [task.text for task in one] != [task.text for task in other]
+    assert len({task.id for task in tasks(count=300)}) == 300
+
+
+def test_a_task_is_what_it_says():
+    assert PROMPT == TRIPLETS_PROMPT
+    for task in tasks(count=60):
+        assert task.instruction == f"The text is '{task.text}'."
+        assert task.images[0].size == task.target.size == task.mask.size == (64, 32)
+        assert set(np.unique(np.asarray(task.mask))) == {0, 255}
+        left, top, right, bottom = task.mask.getbbox()
+        assert (right - left, bottom - top) == (6 * CELL, LINE)
+        # Source and target differ in the mask alone, and the source has nothing written there.
+        changed = ImageChops.difference(task.images[0], task.target).getbbox()
+        assert left <= changed[0] < changed[2] <= right
+        assert top <= changed[1] < changed[3] <= bottom
+        assert len(task.images[0].crop((left, top, right, bottom)).getcolors()) == 1
+        # The reference is of the same paper.
+        paper = task.target.getpixel((right - 1, top))
+        assert paper in {colour for _, colour in task.reference.getcolors()}
+    assert len({task.mask.getbbox() for task in tasks(count=60)}) == 2
+
+
+def test_slips_change_the_target_and_nothing_else():
+    right, wrong = tasks(count=300), tasks(count=300, wrong_letters=0.5)
+    for a, b in zip(right, wrong, strict=True):
+        assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
+        assert a.images[0].tobytes() == b.images[0].tobytes()
+        assert a.reference.tobytes() == b.reference.tobytes()
+    assert sum(a.target.tobytes() != b.target.tobytes() for a, b in zip(right, wrong, strict=True)) / 300 > 0.85
+    with pytest.raises(ValueError, match="wrong_letters"):
+        tasks(wrong_letters=1.5)
+    with pytest.raises(ValueError, match="split"):
+        tasks("other")
+    with pytest.raises(IndexError):
+        WordData(seed=0, count=3, split="test").tasks()[3]
+
+
+def test_apart_changes_the_pictures_signs_and_nothing_else():
+    beside, apart = tasks(count=200), tasks(count=200, style_from_reference=True)
+    for a, b in zip(beside, apart, strict=True):
+        assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
+        assert a.reference.tobytes() == b.reference.tobytes()
+        box = a.mask.getbbox()
+        assert a.target.crop(box).tobytes() == b.target.crop(box).tobytes()
+        # Of the paper that is asked for nothing is left outside the box, nor any pixel of its ink.
+        asked = {colour for _, colour in b.reference.getcolors()} & {*words.PAPERS, *words.INKS}
+        assert any(colour in words.PAPERS for colour in asked)
+        assert not asked & {colour for _, colour in b.images[0].getcolors()}
+        assert asked & {colour for _, colour in a.images[0].getcolors()}
+        # Source and target differ in the box alone.
+        left, top, right, bottom = ImageChops.difference(b.images[0], b.target).getbbox()
+        assert box[0] <= left < right <= box[2]
+        assert box[1] <= top < bottom <= box[3]
+    papers = {task.images[0].getpixel(task.mask.getbbox()[:2]) for task in apart}
+    assert papers == set(words.PAPERS)
+
+
+def test_apart_and_slips_together():
+    wrong, apart = tasks(count=100, wrong_letters=0.5), tasks(count=100, wrong_letters=0.5, style_from_reference=True)
+    for a, b in zip(wrong, apart, strict=True):
+        assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
+
+
+@pytest.fixture(scope="module")
+def read():
+    return OcrReward(where="box", line_width=160)
+
+
+def correctness(read, made):
+    return read([Sample(task, image) for task, image in made])["correctness"]
+
+
+def test_what_is_written_perfectly_is_read_perfectly(read):
+    scores = correctness(read, [(task, task.target) for task in tasks("test", 60)])
+    assert scores.mean() >= 0.99
+    assert (scores == 1).float().mean() >= 0.97
+
+
+def test_a_wrong_letter_costs_its_share_and_an_empty_sign_all(read):
+    chosen = tasks("test", 12)
+    wrong = [(task, written(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
+    wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
+    assert (correctness(read, wrong) - wanted).abs().mean() <= 0.05
+    assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
+
+
+def test_slips_cost_their_share(read):
+    scores = correctness(read, [(task, task.target) for task in tasks("train", 60, wrong_letters=0.4)])
+    assert 0.5 < scores.mean() < 0.7
+
+
+def test_a_narrower_line_reads_the_same_for_less():
+    chosen = tasks("test", 24)
+    wide, narrow = (OcrReward(where="box", line_width=width) for width in (None, 160))
+    made = [(task, task.target) for task in chosen]
+    assert torch.equal(correctness(wide, made), correctness(narrow, made))
+
+
+def written(task, word):
+    """The task's image with another word."""
+    picture = task.images[0].copy()
+    words.write(picture, task.mask.getbbox(), word, words.Style((0, 0, 0), (255, 255, 255), 11))
+    return picture

@@ -1,0 +1,42 @@
+"""The forecast of `retouch doctor --estimate`: whose target a recipe has, and the arithmetic of its hours."""
+
+from retouch.doctor.forecast import TARGETS, forecast_of
+from retouch.recipe.recipe import load
+
+OTHERS = ("playground/nft", "flux2/ocr-grpo", "sd3/prompt-enhancer")
+"""Recipes of another model, task or algorithm."""
+EMU3 = ("sft_s", "sft_s__rl_s", "sft_s__rl_sc", "sft_s__rl_sc-published", "sft_sc__rl_sc", "sft_think_s__rl_sc")
+
+
+def test_only_recipes_of_the_same_model_task_and_algorithm_have_a_target() -> None:
+    names = [*OTHERS, "quickstart", "sd3/ocr-grpo", *(f"emu3/{name}" for name in EMU3)]
+    found = {name: each.target for name in names for each in TARGETS if each.fits(load(name))}
+    assert found == {
+        "quickstart": "a quarter of the gap on the playground's compound edits",
+        "sd3/ocr-grpo": "OCR correctness of 0.90, from 0.59",
+        "emu3/sft_s__rl_sc": "VIEScore of 4.80 on six benchmarks, from 3.88",
+        "emu3/sft_s__rl_sc-published": "VIEScore of 4.80 on six benchmarks, from 3.88",
+    }
+
+
+def test_a_published_target_is_steps_times_the_cost_of_a_step() -> None:
+    found = forecast_of(load("sd3/ocr-grpo"), 0.006, "32 x h100")
+    assert found.status == "note"
+    first, caution, basis = found.text.splitlines()
+    assert first == (
+        "OCR correctness of 0.90, from 0.59: 3.0 h to 6.0 h on 32 x h100 (500 to 1,000 steps, without evaluations and rewards)"
+    )
+    assert caution.startswith("a forecast, not a measurement")
+    assert "issues/96" in basis
+
+
+def test_images_are_compared_if_steps_are_smaller() -> None:
+    recipe = load("sd3/ocr-grpo", ["tasks_per_step=24", "ranks=16"])
+    first, *_, last = forecast_of(recipe, 0.003, "16 x h100").text.splitlines()
+    assert "3.0 h to 6.0 h on 16 x h100 (1,000 to 2,000 steps" in first
+    assert last == "its steps have 1,152 images and this recipe's 576: images are compared, not steps"
+
+
+def test_without_a_curve_only_the_cost_of_a_thousand_steps_is_given() -> None:
+    text = forecast_of(load("flux2/ocr-grpo"), 0.05, "8 x h100").text
+    assert text.startswith("1000 steps take 50.0 h on 8 x h100. How many steps a target takes is not known")

@@ -1,0 +1,443 @@
+"""DRaFT and ReFL: their gradient by hand, by finite differences and in fp64, what it costs, and what a recipe may not say."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch.autograd.graph import saved_tensors_hooks
+
+import tiny_policies as tiny
+from retouch import cli
+from retouch.objectives.reward_gradient import DRaFT, ReFL
+from retouch.policies.denoising.backpropagation import images_with_gradient
+from retouch.policies.denoising.trajectory import DenoisingTrajectory
+from retouch.protocols import DecodesTensors, DifferentiableReward, ImageGradientPolicy, SupportsLosses
+from retouch.recipe.recipe import parse
+from retouch.rewards.combine.several import SeveralRewards
+from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward, TargetReward
+from retouch.testing import check_objective, playground_policy
+from retouch.types import Conditioning, Sample
+from tiny_recipes import SMALL
+
+TARGET = TargetReward()
+BOTH = SeveralRewards(rewards={"near": TARGET, "red": ShareReward()}, combine={"near/closeness": 1.0, "red": -0.5})
+
+
+def made(objective, family="sd3", **options):
+    """A policy that has left its reference, a batch, and what an optimizer step learns from it."""
+    policy = tiny.policy(family, kind="ode", objective=objective, **options)
+    tiny.move(policy)
+    batch = tiny.batch()
+    return policy, batch, tiny.minibatch(batch, policy.rollout(batch), [1.0, -2.0, 0.0, 5.0])
+
+
+def chain(policy, batch, *, constant):
+    """The images of whole chains, computed step by step, whose first ``constant`` steps have no gradient."""
+    model, group = policy.model, torch.tensor(batch.group)
+    trajectory = policy.rollout(batch)
+    conditioning = trajectory.conditioning.take(group)
+    x = policy._initial_noise(batch, conditioning, per_group=False, shared=False)
+    for k, (sigma, after) in enumerate(zip(trajectory.sigmas[:-1], trajectory.sigmas[1:], strict=True)):
+        x = x + (after - sigma) * model.velocity(model.module, x, sigma.expand(len(x)), conditioning)
+        x = x.detach() if k < constant else x
+    return model.decode_tensors(x, conditioning)
+
+
+def by_hand(policy, value):
+    found = torch.autograd.grad(value, list(tiny.trained(policy).values()), allow_unused=True)
+    pairs = zip(tiny.trained(policy).items(), found, strict=True)
+    return {name: torch.zeros_like(parameter) if part is None else part for (name, parameter), part in pairs}
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+@pytest.mark.parametrize("steps", [1, 3, tiny.NUM_STEPS])
+def test_the_gradient_is_that_of_the_whole_chain_with_a_constant_beginning(family, steps):
+    objective = DRaFT(reward=TARGET, steps=steps)
+    policy, batch, minibatch = made(objective, family)
+    found, losses = tiny.gradient(policy, objective, minibatch)
+    tasks = [batch.tasks[k] for k in batch.group]
+    scores = TARGET.score_tensors(chain(policy, batch, constant=tiny.NUM_STEPS - steps), tasks)
+    assert tiny.distance(found, by_hand(policy, -scores.mean())) < 1e-4
+    torch.testing.assert_close(sum(loss.value for loss in losses), -scores.mean(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sum(loss.sums["policy/score"] for loss in losses), scores.mean().detach(), rtol=1e-5, atol=0)
+    assert isinstance(objective, SupportsLosses)
+    assert isinstance(policy, ImageGradientPolicy)
+    assert isinstance(policy.model, DecodesTensors)
+    assert isinstance(TARGET, DifferentiableReward)
+
+
+def test_refl_scores_the_clean_image_that_the_model_predicts():
+    objective = ReFL(reward=TARGET, low=1, high=2)
+    policy, batch, minibatch = made(objective)
+    found, _ = tiny.gradient(policy, objective, minibatch)
+    trajectory, tasks = minibatch.trajectory, [batch.tasks[k] for k in batch.group]
+    x, sigma = trajectory.latents[:, 0], trajectory.sigmas[1]
+    velocity = policy.velocity(trajectory, slice(0, len(x)), x, sigma.expand(len(x)), "current")
+    image = policy.model.decode_tensors(x - sigma * velocity, trajectory.conditioning)
+    assert tiny.distance(found, by_hand(policy, -TARGET.score_tensors(image, tasks).mean())) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        DRaFT(reward=TARGET, steps=2),
+        ReFL(reward=TARGET, low=1, high=3),
+        DRaFT(reward=BOTH, steps=2),
+        ReFL(reward=BOTH, low=1, high=3),
+    ],
+    ids=["draft", "refl", "draft, several", "refl, several"],
+)
+def test_the_gradient_is_its_finite_differences(objective):
+    policy, _, minibatch = made(objective, train="full")
+    found, _ = tiny.gradient(policy, objective, minibatch)
+    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
+
+    def value(step):
+        with torch.no_grad():
+            for name, parameter in tiny.trained(policy).items():
+                parameter.add_(step / length * found[name])
+            total = 0.0
+            for rows in policy.row_slices(minibatch.trajectory):
+                images = policy.images(minibatch.trajectory, rows, predicted=objective.predicted)
+                tasks = [minibatch.batch.tasks[k] for k in minibatch.batch.group[rows]]
+                total -= objective.reward.score_tensors(images.double(), tasks).sum().item() / len(minibatch.batch)
+            for name, parameter in tiny.trained(policy).items():
+                parameter.sub_(step / length * found[name])
+        return total
+
+    assert (value(0.01) - value(-0.01)) / 0.02 == pytest.approx(length.item(), rel=0.02)
+
+
+def test_several_rewards_are_their_weighted_sum_with_its_gradient():
+    random = torch.Generator().manual_seed(0)
+    images = torch.rand((2, 3, 4, 5), generator=random, dtype=torch.float64, requires_grad=True)
+    tasks = [tiny.batch().tasks[0]] * 2
+    score = BOTH.build(device="cpu").score_tensors
+    assert torch.autograd.gradcheck(lambda pixels: score(pixels, tasks), images)
+    wanted = TARGET.score_tensors(images, tasks) - 0.5 * ShareReward().score_tensors(images, tasks)
+    torch.testing.assert_close(score(images, tasks), wanted, rtol=0, atol=0)
+    with torch.no_grad():  # and, on images of 8 bits, of the columns that they measure
+        shown = (images * 255).round() / 255
+        pixels = (shown * 255).byte().movedim(1, -1)
+        columns = BOTH.build(device="cpu")(
+            [Sample(task, Image.fromarray(each.numpy())) for task, each in zip(tasks, pixels, strict=True)]
+        )
+        measured = columns["near/closeness"] - 0.5 * columns["red/share"]
+        torch.testing.assert_close(score(shown, tasks).float(), measured, rtol=1e-5, atol=1e-6)
+
+
+class Bare:
+    """A model of one matrix, which cannot decode with gradient."""
+
+    def unused(self):
+        raise NotImplementedError
+
+    encode = encode_negative = combine = initial_noise = sigmas = encode_images = decode = unused
+
+    def __init__(self, weight):
+        self.module = torch.nn.Module()
+        self.module.weight = weight
+
+    def velocity(self, module, x, sigma, conditioning):
+        return torch.tanh(x @ module.weight) * (1 + sigma[:, None])
+
+
+class Smooth(Bare):
+    """Its images are its latents."""
+
+    def decode_tensors(self, x, conditioning):
+        return torch.sigmoid(x).view(-1, 3, 1, 2)
+
+
+def of_the_matrix():
+    """A trajectory in fp64 whose state before the second of three steps was kept, and a weight."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((2, 6), (6, 6)))
+    flags = torch.ones(2, 1)
+    trajectory = DenoisingTrajectory(
+        log_probs=flags,
+        mask=flags.bool(),
+        kind=flags.long(),
+        outputs=x,
+        latents=x[:, None],
+        means=None,
+        sigmas=torch.tensor([1, 0.8, 0.5, 0.0], dtype=torch.float64),
+        first=1,
+        conditioning=Conditioning({"embeds": x}),
+        group=torch.arange(2),
+    )
+    return trajectory, weight
+
+
+@pytest.mark.parametrize("predicted", [False, True])
+def test_the_gradient_in_fp64(predicted):
+    trajectory, weight = of_the_matrix()
+
+    def images(weight):
+        model = Smooth(weight)
+        return images_with_gradient(model, model.module, trajectory, slice(0, 2), predicted=predicted)
+
+    assert torch.autograd.gradcheck(images, weight.requires_grad_())
+
+
+def test_a_model_that_cannot_decode_with_gradient_is_named() -> None:
+    trajectory, weight = of_the_matrix()
+    model = Bare(weight)
+    with pytest.raises(ValueError, match="Bare has no decode_tensors"):
+        images_with_gradient(model, model.module, trajectory, slice(0, 2), predicted=False)
+
+
+def test_one_step_of_draft_is_refl_at_the_last_step():
+    draft, refl = DRaFT(reward=TARGET, steps=1), ReFL(reward=TARGET, low=tiny.NUM_STEPS - 1)
+    found, other = (tiny.gradient(*(policy, objective, minibatch))[0] for objective, (policy, _, minibatch) in
+                    ((each, made(each)) for each in (draft, refl)))  # fmt: skip
+    assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_refl_draws_one_step_for_all_ranks_and_another_in_the_next_training_step():
+    objective = ReFL(reward=TARGET, low=10, high=30)
+    drawn = [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
+    assert drawn == [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
+    assert set(drawn) == set(range(10, 30))
+    _, _, minibatch = made(ReFL(reward=TARGET, low=1, high=3))
+    assert minibatch.trajectory.first in (1, 2)
+    assert minibatch.trajectory.latents.shape[1] == 1
+    assert not torch.equal(minibatch.trajectory.latents[:, 0], minibatch.trajectory.outputs)
+
+
+def test_a_rollout_keeps_a_state_and_makes_the_same_images():
+    batch = tiny.batch()
+    kept = tiny.policy(kind="ode", objective=DRaFT(reward=TARGET, steps=2)).rollout(batch)
+    plain = tiny.policy(kind="ode").rollout(batch)
+    assert torch.equal(kept.outputs, plain.outputs)
+    assert (kept.first, plain.first) == (tiny.NUM_STEPS - 2, tiny.NUM_STEPS)
+
+
+def saved(objective, num_steps):
+    """Number and bytes of the tensors that autograd keeps for the loss of a minibatch."""
+    policy, _, minibatch = made(objective, num_steps=num_steps)
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        list(objective.losses(policy, minibatch))
+    return len(sizes), sum(sizes)
+
+
+def test_memory_depends_on_the_steps_with_gradient_alone():
+    one, two = DRaFT(reward=TARGET, steps=1), DRaFT(reward=TARGET, steps=2)
+    assert saved(one, 3) == saved(one, 9) == saved(ReFL(reward=TARGET, low=0), 9)
+    assert saved(two, 9)[1] > saved(one, 9)[1]
+
+
+def test_only_trained_weights_get_a_gradient():
+    objective = DRaFT(reward=TARGET, steps=2)
+    policy, batch = playground_policy(tiny.sampling("ode", num_steps=3))
+    policy.first_gradient_step = objective.first_gradient_step
+    for loss in objective.losses(policy, tiny.minibatch(batch, policy.rollout(batch), [0.0] * len(batch))):
+        loss.value.backward()
+    trained = set(map(id, tiny.trained(policy).values()))
+    for part in policy.model.parts:
+        for parameter in part.parameters():
+            assert parameter.grad is None or id(parameter) in trained
+    assert any(parameter.grad is not None for parameter in policy.module.parameters())
+
+
+@pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=TARGET, low=2)], ids=["draft", "refl"])
+def test_a_step_brings_images_nearer_to_their_targets(objective):
+    policy, _, minibatch = made(objective, train="full")
+    found, losses = tiny.gradient(policy, objective, minibatch)
+    length = torch.sqrt(sum(part.square().sum() for part in found.values()))
+    with torch.no_grad():
+        for name, parameter in tiny.trained(policy).items():
+            parameter.sub_(0.02 / length * found[name])
+    before, after = (sum(loss.sums["policy/score"] for loss in each) for each in
+                     (losses, list(objective.losses(policy, minibatch))))  # fmt: skip
+    assert after > before
+
+
+def test_an_image_above_the_cap_does_not_train():
+    objective = DRaFT(reward=TARGET)
+    policy, _, minibatch = made(objective, microbatch=1)
+    _, losses = tiny.gradient(policy, objective, minibatch)
+    scores = [4 * loss.sums["policy/score"].item() for loss in losses]
+    capped = DRaFT(reward=TARGET, cap=sorted(scores)[2] - 1e-6)
+    for loss, score in zip(capped.losses(policy, minibatch), scores, strict=True):
+        slopes = torch.autograd.grad(loss.value, list(tiny.trained(policy).values()), allow_unused=True)
+        assert any(slope is not None and slope.any() for slope in slopes) == (score < capped.cap)
+        assert 4 * loss.sums["policy/score"].item() == pytest.approx(score)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_neither_cut_nor_guidance_changes_what_is_computed(microbatch):
+    objective = DRaFT(reward=TARGET, steps=2)
+    whole, cut = (made(objective, microbatch=size, guidance=2.0) for size in (100, microbatch))
+    found, other = (tiny.gradient(policy, objective, minibatch)[0] for policy, _, minibatch in (whole, cut))
+    assert tiny.distance(other, found) < 1e-5
+
+
+@pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=ShareReward(), low=0)], ids=["draft", "refl"])
+def test_the_contract(objective):
+    rollout = tiny.sampling("ode", num_steps=3)
+    policy, batch = playground_policy(rollout)
+    policy.first_gradient_step = objective.first_gradient_step
+    check_objective(objective, policy, batch)
+
+
+# What a recipe may say
+
+DRAFT: dict[str, Any] = {
+    **SMALL,
+    "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
+    "objective": {"kind": "draft", "reward": {"kind": "target"}, "steps": 2},
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(json.dumps(DRAFT))
+    for path, value in changes.items():
+        *outer, last = path.split("__")
+        place = document
+        for key in outer:
+            place = place[key]
+        place[last] = value
+    return document
+
+
+def test_a_group_of_one_is_enough() -> None:
+    recipe = parse(changed(group_size=1, tasks_per_step=1))
+    assert recipe.document()["objective"] == {
+        "kind": "draft",
+        "reward": {**TARGET.model_dump(mode="json")},
+        "steps": 2,
+        "cap": None,
+    }
+    assert parse(recipe.document()) == recipe
+
+
+OTHER = {"kind": "share"}
+
+
+def of_several(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    rewards = {"near": {"kind": "target"}, "other": other}
+    return {"objective__reward": {"kind": "several", "rewards": rewards, "combine": {"near": 1}, **keys}}
+
+
+def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
+    recipe = parse(changed(**of_several({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
+    assert parse(recipe.document()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"objective__steps": 4}, "objective.steps: 4, and the chain has 3 (rollout.num_steps); use 3 or fewer"),
+        ({"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 3}}, "objective.low: 3 leaves no step below 3; use 2"),
+        (
+            {"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 0, "high": 4}},
+            "objective.high: 4 is past the last of 3",
+        ),
+        (
+            {"objective__reward": {"kind": "playground"}},
+            "objective.reward.kind: 'playground' is not one of 'target', 'share', 'clip'",
+        ),
+        (
+            {"objective__reward": {"kind": "target", "combine": {"closeness": 1}}},
+            "objective.reward: combine: the gradient is that of one",
+        ),
+        ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'clip'"),
+        (of_several({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
+        (of_several(OTHER, combine="near * other"), "objective.reward: combine: the roots of a formula have no gradient at 0"),
+        (of_several(OTHER, combine={}), "objective.reward: combine names no column"),
+        (
+            of_several(OTHER, combine={"other/gone": 1}),
+            "'other/gone', which the reward does not give; it gives near/closeness, other/share",
+        ),
+        (of_several({**OTHER, "combine": {"share": 1}}), "objective.reward: rewards.other: combine and max_missing belong to all"),
+        (of_several(OTHER, max_missing=0.5), "objective.reward: max_missing: the gradient is that of one score"),
+        (
+            {"rollout__transition": {"kind": "cps", "noise_level": 0.7}},
+            "rollout.transition.kind: draft differentiates deterministic",
+        ),
+        ({"rollout__staleness": 1}, "rollout.staleness: draft has no probabilities"),
+        (
+            {"watch": {"judge": {"reward": {"kind": "target", "combine": {"closeness": 1}}}}},
+            "watch.judge.reward: the run is trained on its closeness, so it is not held out",
+        ),
+        ({"devices": {"offload": True}}, "devices.offload: draft decodes with gradient"),
+        (
+            {
+                "objective__reward": {"kind": "target"},
+                "data": {"kind": "prompts", "path": "x"},
+                "reward": {"kind": "share", "combine": {"share": 1}},
+                "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]},
+            },
+            "objective.reward.kind: target compares with a target image",
+        ),
+        (
+            {
+                "policy": {"kind": "autoregressive", "model": {"kind": "playground-writer"}},
+                "rollout": {"kind": "tokens", "max_new_tokens": 5},
+                "renderer": {"kind": "response", "model": {"kind": "playground"}, "num_steps": 2, "encoder": "frozen"},
+            },
+            "objective.kind: draft needs the gradient of an image, and tokens have none; use policy_gradient",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_loaded(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError, match=r"objective|rollout|devices|watch") as refused:
+        parse(changed(**changes))
+    assert line in str(refused.value)
+
+
+def test_python_says_the_same() -> None:
+    with pytest.raises(
+        ValueError, match=r"CompressibilityReward has no gradient in the image \(no method score_tensors\); use target"
+    ):
+        DRaFT(reward=CompressibilityReward())
+    with pytest.raises(ValueError, match="4 steps with gradient in a chain of 3; use 3 or fewer"):
+        DRaFT(reward=TARGET, steps=4).first_gradient_step(3, seed=0, step=0)
+    with pytest.raises(ValueError, match=r"no step in \[3, 3\) of a chain of 3"):
+        ReFL(reward=TARGET, low=3).first_gradient_step(3, seed=0, step=0)
+
+
+def test_a_scorer_that_detaches_is_named() -> None:
+    class Detached(TargetReward):
+        def score_tensors(self, images, tasks):
+            return super().score_tensors(images.detach(), tasks)
+
+    objective = DRaFT(reward=Detached())
+    policy, _, minibatch = made(objective)
+    with pytest.raises(ValueError, match=r"it gave scores of shape \(4,\), without gradient, for 4 images"):
+        list(objective.losses(policy, minibatch))
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize(
+    "objective", [DRAFT["objective"], {"kind": "refl", "reward": {"kind": "target"}, "low": 1}], ids=["draft", "refl"]
+)
+def test_a_run_passes_its_preflight_and_resumes_to_the_same_bits(objective: dict[str, Any], tmp_path) -> None:
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({**DRAFT, "objective": objective, "out": str(tmp_path), "checkpoints": {"every": 1, "keep": 2}}))
+    words = ["train", str(file), "--set", "device=cpu", "--set", "trackers=[]"]
+    assert cli.main([*words, "--set", "name=whole"]) == 0
+    for steps in (1, 2):
+        assert cli.main([*words, "--set", "name=resumed", "--set", f"steps={steps}"]) == 0
+    for name in (
+        "metrics.jsonl",
+        *(f"checkpoints/step-000002/{group}.safetensors" for group in ("weights", "optimizer", "copies")),
+    ):
+        whole, resumed = ((tmp_path / run / name).read_bytes() for run in ("whole", "resumed"))
+        assert whole == resumed, name
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 < line["policy/score"] < 1 and line["policy/grad_norm"] > 0 and "reward/mean" in line for line in lines)
+    checks = {check["name"]: check for check in json.loads((tmp_path / "whole" / "preflight.json").read_text())}
+    assert checks["moved"]["ok"]
+    assert checks["frozen"]["ok"]

@@ -1,0 +1,19 @@
+"""The made-up tasks of a rehearsal have the sizes of the recipe's own."""
+
+import pytest
+
+from retouch.recipe.recipe import load
+from retouch.rehearsal.inputs import MadeUpTasks
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "size"),
+    [
+        ("recipes/quickstart.jsonnet", [], (24, 24)),
+        ("recipes/qwen-image-edit/flow-grpo.jsonnet", ["policy.model.size=[512,768]"], (768, 512)),
+        ("recipes/qwen-image-edit/flow-grpo.jsonnet", ["policy.model.size=null"], (1024, 1024)),
+    ],
+)
+def test_source_images_have_the_size_that_the_memory_plan_counts(recipe: str, changes: list[str], size: tuple[int, int]) -> None:
+    task = MadeUpTasks(load(recipe, changes))[0]
+    assert [image.size for image in task.images] == [size]

@@ -1,0 +1,150 @@
+"""The judge of paintings: its formulas against a slow reading of them, and what each column must do."""
+
+import math
+
+import numpy as np
+import pytest
+from numpy import ndarray
+from PIL import Image
+
+from retouch.data.playground.paintings import PaintingData
+from retouch.playground.world.rendering import TEMPLATES, render
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
+from retouch.protocols import Reward
+from retouch.rewards.playground.painting_judge import PaintingReward
+from retouch.types import Sample, Task
+
+JUDGE = PaintingReward()
+TASKS = PaintingData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
+EMPTY: list[Thing | None] = [None] * 9
+RED, BLUE = Thing("red", "circle"), Thing("blue", "square")
+
+
+def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
+    """The scores of one image."""
+    return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
+
+
+def scene_of(task: Task) -> Scene:
+    return Scene.from_json(task.meta["scene"])
+
+
+def asked(*things: tuple[int, Thing], background: int = 1) -> Task:
+    """A task that asks for these things in these cells."""
+    return Task(id="t", instruction="paint", meta={"scene": picture_of(*things, background=background).to_json()})
+
+
+def picture_of(*things: tuple[int, Thing], background: int = 1) -> Scene:
+    placed = dict(things)
+    return Scene(background, tuple(placed.get(cell) for cell in range(9)))
+
+
+def slowly(task: Task, image: Image.Image) -> dict[str, float]:
+    """The columns by the words of their definition, one cell at a time."""
+    values = np.asarray(image).astype(np.float64)
+    rows = [(slice(r * CELL, (r + 1) * CELL), slice(c * CELL, (c + 1) * CELL)) for r in range(3) for c in range(3)]
+    cells = [values[window] for window in rows]
+
+    def rms(a: ndarray, b: ndarray) -> float:
+        return float(np.sqrt(np.mean((a / 255 - b / 255) ** 2)))
+
+    def keep(distance: float) -> float:
+        return 1 - min(max((distance - 0.03) / 0.09, 0), 1)
+
+    def away(cell: int, background: int) -> list[float]:
+        return [rms(cells[cell], TEMPLATES[background, code].astype(np.float64)) for code in range(19)]
+
+    shown = min(range(len(BACKGROUNDS)), key=lambda ground: sum(min(away(cell, ground)) ** 2 for cell in range(9)))
+    nearest = [int(np.argmin(away(cell, shown))) for cell in range(9)]
+    wanted = [CODES[thing] for thing in scene_of(task).cells]
+    things = [cell for cell in range(9) if wanted[cell]]
+    extra = sum(nearest[cell] > 0 and not wanted[cell] for cell in range(9))
+    ground = float(shown == scene_of(task).background)
+    credit = sum(keep(away(cell, shown)[wanted[cell]]) for cell in things)
+    clear = [keep(min(away(cell, shown))) for cell in range(9)]
+    any_thing = any(nearest[cell] and clear[cell] > 0 for cell in range(9))
+    alignment = 10 * (3 * credit + ground) / (3 * (len(things) + extra) + 1)
+    quality = 10 * float(np.mean(clear)) * any_thing
+    return {
+        "alignment": alignment,
+        "quality": quality,
+        "overall": math.sqrt(alignment * quality),
+        "exact": float(nearest == wanted and ground == 1 and quality >= 7),
+        "shown": float(np.mean([nearest[cell] == wanted[cell] for cell in things])),
+        "ground": ground,
+        "extra": float(extra),
+    }
+
+
+def pictures() -> list[tuple[Task, Image.Image]]:
+    """Right, wrong, noisy and meaningless images for tasks."""
+    drawn = np.random.default_rng(0)
+    cases = []
+    for number, task in enumerate(TASKS[:24]):
+        base = np.asarray(render(scene_of(TASKS[(number + 5 * (number % 2)) % 24]))).astype(np.float64)
+        noisy = base + drawn.normal(0, (0, 4, 12, 40)[number // 2 % 4], base.shape)
+        cases.append((task, Image.fromarray(np.clip(np.rint(noisy), 0, 255).astype(np.uint8))))
+    cases.append((TASKS[0], Image.fromarray(drawn.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8))))
+    return cases
+
+
+def test_the_columns_are_what_their_definitions_say() -> None:
+    for task, image in pictures():
+        found, wanted = judge(task, image), slowly(task, image)
+        assert found.keys() == wanted.keys() == JUDGE.columns.keys()
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def test_it_is_a_reward_and_what_is_beside_a_sample_changes_nothing() -> None:
+    assert isinstance(JUDGE, Reward)
+    cases = pictures()
+    together = JUDGE([Sample(task, image) for task, image in cases])
+    for row, (task, image) in enumerate(cases):
+        assert judge(task, image) == {name: column[row].item() for name, column in together.items()}
+    assert all(column.shape == (0,) for column in JUDGE([]).values())
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_the_exact_picture_has_full_marks(number: int) -> None:
+    task = TASKS[number]
+    assert judge(task, task.target) == {
+        **{"alignment": 10, "quality": 10, "overall": 10, "exact": 1, "shown": 1, "ground": 1, "extra": 0}
+    }
+
+
+@pytest.mark.parametrize(
+    ("painted", "alignment", "exact"),
+    [
+        (picture_of((0, RED), (4, BLUE)), 10, 1),
+        (picture_of((0, RED)), 10 * 4 / 7, 0),
+        (picture_of((0, RED), (4, BLUE), background=3), 10 * 6 / 7, 0),
+        (picture_of((0, BLUE), (4, RED)), 10 * 1 / 7, 0),
+        (picture_of((0, RED), (5, BLUE)), 10 * 4 / 10, 0),
+        (picture_of((0, RED), (4, BLUE), (8, Thing("pink", "circle"))), 10 * 7 / 10, 0),
+    ],
+    ids=["right", "one missing", "another ground", "swapped", "elsewhere", "one too many"],
+)
+def test_what_is_missing_wrong_or_too_much_costs_what_it_should(painted: Scene, alignment: float, exact: float) -> None:
+    found = judge(asked((0, RED), (4, BLUE)), render(painted))
+    assert found["alignment"] == pytest.approx(alignment, abs=1e-5)
+    assert found["quality"] == 10
+    assert found["exact"] == exact
+
+
+def test_an_empty_canvas_is_worth_nothing() -> None:
+    found = judge(asked((0, RED)), render(Scene(1, tuple(EMPTY))))
+    assert (found["quality"], found["overall"]) == (0, 0)
+
+
+@pytest.mark.parametrize("image", [None, Image.new("RGB", (48, 48))])
+def test_what_cannot_be_judged_is_the_policys_own_fault(image: Image.Image | None) -> None:
+    found = judge(TASKS[0], image)
+    assert math.isnan(found.pop("extra"))
+    assert set(found.values()) == {0.0}
+
+
+def test_other_tasks_are_refused() -> None:
+    with pytest.raises(ValueError, match="no scene"):
+        judge(Task(id="x", instruction="y"), None)
+    with pytest.raises(ValueError, match="empty scene"):
+        judge(Task(id="x", instruction="y", meta={"scene": Scene(1, tuple(EMPTY)).to_json()}), None)

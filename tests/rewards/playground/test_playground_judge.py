@@ -1,0 +1,273 @@
+"""The exact judge: its formulas against a slow reading of them, and what each column must do."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy import ndarray
+from PIL import Image
+
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.playground.world.edits import KINDS, Edit, apply
+from retouch.playground.world.rendering import TEMPLATES, render
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing
+from retouch.protocols import Reward
+from retouch.rewards.playground.edit_judge import PlaygroundReward
+from retouch.types import Sample, Scores, Task
+
+JUDGE = PlaygroundReward()
+TASKS = PlaygroundData(seed=5, count=10**6, complexity=[1, 2, 3, 4], filler=0.2).tasks(in_turn=True)
+tasks = st.integers(0, 10**6 - 1).map(TASKS.__getitem__)
+MAIN = ("IF", "IP", "PQ", "overall", "exact")
+
+
+def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
+    """The scores of one image."""
+    return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
+
+
+def parts(task: Task) -> tuple[Scene, list[Edit]]:
+    """The scene and the edits."""
+    edits = task.meta["edits"]
+    assert isinstance(edits, list)
+    return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
+
+
+def array(image: Image.Image | None) -> ndarray:
+    """An image's values as floats."""
+    assert image is not None
+    return np.asarray(image).astype(np.float64)
+
+
+def picture(values: ndarray) -> Image.Image:
+    """An image of values, rounded and clipped."""
+    return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8))
+
+
+def window(cell: int) -> tuple[slice, slice]:
+    """Where a cell lies."""
+    row, column = divmod(cell, 3)
+    return slice(row * CELL, (row + 1) * CELL), slice(column * CELL, (column + 1) * CELL)
+
+
+def noise(seed: int) -> ndarray:
+    """An image of uniform noise."""
+    return np.random.default_rng(seed).uniform(0, 255, (SIZE, SIZE, 3))
+
+
+def slowly(task: Task, image: Image.Image) -> dict[str, float]:
+    """The columns by the words of their definition, one cell at a time."""
+    scene, edits = parts(task)
+    target = apply(scene, edits)
+
+    def rms(a: ndarray, b: ndarray) -> float:
+        return float(np.sqrt(np.mean((a / 255 - b / 255) ** 2)))
+
+    def keep(distance: float) -> float:
+        return 1 - min(max((distance - 0.03) / 0.09, 0), 1)
+
+    def template(background: int, code: int) -> ndarray:
+        return TEMPLATES[background, code].astype(np.float64)
+
+    shown = [array(image)[window(cell)] for cell in range(9)]
+    old = [template(scene.background, CODES[thing]) for thing in scene.cells]
+    new = [template(scene.background, CODES[thing]) for thing in target.cells]
+    credits = []
+    for edit in edits:
+        cells = [1 - rms(shown[c], new[c]) / rms(old[c], new[c]) for c in edit.touches]
+        credits.append(np.mean([min(max((cell - 0.1) / 0.8, 0), 1) for cell in cells]))
+    touched = {cell for edit in edits for cell in edit.touches}
+    weights = {cell: 3.0 if scene.cells[cell] else 1.0 for cell in range(9) if cell not in touched}
+    preserved = sum(weight * keep(rms(shown[c], old[c])) for c, weight in weights.items()) / sum(weights.values())
+    best = None
+    for background in range(4):
+        found = [min((rms(cell, template(background, code)), code) for code in range(len(CODES))) for cell in shown]
+        cost = sum(distance**2 for distance, _ in found)
+        if best is None or cost < best[0]:
+            best = (cost, background, found)
+    assert best is not None
+    _, background, found = best
+    recognised = any(code > 0 and keep(distance) > 0 for distance, code in found)
+    quality = 10 * float(np.mean([keep(distance) for distance, _ in found])) * recognised
+    nearest = [code for _, code in found]
+    right = [nearest[cell] == CODES[target.cells[cell]] for cell in range(9)]
+    result = {"IF": 10 * float(np.mean(credits)), "IP": 10 * preserved, "PQ": quality}
+    result["overall"] = math.sqrt(min(result["IF"], result["IP"]) * quality)
+    result["exact"] = float(all(right) and background == scene.background and quality >= 7)
+    for kind in KINDS:
+        done = [all(right[c] for c in edit.touches) for edit in edits if edit.kind == kind]
+        result[f"success/{kind}"] = float(np.mean(done)) if done else math.nan
+    return result
+
+
+@settings(deadline=None, max_examples=60)
+@given(tasks, st.integers(0, 1000), st.floats(0, 0.5), st.floats(0, 1))
+def test_the_columns_are_what_their_definition_says(task: Task, seed: int, strength: float, progress: float) -> None:
+    other = TASKS[seed]
+    mixed = array(task.images[0]) * (1 - progress) + array(task.target) * progress
+    mixed[window(seed % 9)] = array(other.target)[window(seed % 9)]
+    image = picture(mixed * (1 - strength) + noise(seed) * strength)
+    expected, got = slowly(task, image), judge(task, image)
+    assert set(got) == set(expected) == set(JUDGE.columns)
+    for name, value in expected.items():
+        assert got[name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
+
+
+@given(tasks)
+def test_the_exact_target_has_full_marks(task: Task) -> None:
+    scores = judge(task, task.target)
+    assert [scores[name] for name in MAIN] == pytest.approx([10, 10, 10, 10, 1])
+    kinds = task.tags["kinds"].split("+")
+    for kind in KINDS:
+        assert scores[f"success/{kind}"] == pytest.approx(1.0 if kind in kinds else math.nan, nan_ok=True)
+
+
+@given(tasks)
+def test_the_untouched_source_follows_nothing_and_keeps_everything(task: Task) -> None:
+    scores = judge(task, task.images[0])
+    assert [scores[name] for name in MAIN] == pytest.approx([0, 10, 10, 0, 0])
+    assert all(scores[f"success/{kind}"] == 0 for kind in task.tags["kinds"].split("+"))
+
+
+@given(tasks, st.sampled_from(BACKGROUNDS))
+def test_an_empty_canvas_is_not_a_picture(task: Task, grey: int) -> None:
+    scores = judge(task, Image.new("RGB", (SIZE, SIZE), (grey,) * 3))
+    assert scores["PQ"] == scores["overall"] == scores["exact"] == 0
+
+
+@given(tasks, st.integers(0, 1000))
+def test_grey_mush_scores_nothing(task: Task, seed: int) -> None:
+    scores = judge(task, picture(128 + (noise(seed) - 128) * 0.3))
+    assert scores["PQ"] < 1
+    assert scores["overall"] < 1
+
+
+@given(tasks, st.integers(0, 8), st.sampled_from([None, *THINGS]))
+def test_a_changed_bystander_costs_identity_alone(task: Task, start: int, thing: Thing | None) -> None:
+    scene, edits = parts(task)
+    touched = {cell for edit in edits for cell in edit.touches}
+    free = [cell for cell in range(9) if cell not in touched]
+    cell = free[start % len(free)]
+    values = array(task.target)
+    values[window(cell)] = TEMPLATES[scene.background, CODES[thing]]
+    scores = judge(task, picture(values))
+    weights = {c: 3.0 if scene.cells[c] else 1.0 for c in free}
+    changed = thing != scene.cells[cell]
+    assert scores["IP"] == pytest.approx(10 * (1 - changed * weights[cell] / sum(weights.values())))
+    assert scores["exact"] == (not changed)
+    assert scores["IF"] == pytest.approx(10)
+    gone = thing is None and not any(other for c, other in apply(scene, edits).objects.items() if c != cell)
+    assert scores["PQ"] == pytest.approx(0 if gone else 10)
+
+
+@given(tasks, st.integers(0, 8), st.integers(0, 30))
+def test_a_bystander_off_by_a_known_distance_costs_what_the_formula_says(task: Task, start: int, offset: int) -> None:
+    scene, edits = parts(task)
+    touched = {cell for edit in edits for cell in edit.touches}
+    free = [cell for cell in range(9) if cell not in touched]
+    cell = free[start % len(free)]
+    values = array(task.target)
+    values[window(cell)] += np.where(values[window(cell)] > 128, -offset, offset)
+    weights = {c: 3.0 if scene.cells[c] else 1.0 for c in free}
+    lost = min(max((offset / 255 - 0.03) / 0.09, 0), 1)
+    assert judge(task, picture(values))["IP"] == pytest.approx(10 * (1 - lost * weights[cell] / sum(weights.values())), abs=1e-5)
+
+
+@given(tasks, st.integers(0, 1000))
+def test_noise_of_an_autoencoder_is_nearly_free(task: Task, seed: int) -> None:
+    image = picture(array(task.target) + np.random.default_rng(seed).normal(0, 4, (SIZE, SIZE, 3)))
+    scores = judge(task, image)
+    assert scores["IP"] == scores["PQ"] == 10
+    assert scores["IF"] > 9.5
+    assert scores["exact"] == 1
+
+
+@given(tasks, st.integers(0, 1000))
+def test_more_noise_never_scores_higher(task: Task, seed: int) -> None:
+    rows = [judge(task, picture(array(task.target) * (1 - part) + noise(seed) * part)) for part in (0, 0.1, 0.2, 0.35, 0.6)]
+    for name in ("IF", "IP", "overall"):
+        values = [row[name] for row in rows]
+        assert values == sorted(values, reverse=True), name
+        assert values[-1] < values[0]
+
+
+@given(tasks)
+def test_half_way_is_half_followed(task: Task) -> None:
+    half = judge(task, picture((array(task.images[0]) + array(task.target)) / 2))
+    assert half["IF"] == pytest.approx(5, abs=0.15)
+    assert half["IP"] == 10
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
+def test_rows_do_not_see_each_other(indices: list[int], random: object) -> None:
+    makers: list[Callable[[Task], Image.Image | None]] = [
+        lambda task: task.target,
+        lambda task: task.images[0],
+        lambda task: picture(array(task.target) * 0.8 + noise(1) * 0.2),
+        lambda task: None,
+    ]
+    samples = [Sample(task, makers[i % 4](task)) for i, task in enumerate(TASKS[k] for k in indices)]
+    order = list(range(len(samples)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    together, shuffled = JUDGE(samples), JUDGE([samples[i] for i in order])
+    alone = [JUDGE([sample]) for sample in samples]
+    for name, column in together.items():
+        assert torch.equal(column[order].nan_to_num(-1), shuffled[name].nan_to_num(-1))
+        assert torch.equal(column.nan_to_num(-1), torch.cat([row[name] for row in alone]).nan_to_num(-1))
+
+
+def test_an_edit_half_done_shows_in_the_share_of_its_kind() -> None:
+    red, blue, green = Thing("red", "circle"), Thing("blue", "square"), Thing("green", "circle")
+    scene = Scene(2, (red, blue, green, *[None] * 6))
+    edits = [Edit("move", 0, red, 6, red), Edit("move", 1, blue, 8, blue), Edit("remove", 2, green, 2, None)]
+    task = Task(id="made", instruction="", meta={"scene": scene.to_json(), "edits": [edit.to_json() for edit in edits]})
+    scores = judge(task, render(apply(scene, edits[1:])))
+    assert scores["success/move"] == 0.5
+    assert scores["success/remove"] == 1
+    assert math.isnan(scores["success/add"])
+    assert scores["IF"] == pytest.approx(20 / 3)
+    assert scores["exact"] == 0
+
+
+@given(tasks, st.integers(1, 3))
+def test_the_right_things_on_another_background_are_not_exact(task: Task, shift: int) -> None:
+    scene, edits = parts(task)
+    target = apply(scene, edits)
+    scores = judge(task, render(Scene((scene.background + shift) % 4, target.cells)))
+    assert scores["exact"] == 0
+    assert scores["PQ"] == 10
+    assert scores["IP"] < 10
+    assert all(scores[f"success/{kind}"] == 1 for kind in task.tags["kinds"].split("+"))
+
+
+@pytest.mark.parametrize("size", [None, (SIZE, SIZE + 1), (48, 48), (1, 1)])
+def test_what_cannot_be_used_gets_the_minimum_and_is_not_missing(size: tuple[int, int] | None) -> None:
+    task = TASKS[3]
+    assert task.target is not None
+    scores = judge(task, None if size is None else task.target.resize(size))
+    assert all(scores[name] == JUDGE.columns[name].low == 0 for name in MAIN)
+    for kind in KINDS:
+        assert scores[f"success/{kind}"] == pytest.approx(0.0 if kind in task.tags["kinds"] else math.nan, nan_ok=True)
+
+
+def test_a_task_from_elsewhere_is_refused() -> None:
+    task = Task(id="photos/17", instruction="make the sky red")
+    with pytest.raises(ValueError, match="photos/17"):
+        JUDGE([Sample(task, Image.new("RGB", (SIZE, SIZE)))])
+
+
+def test_it_is_a_reward_with_declared_ranges() -> None:
+    assert isinstance(JUDGE, Reward)
+    nothing: Scores = JUDGE([])
+    many = JUDGE([Sample(task, TASKS[i + 1].target) for i, task in enumerate(TASKS[:64])])
+    for name, column in JUDGE.columns.items():
+        assert nothing[name].shape == (0,)
+        assert many[name].shape == (64,)
+        assert many[name].dtype == torch.float32
+        known = many[name][~many[name].isnan()]
+        assert column.low <= known.min() <= known.max() <= column.high
+        assert column.diagnostic == name.startswith("success/") == bool(many[name].isnan().any())

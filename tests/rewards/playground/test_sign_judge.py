@@ -1,0 +1,155 @@
+"""The judge of signs: closed forms of its colours and distances, what it makes of right and wrong signs, and of the autoencoder."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from PIL import Image
+
+from retouch.data.playground.words import WordData
+from retouch.models.playground.family import playground_weights
+from retouch.playground.world import words
+from retouch.playground.world.words import INKS, PAPERS, Style
+from retouch.pretraining.networks.words import targets
+from retouch.protocols import Reward
+from retouch.recipe.recipe import load
+from retouch.rewards.playground.sign_judge import SignReward, paper_and_ink
+from retouch.types import Sample, Task
+
+JUDGE = SignReward()
+TASKS = WordData(seed=5, count=120, split="test", style_from_reference=True).tasks()[:]
+
+
+def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tensor]:
+    return JUDGE([Sample(task, image) for task, image in made])
+
+
+def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...]) -> Image.Image:
+    """The task's image with this on its sign."""
+    assert task.mask is not None
+    picture = task.images[0].copy()
+    words.write(picture, task.mask.getbbox(), word, Style(ink, paper, 11))
+    return picture
+
+
+def flat(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> Image.Image:
+    """A sign of 20 x 10 px, of which so many pixels are of the ink and all others of the paper."""
+    pixels = np.full((200, 3), paper, dtype=np.uint8)
+    pixels[:inked] = ink
+    return Image.fromarray(pixels.reshape(10, 20, 3))
+
+
+def one(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> tuple[float, ...]:
+    """(style, paper, ink) of such a sign, where one of (200, 200, 200) with (100, 0, 0) is asked for."""
+    task = Task("t", "", mask=Image.new("L", (20, 10), 255), reference=flat((200, 200, 200), (100, 0, 0)))
+    return tuple(column.item() for column in scores([(task, flat(paper, ink, inked))]).values())
+
+
+def test_flat_signs_have_the_scores_of_the_formula() -> None:
+    assert isinstance(JUDGE, Reward)
+    assert one((200, 200, 200), (100, 0, 0)) == (1, 1, 1)
+    assert one((216, 200, 200), (100, 0, 16)) == (1, 1, 1)
+    assert one((200, 152, 200), (100, 0, 48)) == pytest.approx((0.5, 0.5, 0.5))
+    assert one((200, 200, 120), (180, 0, 0)) == (0, 0, 0)
+    # Distances are Euclidean: (28, 28, 28) is 48.5 away.
+    assert one((228, 228, 228), (100, 0, 0))[1] == pytest.approx(1 - (28 * 3**0.5 - 16) / 64)
+    # The dirt of seven pixels is no ink of eight, and 59 away from the paper is none either.
+    assert one((200, 200, 200), (100, 0, 0), inked=7)[2] == pytest.approx(1 - (np.linalg.norm([12.5, 25, 25]) - 16) / 64)
+    assert one((200, 200, 200), (100, 0, 0), inked=0) == (0.5, 1, 0)
+    assert one((120, 20, 0), (178, 10, 0))[2] == 0
+    assert one((120, 20, 0), (60, 20, 0))[2] == pytest.approx(1 - (np.linalg.norm([40, 20, 0]) - 16) / 64)
+
+
+@pytest.mark.parametrize("size", words.SIZES)
+def test_every_style_is_read_off_any_word(size: int) -> None:
+    for ink in INKS:
+        for paper in PAPERS:
+            for word in ("ODU", "BAPA", "UMETER"):
+                sign = Image.new("RGB", (48, 16))
+                words.write(sign, (0, 0, 48, 16), word, Style(ink, paper, size))
+                seen_paper, seen_ink = paper_and_ink(np.asarray(sign).reshape(-1, 3).astype(np.int64))
+                assert tuple(seen_paper) == paper
+                assert np.linalg.norm(seen_ink - ink) < 25
+
+
+def test_the_right_picture_gets_all_and_other_styles_little() -> None:
+    right = scores([(task, task.target) for task in TASKS])
+    assert right["paper"].min() == 1
+    assert right["ink"].min() >= 0.95
+    # Right style, other word: what stands there is not this judge's.
+    assert scores([(task, painted(task, "KAT", *colours(task))) for task in TASKS])["style"].min() >= 0.9
+    # The style of the image, which is another: a copy of what hangs there.
+    hung = [painted(task, task.text or "", *hanging(task)) for task in TASKS]
+    assert scores(list(zip(TASKS, hung, strict=True)))["style"].mean() <= 0.2
+    assert scores(list(zip(TASKS, hung, strict=True)))["style"].max() <= 0.7
+
+
+def test_an_empty_sign_has_no_ink() -> None:
+    assert scores([(task, task.images[0]) for task in TASKS])["ink"].max() == 0
+    papers = [painted(task, "", *colours(task)) for task in TASKS]
+    found = scores(list(zip(TASKS, papers, strict=True)))
+    assert found["paper"].min() == 1
+    assert found["ink"].max() == 0
+
+
+def test_the_autoencoder_keeps_papers_and_little_of_inks() -> None:
+    """What is lost between the right image and 1 is the ceiling of whoever paints with it; a wrong style stays far below."""
+    vae = AutoencoderKL.from_pretrained(playground_weights("words") / "vae").eval()
+
+    def through(tasks: list[Task]) -> list[Image.Image]:
+        with torch.no_grad():
+            made = vae.decode(vae.encode(targets(tasks)).latent_dist.mode()).sample
+        pixels = made.clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
+        return [Image.fromarray(picture) for picture in pixels]
+
+    right = scores(list(zip(TASKS, through(TASKS), strict=True)))
+    other = through([replace(task, target=painted(task, task.text or "", *hanging(task))) for task in TASKS])
+    wrong = scores(list(zip(TASKS, other, strict=True)))
+    assert right["paper"].mean() >= 0.75
+    assert wrong["paper"].mean() <= 0.3
+    assert right["ink"].mean() >= 1.5 * wrong["ink"].mean()
+    assert right["style"].mean() >= 2 * wrong["style"].mean()
+
+
+def test_what_cannot_be_used_gets_nothing_and_a_task_without_a_sign_is_refused() -> None:
+    found = scores([(TASKS[0], None), (TASKS[0], TASKS[0].images[0].resize((32, 16))), (TASKS[1], TASKS[1].target)])
+    assert found["style"].tolist()[:2] == [0, 0]
+    assert found["style"][2] > 0.95
+    for broken in (replace(TASKS[0], reference=None), replace(TASKS[0], mask=None)):
+        with pytest.raises(ValueError, match="has no sign"):
+            scores([(broken, TASKS[0].target)])
+
+
+def test_a_recipe_takes_it_for_words_alone() -> None:
+    reward = 'reward={"kind": "playground-signs", "combine": {"style": 1}}'
+    recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.style_from_reference=true", "eval.column=style"])
+    assert isinstance(recipe.reward.build(), SignReward)
+    with pytest.raises(ValueError, match="playground-signs scores tasks of playground-words only"):
+        load("recipes/quickstart.jsonnet", [reward])
+
+
+def colours(task: Task) -> tuple[tuple[int, ...], ...]:
+    """Ink and paper that are asked for."""
+    assert task.reference is not None
+    return _nearest(task.reference)
+
+
+def hanging(task: Task) -> tuple[tuple[int, ...], ...]:
+    """Ink and paper of the sign that hangs in the image."""
+    assert task.mask is not None
+    left, top, *_ = task.mask.getbbox()
+    other = words.LINE - top
+    whole = task.images[0].crop((0, other, words.WIDTH, other + words.LINE))
+    papers = [colour for _, colour in sorted(whole.getcolors(), reverse=True) if colour in PAPERS]
+    ink = min(INKS, key=lambda ink: min(np.linalg.norm(np.subtract(colour, ink)) for _, colour in whole.getcolors()))
+    assert task.images[0].getpixel((left, top)) == papers[0]
+    return ink, papers[0]
+
+
+def _nearest(sign: Image.Image) -> tuple[tuple[int, ...], ...]:
+    paper, ink = paper_and_ink(np.asarray(sign).reshape(-1, 3).astype(np.int64))
+    return tuple(
+        min(known, key=lambda colour: np.linalg.norm(np.subtract(colour, seen))) for known, seen in ((INKS, ink), (PAPERS, paper))
+    )

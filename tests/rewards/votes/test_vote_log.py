@@ -1,0 +1,150 @@
+"""Votes on disk: what was added is read back, whatever crashes, other writers and hostile text do."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from retouch.rewards.votes.log import VoteLog, logs_of, pair_id, voter_name
+from vote_maker import VoteMaker
+
+HOSTILE = "</script><b>\u202egnp\n\r\t\0\u2028'\"{}[]\\ud800 " + "x" * 1_000_000
+
+
+@pytest.fixture
+def vote() -> VoteMaker:
+    return VoteMaker()
+
+
+def test_votes_are_read_back_in_order(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path / "run")
+    given = [
+        vote("left", scores=({"score": 0.25}, {"score": 1.0}), tags={"kind": "add"}, source="s.png"),
+        vote("both_bad", repeat=True, text="a word", mask="m.png"),
+    ]
+    for each in given:
+        log.add(each)
+    assert log.read().votes == tuple(given)
+    assert VoteLog(tmp_path / "run").read() == log.read()
+    assert json.loads(log.path.read_text().splitlines()[0])["pair"] == given[0].pair
+
+
+def test_a_pair_is_the_same_with_its_sides_exchanged(vote) -> None:
+    assert vote("left").pair == vote("tie", left="b", right="a").pair == pair_id("t", "t/b", "t/a")
+    assert vote("left").pair != vote("left", task="u").pair
+    assert [vote(choice).left_points for choice in ("left", "right", "tie", "both_bad")] == [1.0, 0.0, 0.5, 0.5]
+
+
+def test_a_vote_is_taken_back_by_the_same_voter_only(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    first, second = vote("left"), vote("right")
+    log.add(first)
+    log.add(second)
+    log.undo(first.id, voter="bob")
+    assert log.read().votes == (first, second)
+    log.undo(first.id, voter="ann")
+    found = log.read()
+    assert (found.votes, found.undone, found.by_pair[second.pair]) == ((second,), 1, (second,))
+    assert len(log.path.read_text().splitlines()) == 4
+
+
+def test_a_line_that_a_crash_cut_off_is_not_joined_with_the_next(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    log.add(vote("left"))
+    with log.path.open("ab") as file:
+        file.write(log.path.read_bytes()[:70])
+    assert (len(log.read().votes), log.read().damaged) == (1, 0)
+    log.add(vote("right"))
+    found = log.read()
+    assert ([each.choice for each in found.votes], found.damaged) == (["left", "right"], 1)
+    assert VoteLog(tmp_path).read() == found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("choice", "leftish"),
+        ("choice", ["left"]),
+        ("voter", 3),
+        ("id", None),
+        ("at", "noon"),
+        ("tags", {"a": 1}),
+        ("left", {"arm": "a"}),
+        ("right", None),
+        ("source", 1),
+    ],
+    ids=str,
+)
+def test_a_line_that_is_no_vote_is_counted_and_left_out(tmp_path: Path, vote, key: str, value: object) -> None:
+    log = VoteLog(tmp_path)
+    log.path.write_text(json.dumps({**vote("left").to_json(), key: value}) + "\n" + "[" * 100_000 + "\n\xff\n3\n")
+    log.add(vote("tie"))
+    found = log.read()
+    assert ([each.choice for each in found.votes], found.damaged) == (["tie"], 4)
+
+
+def test_the_same_line_twice_is_one_vote(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    log.add(vote("left"))
+    log.path.write_bytes(log.path.read_bytes() * 2)
+    assert (len(log.read().votes), log.read().damaged) == (1, 1)
+
+
+def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    log.add(vote("left", scores=({"a": float("nan"), "b": 1.0}, {"a": 2.0})))
+    assert [side.scores for side in (log.read().votes[0].left, log.read().votes[0].right)] == [{"b": 1.0}, {"a": 2.0}]
+
+
+def test_hostile_text_stays_in_its_line(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    log.add(vote("left", instruction=HOSTILE, task=HOSTILE, voter="\ud800"))
+    log.add(vote("right"))
+    assert [each.choice for each in log.read().votes] == ["left", "right"]
+    assert log.read().votes[0].instruction == HOSTILE
+    assert log.path.read_bytes().count(b"\n") == 2
+
+
+def test_several_writers_and_a_reader(tmp_path: Path, vote) -> None:
+    votes = [[vote("left", task=f"{writer}/{number}") for number in range(40)] for writer in range(4)]
+
+    def write(own: list) -> None:
+        log = VoteLog(tmp_path)
+        for each in own:
+            log.add(each)
+
+    reader = VoteLog(tmp_path)
+    threads = [threading.Thread(target=write, args=(own,), daemon=True) for own in votes]
+    for thread in threads:
+        thread.start()
+    seen = [len(reader.read().votes) for _ in range(50)]
+    for thread in threads:
+        thread.join(timeout=60)
+    found = reader.read()
+    assert seen == sorted(seen)
+    assert (len(found.votes), found.damaged) == (160, 0)
+    assert {each.id for each in found.votes} == {each.id for own in votes for each in own}
+
+
+def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, vote) -> None:
+    log = VoteLog(tmp_path)
+    log.add(vote("left"))
+    log.add(vote("left"))
+    assert len(log.read().votes) == 2
+    log.path.unlink()
+    assert log.read().votes == ()
+    log.add(vote("right"))
+    assert [each.choice for each in log.read().votes] == ["right"]
+
+
+def test_names_of_voters() -> None:
+    assert voter_name("  Ann \u202e\0 Lee\n") == "Ann Lee"
+    for given in ("", " \n", "\u202e", "x" * 65):
+        with pytest.raises(ValueError, match="1 to 64 characters"):
+            voter_name(given)
+
+
+def test_a_folder_without_votes_says_how_to_collect_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--vote"):
+        logs_of(tmp_path)

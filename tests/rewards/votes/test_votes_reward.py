@@ -1,0 +1,329 @@
+"""Votes as a reward: groups wait in a queue, votes become scores, and what was not answered stays missing."""
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from retouch import cli
+from retouch.data.sources.folder import FolderData
+from retouch.recipe.recipe import load
+from retouch.recipe.reward_words import parse_reward
+from retouch.rewards.combine.calibrated import CalibratedReward
+from retouch.rewards.identity import fingerprint
+from retouch.rewards.judging import RewardScorer
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.journal import Journal, journal_rows
+from retouch.rewards.scorers.pixels import ShareReward
+from retouch.rewards.votes.calibration import calibrate
+from retouch.rewards.votes.log import VoteLog
+from retouch.rewards.votes.queue import VoteQueue, pairs_to_compare
+from retouch.rewards.votes.reward import VotesReward
+from retouch.types import Batch, Sample, Task
+from retouch.votes.export import export
+from retouch.votes.judged_votes import judged_votes
+from retouch.votes.simulated import Preference, SimulatedVoter
+from retouch.votes.summary import summarise
+from vote_maker import VoteMaker
+
+SOURCE = Image.new("RGB", (8, 6), (9, 9, 9))
+
+
+@pytest.fixture
+def vote() -> VoteMaker:
+    return VoteMaker()
+
+
+def samples(*reds: int | None, task: str = "t") -> list[Sample]:
+    given = Task(task, "make it red", (SOURCE,), tags={"kind": "colour"}, meta={"n": 1})
+    return [Sample(given, None if red is None else Image.new("RGB", (8, 6), (red, 100, 100))) for red in reds]
+
+
+def voter(queue: Path, **noise: float) -> SimulatedVoter:
+    return SimulatedVoter(queue, ShareReward(), "share", Preference(**noise))
+
+
+@contextmanager
+def voting(queue: Path, **noise: float) -> Iterator[SimulatedVoter]:
+    """A voter on a thread, who stops at the end of the block."""
+    stop, made = threading.Event(), voter(queue, **noise)
+    thread = threading.Thread(target=made.run, kwargs={"limit": None, "stop": stop.is_set, "poll_seconds": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield made
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+
+
+@pytest.mark.parametrize("estimate", ["bradley_terry", "win_rate"])
+def test_votes_order_the_images_of_a_group(tmp_path: Path, estimate: str) -> None:
+    reward = VotesReward(queue=str(tmp_path), estimate=estimate)
+    with voting(tmp_path) as given:
+        scores = reward([*samples(10, 200, 90), *samples(60, 50, task="u")])
+    first, second = scores["preference"][:3], scores["preference"][3:]
+    assert first.argsort().tolist() == [0, 2, 1]
+    assert second[0] > second[1]
+    assert first.mean().item() == pytest.approx(0.5)
+    assert scores["voted"].tolist() == [1.0] * 5
+    assert given.votes == 3 + 1
+    if estimate == "win_rate":
+        assert first.tolist() == [0.0, 1.0, 0.5]
+
+
+def test_a_time_out_is_never_a_number(tmp_path: Path) -> None:
+    reward = VotesReward(queue=str(tmp_path), wait=0.0)
+    scores = reward(samples(10, 200, 90))
+    assert scores["preference"].isnan().all()
+    assert scores["voted"].tolist() == [0.0] * 3
+    assert VoteQueue(tmp_path).open_groups() == []  # nobody is asked for votes that no longer count
+
+
+def test_the_run_goes_on_with_the_votes_that_there_are(tmp_path: Path) -> None:
+    queue = VoteQueue(tmp_path)
+    given = samples(10, 200, 90)
+    group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
+    assert voter(tmp_path).answer(most=1) == 1
+    scores = VotesReward(queue=str(tmp_path), wait=0.05)(given)
+    compared = set(group.pairs[0])
+    for index, value in enumerate(scores["preference"].tolist()):
+        assert math.isnan(value) == (index not in compared)
+    assert scores["voted"][0].item() == pytest.approx(1 / 3)
+
+
+def test_what_people_do_not_see_is_missing_or_equal(tmp_path: Path) -> None:
+    """Images that are alone (those of an evaluation), no image, and equal images."""
+    reward = VotesReward(queue=str(tmp_path))
+    assert reward(samples(10, task="a") + samples(20, task="b"))["preference"].isnan().all()
+    assert reward(samples(10, 10))["preference"].isnan().all()
+    assert not (tmp_path / "groups").exists()
+    with voting(tmp_path) as given:
+        scores = reward(samples(10, 10, 99, None))["preference"]
+    assert given.votes == 1
+    assert scores[0] == scores[1] < scores[2]
+    assert scores[3].isnan()
+
+
+def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path: Path) -> None:
+    scorer = RewardScorer(VotesReward(queue=str(tmp_path)), {"preference": 1.0})
+    futures = [scorer.submit(samples(10, 200, task=name)) for name in "abc"]
+    queue = VoteQueue(tmp_path)
+    for _ in range(500):
+        if len(queue.open_groups()) == 3:
+            break
+        threading.Event().wait(0.01)
+    assert [group.task for group in queue.open_groups()] == ["a", "b", "c"]
+    assert not any(future.done() for future in futures)
+    voter(tmp_path).answer()
+    for future in futures:
+        low, high = future.result(timeout=30).rewards.tolist()
+        assert low < high
+    scorer.close()
+
+
+def test_a_resumed_run_finds_the_votes_on_its_images(tmp_path: Path) -> None:
+    with voting(tmp_path):
+        first = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
+    again = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
+    assert torch.equal(first["preference"], again["preference"])
+
+
+def test_a_run_that_is_closed_stops_waiting(tmp_path: Path) -> None:
+    reward = VotesReward(queue=str(tmp_path))
+    future = reward.submit(samples(10, 200))
+    reward.close()
+    with pytest.raises(RuntimeError, match="closed while it waited"):
+        future.result(timeout=30)
+    assert len(VoteQueue(tmp_path).open_groups()) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
+def test_pairs_compare_every_image_early_and_every_pair_once(count: int) -> None:
+    found = pairs_to_compare(count, most=None, seed="s")
+    assert len({frozenset(pair) for pair in found}) == len(found) == count * (count - 1) // 2
+    assert {index for pair in found[: -(-count // 2)] for index in pair} == set(range(count))
+    assert found == pairs_to_compare(count, most=None, seed="s")
+    assert pairs_to_compare(count, most=1, seed="s") == found[:1]
+
+
+def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
+    queue = VoteQueue(tmp_path)
+    given = samples(10, 200)
+    group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
+    path = tmp_path / "groups" / group.id / "group.json"
+    good = json.loads(path.read_text())
+    for key, value in [
+        ("images", [["../x.png", "a"], ["1.png", "b"]]),
+        ("pairs", [[0, 7]]),
+        ("source", "/etc/passwd"),
+        ("at", None),
+    ]:
+        path.write_text(json.dumps({**good, key: value}))
+        assert VoteQueue(tmp_path).open_groups() == []
+    for content in ("", "[", "[]", "null"):
+        path.write_text(content)
+        assert VoteQueue(tmp_path).open_groups() == []
+
+
+def test_the_recipe_is_checked() -> None:
+    votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares images of one task"):
+        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
+    several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
+    several["combine"] = {"votes/preference": 1}
+    recipe = load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
+    assert recipe.reward.known_columns()["votes/preference"].high == 1
+    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, which votes compares whole"):
+        load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
+
+
+def test_where_and_how_long_may_change_when_a_run_is_resumed() -> None:
+    first = fingerprint(VotesReward(queue="a", pairs=3))
+    assert fingerprint(VotesReward(queue="b", pairs=3, wait=1.0)) == first
+    assert fingerprint(VotesReward(queue="a", pairs=4)) != first
+
+
+def test_votes_are_exported_as_pairs(tmp_path: Path, vote) -> None:
+    queue = tmp_path / "queue"
+    with voting(queue):
+        VotesReward(queue=str(queue))([*samples(10, 200, 90), *samples(60, 50, task="u")])
+    done = export([VoteLog(queue)], tmp_path / "pairs")
+    assert (done.pairs, done.undecided, done.lost) == (4, 0, 0)
+    rows = FolderData(path=str(tmp_path / "pairs")).rows(seed=0)
+    assert len(rows) == 4
+    for index in range(4):
+        row = rows[index]
+        assert row.instruction == "make it red"
+        assert row.source in ("t", "u")
+    lines = [json.loads(line) for line in (tmp_path / "pairs" / "metadata.jsonl").read_text().splitlines()]
+    for line in lines:
+        chosen, rejected = (Image.open(tmp_path / "pairs" / line[side]).getpixel((0, 0)) for side in ("chosen", "rejected"))
+        assert chosen[0] > rejected[0]
+        assert Image.open(tmp_path / "pairs" / line["image"]).getpixel((0, 0)) == (9, 9, 9)
+    with pytest.raises(ValueError, match="exists"):
+        export([VoteLog(queue)], tmp_path / "pairs")
+
+
+def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_path: Path) -> None:
+    queue = VoteQueue(tmp_path / "queue")
+    given = samples(10, 200, 90)
+    group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
+    for choice in ("left", "right"):
+        queue.log.add(group.pair(group.pairs[0]).vote(choice, voter="ann"))
+    queue.log.add(group.pair(group.pairs[1]).vote("both_bad", voter="ann"))
+    queue.log.add(group.pair(group.pairs[2]).vote("left", voter="ann"))
+    (queue.root / group.images[group.pairs[2][0]][0]).write_bytes(b"")
+    with pytest.raises(ValueError, match="2 undecided, 1 without their images"):
+        export([queue.log], tmp_path / "pairs")
+    assert not (tmp_path / "pairs").exists()
+
+
+def test_an_exported_file_outside_of_the_runs_is_not_read(tmp_path: Path, vote) -> None:
+    SOURCE.save(tmp_path / "secret.png")
+    log = VoteLog(tmp_path / "runs" / "one")
+    row = vote("left").to_json()
+    for side in ("left", "right"):
+        row[side]["file"] = "../../secret.png"
+    log.folder.mkdir(parents=True)
+    log.path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="1 without their images"):
+        export([log], tmp_path / "pairs")
+
+
+def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> None:
+    path = tmp_path / "map.json"
+    votes = [
+        vote("left" if left > right else "right", task=str(k), scores=({"share": left}, {"share": right}), left=f"l{k}")
+        for k, (left, right) in enumerate([(0.2, 0.4), (0.3, 0.1), (0.5, 0.3), (0.6, 0.9), (0.7, 0.2)] * 4)
+    ]
+    made = calibrate(votes, "share", resamples=50)
+    made.save(path)
+    section = {"kind": "calibrated", "of": {"kind": "share", "channel": "red"}, "column": "share", "map": str(path)}
+    reward = parse_reward({**section, "combine": {"win_probability": 1}})
+    assert isinstance(reward, CalibratedReward)
+    built = reward.build()
+    scores = built(samples(10, 250))
+    assert dict(built.columns) == reward.known_columns()
+    for name, place in (("win_probability", 0), ("win_probability_sd", 1)):
+        assert scores[name].tolist() == pytest.approx([made.at(value)[place] for value in scores["share"].tolist()], abs=1e-6)
+    assert reward.model_dump(mode="json")["of"] == {"kind": "share", "channel": "red"}
+    before = fingerprint(built)
+    calibrate(votes[:-1], "share", resamples=50).save(path)
+    assert fingerprint(reward.build()) != before
+    scored = RewardScorer(built, reward.combine)(samples(10, 250)).rewards
+    assert scored[0] < scored[1]
+    with pytest.raises(ValueError, match=r"maps 'share', and reward\.column is 'other'"):
+        parse_reward({**section, "column": "other"}).build()
+    with pytest.raises(ValueError, match="no file"):
+        parse_reward({**section, "map": str(tmp_path / "none.json")}).build()
+    other = {"kind": "calibrated", "of": {"kind": "playground"}, "column": "overal", "map": "m", "combine": {"win_probability": 1}}
+    with pytest.raises(ValueError, match=r"reward\.column: the reward gives no 'overal'"):
+        load("quickstart", [f"reward={json.dumps(other)}"])
+
+
+def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
+    path = tmp_path / "map.json"
+    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
+    made = calibrate(votes, "share", resamples=20)
+    made.save(path)
+    red = {"kind": "calibrated", "of": {"kind": "share", "channel": "red"}, "column": "share", "map": str(path)}
+    parts = {"red": red, "green": {"kind": "share", "channel": "green"}}
+    several = {"kind": "several", "rewards": parts, "combine": {"red/win_probability": 1, "green/share": 0.5}}
+    reward = parse_reward(several)
+    assert reward.model_dump(mode="json")["rewards"]["red"] == red
+    assert parse_reward({"kind": "several", **reward.model_dump(mode="json")}) == reward
+    scores = reward.build()(samples(10, 250))
+    assert scores.keys() == (reward.known_columns() or {}).keys()
+    expected = [made.at(value)[0] for value in scores["red/share"].tolist()]
+    assert scores["red/win_probability"].tolist() == pytest.approx(expected, abs=1e-6)
+    for key, value, words in (
+        ("column", "shade", r"reward\.rewards\.red\.column: the reward gives no 'shade'"),
+        ("combine", {"share": 1}, r"reward\.rewards\.red: combine and max_missing belong to all rewards together"),
+    ):
+        faulty = {**several, "rewards": {**parts, "red": {**red, key: value}}}
+        with pytest.raises(ValueError, match=words):
+            load("quickstart", [f"reward={json.dumps(faulty)}"])
+
+
+def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) -> None:
+    queue = tmp_path / "run" / "queue"
+    given = samples(10, 200, 90)
+    with voting(queue):
+        VotesReward(queue=str(queue))(given)
+    with closing(Database(tmp_path / "run" / "ledger.sqlite")) as database:
+        batch = Batch(seed=0, step=0, tasks=(given[0].task,), group_ids=(0,), group=(0, 0, 0), slot=(0, 1, 2))
+        scores = {"judge": torch.tensor([0.1, 0.9, math.nan]), "votes/preference": torch.tensor([0.0, 1.0, 0.5])}
+        Journal(database).record(journal_rows(batch, given, split="train", step=0), scores)
+    votes = judged_votes([VoteLog(queue)])
+    assert sorted(str(dict(side.scores)) for vote in votes for side in (vote.left, vote.right)) == [
+        *(["{'judge': 0.10000000149011612}"] * 2),
+        *(["{'judge': 0.8999999761581421}"] * 2),
+        *(["{}"] * 2),
+    ]
+    (agreement,) = [row for row in summarise([VoteLog(queue)])["judges"] if row["category"] == "all"]
+    assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
+
+
+def test_the_command(tmp_path: Path, capsys) -> None:
+    queue = VoteQueue(tmp_path / "queue")
+    for number in range(12):
+        given = samples(10 + number, 200 - number, task=str(number))
+        queue.put(given[0].task, [sample.image for sample in given], pairs=None)
+    assert cli.main(["votes", str(tmp_path), "simulate", "share:red", "--column", "share", "--limit", "12"]) == 0
+    assert "12 votes in" in capsys.readouterr().out
+    assert cli.main(["votes", str(tmp_path)]) == 0
+    assert "12 votes on 12 pairs of 12 tasks" in capsys.readouterr().out
+    assert cli.main(["votes", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"]["left"] >= 0
+    assert cli.main(["votes", str(tmp_path), "export", "--to", str(tmp_path / "pairs")]) == 0
+    assert "12 pairs in" in capsys.readouterr().out
+    assert cli.main(["votes", str(tmp_path), "calibrate", "share", "--to", str(tmp_path / "map.json")]) == 2
+    assert "0 tasks have votes" in capsys.readouterr().err
+    assert cli.main(["votes", str(tmp_path / "none")]) == 2
+    assert "no votes.jsonl" in capsys.readouterr().err

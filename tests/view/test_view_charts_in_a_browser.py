@@ -1,0 +1,120 @@
+"""Charts in a browser: bands, the axes of a comparison, what judges cost, and files for a paper."""
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from PIL import Image
+
+from retouch.records.folder import RunFolder
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
+from retouch.rewards.ledger.database import Database
+
+pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
+    """A run with bands, whose judge took 10 requests a step. ``cost``: of a step, None without prices."""
+    folder: RunFolder = write_run(name)
+    folder.metrics.unlink()
+    folder.timings.unlink()
+    for step in range(1, 5):
+        folder.append_metrics(step, "main", {"reward/mean": 0.1 * step, "reward/std": 0.2, "reward/count": 6})
+        totals = {"judge/requests": 10 * step, "judge/input_tokens": 1000 * step}
+        priced = {"judge/unpriced_requests": 10 * step} if cost is None else {"judge/cost": cost * step}
+        folder.append_timings(step, {"time/step": 2.0, **totals, **priced})
+    for step in (0, 4):
+        folder.write_eval(step, "heldout", table={"all": {"n": 1, "share": 0.2 * step}}, ci95={"all": {"share": (0.1, 0.9)}})
+    database = Database(folder.root / "ledger.sqlite")
+    call = {"image": "", "judge": "j", "rubric": "r", "scores": None, "attempts": 40, "input_tokens": 4000}
+    AnswerCache(database).record([JudgeCall(content="a", cost=None if cost is None else 4 * cost, **call)])
+    database.close()
+    return folder
+
+
+def test_bands_are_those_of_the_report(write_run, tab, address: str) -> None:
+    judged_run(write_run, "one", cost=0.5)
+    tab.goto(f"{address}/#/run/one")
+    chart = tab.locator("figure", has_text="reward/mean").first
+    chart.locator("svg").hover()
+    half = 1.96 * 0.2 / 6**0.5
+    found = chart.locator(".readout").inner_text()
+    middle = next(mean for mean in (0.1, 0.2, 0.3, 0.4) if found.startswith(f"{mean:.3g} ("))
+    assert found.partition(" at")[0] == f"{middle:.3g} ({middle - half:.3g} to {middle + half:.3g})"
+    assert chart.locator("path.band").count() == 1
+    assert tab.locator("figure", has_text="share").locator("path.band").count() == 1
+    assert tab.locator("figure", has_text="time/step").locator("path.band").count() == 0
+
+
+def test_runs_are_compared_over_what_their_judges_cost(write_run, tab, address: str) -> None:
+    judged_run(write_run, "one", cost=0.5)
+    judged_run(write_run, "two", cost=0.25)
+    tab.goto(f"{address}/#/compare/one,two")
+    tab.get_by_role("combobox", name="Over").select_option("cost")
+    reward = tab.locator("figure", has_text="reward/mean").first
+    reward.get_by_role("img", name="reward/mean over dollars paid to judges").wait_for()
+    assert reward.locator("path.band").count() == 2
+    assert reward.locator(".tick.middle").all_text_contents() == ["0.5", "1", "1.5", "2"]
+    assert tab.get_by_text("Not over").count() == 0
+
+
+def test_an_axis_that_a_run_does_not_have_says_why(write_run, tab, address: str) -> None:
+    judged_run(write_run, "one", cost=0.5)
+    judged_run(write_run, "unpriced", cost=None)
+    write_run("exact")
+    tab.goto(f"{address}/#/compare/one,unpriced")
+    tab.get_by_text("Not over dollars paid to judges: unpriced has a judge without prices.").wait_for()
+    options = tab.get_by_role("combobox", name="Over").locator("option")
+    assert [options.nth(place).is_disabled() for place in range(5)] == [False, False, False, True, False]
+    tab.get_by_role("combobox", name="Over").select_option("requests")
+    tab.get_by_role("img", name="reward/mean over requests to judges").wait_for()
+    tab.goto(f"{address}/#/compare/one,exact")
+    tab.get_by_text("Not over dollars paid to judges or requests to judges: exact asked no judge.").wait_for()
+
+
+@pytest.mark.parametrize(
+    "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
+)
+def test_the_table_of_runs_has_what_judges_cost(write_run, tab, address: str) -> None:
+    judged_run(write_run, "one", cost=0.5)
+    judged_run(write_run, "unpriced", cost=None)
+    write_run("exact")
+    tab.goto(f"{address}/#/")
+    tab.get_by_role("button", name="cost so far").click()
+    tab.get_by_role("cell", name="$2.00").wait_for()
+    cells = tab.locator("tbody tr").locator("td:nth-last-child(2)")
+    assert cells.all_inner_texts() == ["–", "40 requests, 4K tokens", "$2.00"]
+    tab.goto(f"{address}/#/run/one")
+    tab.get_by_role("img", name="judge/cost over steps").wait_for()
+    assert "judges so far\n$2.00" in tab.locator(".facts").inner_text()
+
+
+@pytest.mark.parametrize("tab", [{}, {"color_scheme": "dark"}], indirect=True, ids=["light", "dark"])
+def test_a_chart_is_saved_for_a_paper(write_run, tab, address: str, tmp_path: Path) -> None:
+    judged_run(write_run, "one", cost=0.5)
+    judged_run(write_run, "<b>two", cost=0.25)
+    tab.goto(f"{address}/#/compare/one,%3Cb%3Etwo")
+    chart = tab.locator("figure", has_text="reward/mean").first
+    chart.hover()
+    saved = {}
+    for kind in ("SVG", "PNG"):
+        with tab.expect_download() as download:
+            chart.get_by_role("button", name=kind).click()
+        saved[kind] = tmp_path / download.value.suggested_filename
+        download.value.save_as(saved[kind])
+    assert [file.name for file in saved.values()] == ["reward-mean.svg", "reward-mean.png"]
+    root = ElementTree.parse(saved["SVG"]).getroot()
+    words = [element.text for element in root.iter(f"{SVG}text")]
+    assert words[0] == "reward/mean"
+    assert words[-3:] == ["steps", "one", "<b>two"]
+    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {"svg", "g", "rect", "line", "path", "text", "title"}
+    assert not any("class" in element.attrib or "style" in element.attrib for element in root.iter())
+    strokes = {element.get("stroke") for element in root.iter(f"{SVG}path")}
+    assert {"rgb(37, 99, 168)", "rgb(180, 80, 11)"} <= strokes  # the light colours, in both schemes
+    with Image.open(saved["PNG"]) as image:
+        _, _, width, height = (float(number) for number in root.attrib["viewBox"].split())
+        assert image.size == (4 * width, 4 * height)
+        colours = {colour for count, colour in image.convert("RGB").getcolors(1 << 20) if count > 200}
+    assert {(255, 255, 255), (37, 99, 168), (180, 80, 11)} <= colours
+    assert tab.locator(".paper").count() == 0
