@@ -28,6 +28,7 @@ CHECKS = (
     Check("qwen-ratios", "ratios:qwen", limit=60),
     Check("fsdp", "fsdp:run", limit=45),
     Check("writer", "writer:run", limit=60),
+    Check("sglang", "image_server:run", limit=300),
 )
 DRY_TIMES = 10
 """The limits of a dry run are so many times longer."""

@@ -66,19 +66,15 @@ class Process:
         finally:
             self.kill()
         seconds = time.perf_counter() - started
-        lines = list(self._lines())
-        findings = [Finding(**line["finding"]) for line in lines if "finding" in line]
-        stopped = next((line["not run"] for line in lines if "not run" in line), None)
-        if stopped is not None:
-            return Result(check=self.check.name, status="not run", why=stopped, seconds=seconds, findings=tuple(findings))
-        error = next((line["error"] for line in lines if "error" in line), None)
+        lines = list(lines_of(Path(self.scratch.name)))
+        ended = None
         if code is None:
-            error = f"stopped after its limit of {limit:.0f} s"
+            ended = f"stopped after its limit of {limit:.0f} s"
         elif code < 0:
-            error = f"killed by {signal.Signals(-code).name}" + (", for lack of memory?" if code == -signal.SIGKILL else "")
-        elif code and error is None:
-            error = f"ended with exit code {code}; see log.txt"
-        return verdict(self.check.name, findings, error=error, seconds=seconds)
+            ended = f"killed by {signal.Signals(-code).name}" + (", for lack of memory?" if code == -signal.SIGKILL else "")
+        elif code and not any("error" in line for line in lines):
+            ended = f"ended with exit code {code}; see log.txt"
+        return result_of(self.check.name, lines, ended=ended, seconds=seconds)
 
     def kill(self) -> None:
         """End the process with its children, and wait for it."""
@@ -95,13 +91,24 @@ class Process:
             self.popen.stdin.close()
         self.scratch.cleanup()
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        """What it wrote, without a last line that it did not finish."""
-        found = Path(self.scratch.name) / FOUND
-        text = found.read_text(encoding="utf-8") if found.is_file() else ""
-        for line in text.splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+
+def lines_of(scratch: Path) -> Iterator[dict[str, Any]]:
+    """What the process of a check wrote into its folder, without a last line that it did not finish."""
+    found = scratch / FOUND
+    text = found.read_text(encoding="utf-8") if found.is_file() else ""
+    for line in text.splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def result_of(check: str, lines: Sequence[dict[str, Any]], *, ended: str | None, seconds: float) -> Result:
+    """The result of a check that wrote these lines. ``ended``: how its process ended, if that was not by itself."""
+    findings = [Finding(**line["finding"]) for line in lines if "finding" in line]
+    stopped = next((line["not run"] for line in lines if "not run" in line), None)
+    if stopped is not None:
+        return Result(check=check, status="not run", why=stopped, seconds=seconds, findings=tuple(findings))
+    error = ended or next((line["error"] for line in lines if "error" in line), None)
+    return verdict(check, findings, error=error, seconds=seconds)
 
 
 def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run: bool) -> list[Result]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from PIL import ImageStat
 
-from retouch.playground.judges.edit_judge import PlaygroundReward
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Column, Sample, Scores
 
 

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config import consent
-from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.recipe.recipe import Recipe, load, parse
+from retouch.rewards.playground.edit_judge import PlaygroundReward
+from retouch.rewards.votes.log import VoteLog
 from retouch.session.session import run
 from retouch.votes.export import export
-from retouch.votes.log import VoteLog
 
 sys.path.insert(0, str(Path(__file__).parent))  # DPO's reward is a class of this file
 KEPT = Path(__file__).with_name("votes.json")
@@ -41,17 +41,16 @@ def main() -> None:
     parser.add_argument("way", choices=("votes", "exact", "dpo", "table"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/votes"))
-    parser.add_argument("--learning-rate", type=float, help="default: the quickstart's; for DPO 1e-4")
-    parser.add_argument("--beta", type=float, default=200.0, help="of DPO")
-    parser.add_argument("--steps", type=int, default=40, help="of DPO, with 32 pairs each")
+    parser.add_argument("--learning-rate", type=float, help="default: the quickstart's")
+    parser.add_argument("--beta", type=float, default=10.0, help="of DPO")
+    parser.add_argument("--steps", type=int, default=100, help="of DPO, with 32 pairs each")
     given = parser.parse_args()
     if given.way == "table":
         print(table())
         return
     base = load("quickstart", [f"seed={given.seed}", "device=cpu", "eval.best_of_k=0", "samples.every=0"])
     name = f"dpo-{given.beta:g}-{given.seed}" if given.way == "dpo" else f"{given.way}-{given.seed}"
-    learning_rate = given.learning_rate or (1e-4 if given.way == "dpo" else None)
-    rate = {} if learning_rate is None else {"learning_rate": learning_rate}
+    rate = {} if given.learning_rate is None else {"learning_rate": given.learning_rate}
     document = {**base.document(), **rate, "name": name, "out": str(given.out), "trackers": []}
     make = {"votes": _with_votes, "exact": _with_scores, "dpo": _with_pairs}[given.way]
     with consent.allowing(["votes"]):

@@ -11,14 +11,14 @@ import argparse
 
 import torch
 
-from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.language_models import PlaygroundEmu3
+from retouch.data.playground.tasks import PlaygroundData
+from retouch.models.playground.language import PlaygroundEmu3
 from retouch.playground.world.edits import KINDS
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.decoders import CodesDecoder
+from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Batch, Sample, Scores, Task
 
 SAMPLES = 16

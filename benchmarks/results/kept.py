@@ -15,7 +15,7 @@ from typing import Any
 from page import Entry
 
 from retouch.models.ip_adapter.section import IpAdapter
-from retouch.playground.language_models import PlaygroundEmu3
+from retouch.models.playground.language import PlaygroundEmu3
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, load
 
@@ -49,8 +49,8 @@ DENOISING = (
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.playground.judges.edit_judge",
-    "retouch.playground.world.tasks",
+    "retouch.rewards.playground.edit_judge",
+    "retouch.data.playground.tasks",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
@@ -62,9 +62,9 @@ WRITING = (
     "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.world.indirect",
-    "retouch.playground.judges.edit_judge",
-    "retouch.playground.world.tasks",
+    "retouch.data.playground.indirect",
+    "retouch.rewards.playground.edit_judge",
+    "retouch.data.playground.tasks",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.responses",
 )
@@ -75,8 +75,8 @@ REWRITING = (
     "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.judges.painting_judge",
-    "retouch.playground.world.paintings",
+    "retouch.rewards.playground.painting_judge",
+    "retouch.data.playground.paintings",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.prompts",
 )
@@ -86,8 +86,8 @@ IMAGE_TOKENS = (
     "retouch.models.emu3.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.judges.edit_judge",
-    "retouch.playground.world.tasks",
+    "retouch.rewards.playground.edit_judge",
+    "retouch.data.playground.tasks",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.decoders",
 )
@@ -101,7 +101,7 @@ WORDS = (
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.playground.world.words",
+    "retouch.data.playground.words",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
@@ -111,8 +111,8 @@ PAINTING = (
     "retouch.data.sampler",
     "retouch.models.qwen_image.model",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.judges.painting_judge",
-    "retouch.playground.world.paintings",
+    "retouch.rewards.playground.painting_judge",
+    "retouch.data.playground.paintings",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
@@ -121,7 +121,7 @@ REFERENCED = (
     "retouch.models.ip_adapter.image_encoder",
     "retouch.models.ip_adapter.adapter",
     "retouch.models.ip_adapter.reference_model",
-    "retouch.playground.judges.sign_judge",
+    "retouch.rewards.playground.sign_judge",
 )
 # By the kind of the renderer; None if the policy renders its own images, or the kind of a model that has modules of its own.
 DECIDING = {

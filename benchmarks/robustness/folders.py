@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "tests" / "support"))
 import folder_faults as faults  # noqa: E402
+from kill_places import import_models  # noqa: E402
 
 
 def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
@@ -42,7 +43,7 @@ def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
 
 def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.Outcome"]:
     """Resume the run after each ``every``-th fault whose name contains ``only``."""
-    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+    import_models()
 
     whole, base = faults.six_steps(out, "whole"), faults.six_steps(out, "base")
     assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()

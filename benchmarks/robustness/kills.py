@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "tests" / "support"))
 import folder_faults as faults  # noqa: E402
+from kill_places import import_models  # noqa: E402
 
 from folders import in_fork  # noqa: E402  # isort: skip
 
@@ -60,7 +61,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
-    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+    import_models()
 
     kills = runs = wrong = 0
     with tempfile.TemporaryDirectory() as temporary:

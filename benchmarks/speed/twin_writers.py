@@ -16,16 +16,16 @@ from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
 from retouch.core.advantages import group_relative
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.language import PretrainedLanguageModel
+from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies

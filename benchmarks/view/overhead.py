@@ -1,8 +1,9 @@
 """What an open page costs a run: the time of its steps while Chromium shows the page and polls, and while it does not, in turn.
 
-    python benchmarks/view/overhead.py [--steps 120] [--block 10]
+    python benchmarks/view/overhead.py [--steps 120] [--block 10] [--page run|vote]
 
-A playground run trains on one core's threads; its page is opened and closed every ``--block`` steps. The first step after each
+A playground run trains on one core's threads; a page is opened and closed every ``--block`` steps: the page of the run, or the
+voting page, on which a pair of images is answered every second, and which polls when no pair is left. The first step after each
 change is left out. Needs the packages `playwright` and `chromium`.
 """
 
@@ -16,9 +17,12 @@ import time
 from pathlib import Path
 
 from pages import viewing
+from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from retouch.records.folder import RunFolder
+from retouch.rewards.votes.queue import VoteQueue
+from retouch.types import Task
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
 SMALL = (
@@ -30,12 +34,15 @@ SMALL = (
     "checkpoints.every=0",
     "device=cpu",
 )
+PAIRS = 40
+SHOWS = {"run": ("#/run/measured", ".facts"), "vote": ("#/vote/measured,live", ".vote-bar")}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--block", type=int, default=10)
+    parser.add_argument("--page", choices=tuple(SHOWS), default="run")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, sync_playwright() as driver:
         folder = RunFolder(Path(name) / "measured")
@@ -44,10 +51,14 @@ def main() -> int:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as trainer:
             try:
-                with viewing(Path(name)) as address:
+                with viewing(Path(name), "--vote") as address:
                     page = browser.new_page(viewport={"width": 1200, "height": 800})
                     page.goto(address)
-                    opened = follow(page, f"{address.partition('/?')[0]}/#/run/measured", folder, trainer, arguments.block)
+                    page.evaluate("localStorage.setItem('retouch voter', 'benchmark')")
+                    while not folder.read_timings():
+                        time.sleep(0.5)
+                    put_pairs(VoteQueue(folder.root / "queue"))
+                    opened = follow(page, address.partition("/?")[0], folder, trainer, arguments)
             finally:
                 trainer.kill()
         browser.close()
@@ -55,20 +66,34 @@ def main() -> int:
     return 0
 
 
-def follow(page: Page, address: str, folder: RunFolder, trainer: "subprocess.Popen[bytes]", block: int) -> dict[int, bool]:
+def put_pairs(queue: VoteQueue) -> None:
+    """Pairs of images that wait for votes."""
+    for number in range(PAIRS):
+        images = [Image.effect_noise((64, 64), 30 + side).convert("RGB") for side in range(2)]
+        queue.put(Task(f"task {number}", "make it red", images=(Image.new("RGB", (64, 64), "white"),)), images, pairs=1)
+
+
+def follow(
+    page: Page, base: str, folder: RunFolder, trainer: "subprocess.Popen[bytes]", arguments: argparse.Namespace
+) -> dict[int, bool]:
     """Open the page in every other block of steps until the run ends. Returns, for each step, whether the page was open."""
     opened: dict[int, bool] = {}
     before = None
+    place, sign = SHOWS[arguments.page]
+    voted = time.monotonic()
     while trainer.poll() is None:
         step = len(folder.read_timings()) + 1
-        showing = (step - 1) // block % 2 == 1
+        showing = (step - 1) // arguments.block % 2 == 1
         if showing != before:
-            page.goto(address if showing else "about:blank")
+            page.goto(f"{base}/{place}" if showing else "about:blank")
             if showing:
-                page.locator(".facts").wait_for()
+                page.locator(sign).wait_for()
             before = showing
         else:  # a step in which the page changed counts for neither
             opened.setdefault(step + 1, showing)
+        if showing and arguments.page == "vote" and time.monotonic() - voted > 1:
+            page.keyboard.press("ArrowLeft")
+            voted = time.monotonic()
         time.sleep(0.05)
     return opened
 

@@ -62,9 +62,9 @@ def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 
 @contextmanager
-def viewing(root: Path) -> Iterator[str]:
+def viewing(root: Path, *options: str) -> Iterator[str]:
     """The address that the command prints."""
-    command = [sys.executable, "-m", "retouch", "view", str(root), "--port", "0"]
+    command = [sys.executable, "-m", "retouch", "view", str(root), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:

@@ -1,0 +1,94 @@
+"""`make league`: which algorithm learns best for the same budget. Works on the queue until it is empty, and writes docs/league.md.
+
+    python benchmarks/league/league.py                                   # every world, contestant, trial and seed that is missing
+    python benchmarks/league/league.py --worlds editor-exact --contestants Flow-CPS --trials 3 --seeds 1
+    python benchmarks/league/league.py --minutes 30                      # begin no run after half an hour
+    python benchmarks/league/league.py --page                            # only write the page
+
+Start it as often as there are processors, also on several machines that share the folder: the processes share the queue, and none
+repeats what another has done. The same command continues after an interruption. Finished runs are in `kept/`, and a recipe that
+was run before is not run again. Needs Optuna: `pip install --editable '.[league]'`.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import runs
+from league_page import write
+from runs import share_of_gap
+from tournament import Job, Plan, Queue
+from worlds import ROOT, WORLDS, World, digest, recipe_of
+
+KEPT = Path(__file__).parent / "kept"
+FOLDER = ROOT / "runs" / "league"
+Train = Callable[..., dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [world.name for world in WORLDS]
+    parser.add_argument("--worlds", nargs="*", choices=names, default=names, metavar="WORLD", help=", ".join(names))
+    parser.add_argument("--contestants", nargs="*", default=[], metavar="NAME", help="by name; all of them if none is given")
+    parser.add_argument("--trials", type=int, default=3, help="settings that are tried for each contestant")
+    parser.add_argument("--seeds", type=int, default=3, help="final runs of each contestant")
+    parser.add_argument("--minutes", type=float, help="begin no run after this time")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    given = parser.parse_args()
+    if not given.page:
+        worlds = [world for world in WORLDS if world.name in given.worlds]
+        until = None if given.minutes is None else time.monotonic() + 60 * given.minutes
+        work(worlds, Plan(given.trials, given.seeds), only=given.contestants, until=until)
+    print(f"wrote {write(KEPT).relative_to(ROOT)}")
+
+
+def work(
+    worlds: Sequence[World],
+    plan: Plan,
+    *,
+    only: Sequence[str] = (),
+    until: float | None = None,
+    folder: Path = FOLDER,
+    kept: Path = KEPT,
+    train: Train = runs.train,
+) -> int:
+    """Run what the queue has until it is empty or the clock (``time.monotonic``) is past ``until``. Returns the number of runs.
+
+    ``train``: makes a run of a recipe in a folder and returns its record.
+    """
+    done = 0
+    with Queue(folder) as queue:
+        while (until is None or time.monotonic() < until) and (job := queue.claim(worlds, plan, only=only)) is not None:
+            try:
+                record = result(queue, job, kept, train)
+            except BaseException:
+                job.give_up()
+                raise
+            job.finish(share_of_gap(record))
+            done += 1
+            what = f"{job.world.name}, {job.contestant.name}, {job.stage} {job.number}"
+            print(f"{what}: {share_of_gap(record):+.3f} of the gap, {record['cpu_seconds']:.0f} CPU s", flush=True)
+    return done
+
+
+def result(queue: Queue, job: Job, kept: Path, train: Train) -> dict[str, Any]:
+    """The record of a job's recipe: that of a kept run of the same recipe, or of a new run, which is then kept."""
+    recipe = recipe_of(job.world, job.contestant, job.settings, stage=job.stage, seed=job.seed)
+    key = digest(recipe)
+    if key in (known := runs.read(kept, job.world, job.contestant.name)):
+        return known[key]
+    record = {**_about(job), **train(recipe, queue.folder / f"{key}-{queue.name}", world=job.world)}
+    with queue.exclusive():
+        runs.keep(kept, job.world, job.contestant.name, {**runs.read(kept, job.world, job.contestant.name), key: record})
+    return record
+
+
+def _about(job: Job) -> dict[str, Any]:
+    return {"stage": job.stage, "number": job.number, "seed": job.seed, "settings": dict(job.settings)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""docs/league.md and its figures, made from the kept runs alone."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import runs
+from league_curves import draw
+from ranking import Finals, Rank, ranking, time_to
+from runs import diverged, share_of_gap
+from worlds import ROOT, WORLDS, World
+
+from retouch.benchmarks.statistics import Interval
+
+PAGE = ROOT / "docs" / "league.md"
+PICTURES = ROOT / "docs" / "pictures"
+SHARES = (0.25, 0.5, 0.75)
+Record = dict[str, Any]
+
+INTRODUCTION = """# League
+
+Which algorithm learns best for the same budget? Every algorithm starts from the same base model, with the same tasks, the same
+judge and the same number of network evaluations. `make league` makes this page, and continues where it was stopped; the code is in
+`benchmarks/league`.
+
+- **Budget.** A network evaluation is one sample that goes once through the trained network: an image at one denoising step, or a
+  completion. A forward pass with its backward pass counts 3. The number of training steps follows from the recipe by arithmetic
+  (`benchmarks/league/budget.py`), so a run is the same on every machine. The tables also have the images that were made and the CPU
+  seconds, which are those of the whole run with one thread, with its held-out evaluations and without the import of libraries.
+- **Tuning.** Every algorithm has the same number of trials. The first trial has the settings in
+  `benchmarks/league/contestants.py`, most of them published. The others are drawn by the same Optuna sampler, which gives every
+  algorithm the same learning rates. A trial is scored on the `validation` split of the playground.
+- **Final runs** have the settings of the best trial, new seeds, and the tasks of the `test` split, which tuning never sees.
+- **Share of gap.** The score of a run on a stratum of tasks is the share of the gap that it closes: 0 is the base model, 1 the
+  score of the right answers. As in rliable (arXiv 2108.13264), the tables have the interquartile mean over seeds and strata, and
+  the probability that a run is better than a run of another algorithm. The 95 % intervals are from a bootstrap that draws seeds,
+  and held-out tasks, the same ones for all algorithms. With one seed they do not contain the spread between seeds.
+- **To 0.25, 0.5, 0.75**: the network evaluations until this share of the gap is reached, with straight lines between held-out
+  evaluations; the median of the seeds, and a dash if it is a run that did not reach it.
+- **Diverged**: the trials that ended with an error or with a share of the gap below -0.1.
+
+With one optimizer step per rollout, the ratio of current to old probability is 1, so a clipped ratio, GSPO, CISPO and REINFORCE
+have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here.
+"""
+LIMITS = """## What this page does not show
+
+- The models are tiny, and the images are of one kind. A ranking here is a reason to try an algorithm on a large model, not a proof.
+- Runs are short. Algorithms that learn slowly and end higher are placed too low; the curves show which ones are still rising.
+- A few trials do not tune an algorithm well. The tables of settings show how much the results depend on them. Where the best trial
+  is near the edge of its range, a wider search may change the order. The second trial's learning rate is close to that of the
+  first, so with two trials the learning rate is not tuned.
+- Network evaluations stand for floating-point operations. They do not contain memory, nor the cost of the reward.
+- The noise of the second judge is assumed, not measured on a vision-language model.
+"""
+
+
+def write(kept: Path) -> Path:
+    """Write the page and its figures from the kept runs. Returns the page's path."""
+    for world in WORLDS:
+        found = records(kept, world)
+        if figure := curves(world, found):
+            (PICTURES / f"league-{world.name}.svg").write_text(figure)
+    PAGE.write_text(page(kept), encoding="utf-8")
+    return PAGE
+
+
+def records(kept: Path, world: World) -> dict[str, list[Record]]:
+    """The kept runs of each contestant that has any."""
+    found = {each.name: list(runs.read(kept, world, each.name).values()) for each in world.contestants}
+    return {name: known for name, known in found.items() if known}
+
+
+def page(kept: Path) -> str:
+    """The text of docs/league.md."""
+    lines = [INTRODUCTION]
+    found = [(world, records(kept, world)) for world in WORLDS]
+    every = [run for _, known in found for each in known.values() for run in each]
+    hours = sum(run["cpu_seconds"] for run in every) / 3600
+    lines += [f"So far: {len(every)} runs, {hours:.1f} CPU hours.", ""]
+    for world, known in found:
+        lines += section(world, known) if known else []
+    missing = [world.title for world, known in found if not known]
+    if missing:
+        lines += ["## Not run yet", "", *(f"- {title}" for title in missing), ""]
+    return "\n".join([*lines, LIMITS])
+
+
+def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    """The tables of a world."""
+    yield f"## {world.title}\n"
+    tag, values = world.strata
+    yield (
+        f"`{world.recipe}`, with what `benchmarks/league/worlds.py` changes. {world.budget:,} network evaluations a run. Scored by "
+        f"`{world.column}` on held-out tasks of {tag} {', '.join(values)}.\n"
+    )
+    finals = {name: completed(known) for name, known in found.items()}
+    contestants = [Finals.of(name, known) for name, known in finals.items() if known]
+    if contestants:
+        tried = number_of([len(trials(found[each.name])) for each in contestants], "trial")
+        final = number_of([each.seeds for each in contestants], "final run")
+        yield f"So far, each algorithm in the table has had {tried} and {final}.\n"
+        yield from table(world, ranking(contestants), found, finals)
+        yield f"\n![Share of the gap over network evaluations](pictures/league-{world.name}.svg)\n"
+        away = statistics.fmean(
+            abs(best_share(found[each.name]) - share_of_gap(run)) for each in contestants for run in finals[each.name]
+        )
+        yield (
+            f"The share of the gap of a final run differs by {away:.2f} on average from that of the best trial, which has the same "
+            "settings, another seed and other held-out tasks. Differences between algorithms below this may be chance.\n"
+        )
+    untested = [each.name for each in world.contestants if not finals.get(each.name)]
+    if untested:
+        yield f"Without a final run so far: {'; '.join(untested)}.\n"
+    yield f"### {world.title}: settings\n"
+    yield from settings(world, found)
+
+
+def number_of(counts: Sequence[int], what: str) -> str:
+    """As "2 trials", or "2 to 3 trials" if the counts differ."""
+    low, high = min(counts), max(counts)
+    return f"{low} {what}{'s' * (low != 1)}" if low == high else f"{low} to {high} {what}s"
+
+
+def completed(known: Sequence[Record]) -> list[Record]:
+    """The final runs with the best settings that have finished, by seed."""
+    best = max(trials(known), key=share_of_gap, default={"settings": None})
+    finals = [run for run in known if run["stage"] == "final" and run["ended"] == "finished"]
+    return sorted((run for run in finals if run["settings"] == best["settings"]), key=lambda run: run["seed"])
+
+
+def best_share(known: Sequence[Record]) -> float:
+    """The share of the gap of the best trial."""
+    return max(map(share_of_gap, trials(known)))
+
+
+def trials(known: Sequence[Record]) -> list[Record]:
+    """The tuning runs in their order."""
+    return sorted((run for run in known if run["stage"] == "tuning"), key=lambda run: run["number"])
+
+
+def table(
+    world: World, ranks: Sequence[Rank], found: Mapping[str, Sequence[Record]], finals: Mapping[str, Sequence[Record]]
+) -> Iterator[str]:
+    """The ranking with everything that is measured of the final runs."""
+    kept = [f"change of {world.preservation}"] if world.preservation else []
+    to = [f"to {share:g}" for share in SHARES]
+    header = [
+        "algorithm",
+        "source",
+        "seeds",
+        "share of gap",
+        "better than another",
+        *to,
+        *kept,
+        "diverged",
+        "steps",
+        "images",
+        "CPU s",
+    ]
+    yield f"| {' | '.join(header)} |"
+    yield "| --- " * len(header) + "|"
+    for rank in ranks:
+        of = finals[rank.name]
+        source = world.contestant(rank.name).source
+        tried = trials(found[rank.name])
+        cells = [rank.name, f"arXiv {source}" if source[0].isdigit() else source, str(len(of))]
+        cells += [with_interval(rank.score, rank.interval), with_interval(rank.better, rank.better_interval)]
+        cells += [thousands(median_time(of, share)) for share in SHARES]
+        if world.preservation:
+            cells.append(f"{statistics.fmean(run['preservation'][1] - run['preservation'][0] for run in of):+.2f}")
+        cells.append(f"{sum(map(diverged, tried))} of {len(tried)}")
+        cells += [f"{statistics.fmean(run[name] for run in of):.0f}" for name in ("steps", "images", "cpu_seconds")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def settings(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    """Every trial: its settings and the share of the gap on validation tasks."""
+    yield "Share of the gap on validation tasks after each trial; the best one is used in the final runs.\n"
+    yield "| algorithm | settings: share of gap |"
+    yield "| --- | --- |"
+    for name, known in found.items():
+        tried = trials(known)
+        best = max(tried, key=share_of_gap, default=None)
+        cells = []
+        for run in tried:
+            text = ", ".join(f"{key} {value:g}" for key, value in run["settings"].items())
+            share = f"{share_of_gap(run):+.2f}" if run["ended"] == "finished" else f"error ({run['ended']})"
+            cells.append(f"{text}: **{share}**" if run is best else f"{text}: {share}")
+        yield f"| {name} | {'<br>'.join(cells)} |"
+    yield ""
+
+
+def curves(world: World, found: Mapping[str, Sequence[Record]]) -> str | None:
+    """The figure of a world: the mean of the seeds at each evaluation; None without final runs."""
+    lines = {}
+    for name, known in found.items():
+        if of := completed(known):
+            points = zip(*(shares_over_time(run) for run in of), strict=True)
+            lines[name] = [(statistics.fmean(x for x, _ in at), statistics.fmean(y for _, y in at)) for at in points]
+    return draw(lines, title=f"{world.title}: share of the gap over network evaluations") if lines else None
+
+
+def shares_over_time(run: Record) -> list[tuple[float, float]]:
+    """The curve of a run as shares of the gap."""
+    (_, base), *_ = run["curve"]
+    return [(spent, (score - base) / (run["ceiling"] - base)) for spent, score in run["curve"]]
+
+
+def median_time(of: Sequence[Record], share: float) -> float | None:
+    """The median of the seeds; None where it is a seed that never reaches the share."""
+    times = [time_to(run["curve"], share, ceiling=run["ceiling"]) for run in of]
+    middle = statistics.median(float("inf") if time is None else time for time in times)
+    return None if middle == float("inf") else middle
+
+
+def thousands(count: float | None) -> str:
+    return "-" if count is None else f"{count / 1000:.1f}k"
+
+
+def with_interval(value: float, interval: Interval | None) -> str:
+    return f"{value:.2f}" if interval is None else f"{value:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -1,0 +1,129 @@
+"""Statistics of the final runs: interquartile mean, probability of improvement, time to a share of the gap, with intervals.
+
+As rliable does (Agarwal et al. 2021, arXiv 2108.13264): a score for each seed and each stratum of tasks, normalised so that 0 is
+the base model and 1 the ceiling; the mean of the middle half of them; intervals from a stratified bootstrap. There are few seeds,
+so the bootstrap also draws the held-out tasks, the same ones for all contestants.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from retouch.benchmarks.statistics import Interval, bootstrap_interval
+
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Finals:
+    """The final runs of a contestant. ``before`` and ``after``: scores by stratum, (tasks,) and (seeds, tasks)."""
+
+    name: str
+    before: Sequence[ndarray]
+    after: Sequence[ndarray]
+    ceiling: float
+
+    @classmethod
+    def of(cls, name: str, runs: Sequence[Mapping[str, Any]]) -> "Finals":
+        """From the records of at least one finished run."""
+        ends = np.cumsum(runs[0]["tasks"])[:-1]
+        after = np.split(np.array([run["after"] for run in runs]), ends, axis=1)
+        return cls(name, np.split(np.array(runs[0]["before"]), ends), after, float(runs[0]["ceiling"]))
+
+    @property
+    def seeds(self) -> int:
+        """The number of runs."""
+        return len(self.after[0])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tasks of each stratum."""
+        return tuple(len(tasks) for tasks in self.before)
+
+    def shares(self, seeds: ndarray | None = None, tasks: Sequence[ndarray] | None = None) -> ndarray:
+        """The share of the gap that was closed, (seeds, strata), of these seeds and tasks or of all."""
+        columns = []
+        for stratum, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
+            rows = slice(None) if seeds is None else seeds
+            chosen = slice(None) if tasks is None else tasks[stratum]
+            base = before[chosen].mean()
+            columns.append((after[rows][:, chosen].mean(axis=1) - base) / (self.ceiling - base))
+        return np.stack(columns, axis=1)
+
+
+def interquartile_mean(scores: ndarray) -> float:
+    """The mean without the lowest and the highest quarter of the scores, whose numbers are rounded down."""
+    flat = np.sort(scores, axis=None)
+    cut = len(flat) // 4
+    return float(flat[cut : len(flat) - cut].mean())
+
+
+def probability_of_improvement(scores: ndarray, others: ndarray) -> float:
+    """The probability that a run of the first is better than one of the others, mean over strata: (n, strata) and (m, strata).
+
+    A tie counts one half (Mann and Whitney 1947).
+    """
+    pairs = scores[:, None] - others[None]
+    return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+
+
+def time_to(curve: Sequence[Sequence[float]], share: float, *, ceiling: float) -> float | None:
+    """The abscissa at which a curve of (abscissa, score) first reaches a share of the gap, between its points linearly."""
+    goal = curve[0][1] + share * (ceiling - curve[0][1])
+    for (x, low), (end, high) in pairwise(curve):
+        if high >= goal > low:
+            return x + (goal - low) / (high - low) * (end - x)
+    return None
+
+
+def resampled(contestants: Sequence[Finals], measure: Callable[[Sequence[ndarray]], Sequence[float]]) -> list[Interval | None]:
+    """The interval of each number that ``measure`` computes from all contestants' shares of the gap, (seeds, strata) each.
+
+    Every resample draws tasks within their stratum, for all contestants together, and seeds for each contestant by itself.
+    """
+    drawn = np.random.default_rng(0)
+    sizes = contestants[0].sizes
+    assert all(each.sizes == sizes for each in contestants), "all are scored on the same tasks"
+    found = []
+    for _ in range(RESAMPLES):
+        tasks = [drawn.integers(size, size=size) for size in sizes]
+        found.append(measure([each.shares(drawn.integers(each.seeds, size=each.seeds), tasks) for each in contestants]))
+    return [bootstrap_interval(np.array(estimates), clusters=sum(sizes)) for estimates in zip(*found, strict=True)]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A row of the table. ``better``: the probability that a run of it is better than one of another contestant, mean over them."""
+
+    name: str
+    score: float
+    interval: Interval | None
+    better: float
+    better_interval: Interval | None
+
+
+def ranking(contestants: Sequence[Finals]) -> list[Rank]:
+    """The contestants, best first."""
+
+    def measure(shares: Sequence[ndarray]) -> list[float]:
+        return [*(interquartile_mean(each) for each in shares), *_improvements(shares)]
+
+    found = measure([each.shares() for each in contestants])
+    intervals = resampled(contestants, measure)
+    count = len(contestants)
+    rows = [Rank(each.name, found[k], intervals[k], found[count + k], intervals[count + k]) for k, each in enumerate(contestants)]
+    return sorted(rows, key=lambda row: -row.score)
+
+
+def _improvements(shares: Sequence[ndarray]) -> list[float]:
+    """Of each contestant, the mean probability of improvement over the others; 0.5 if there is no other."""
+    count = len(shares)
+    pairs = np.full((count, count), 0.5)
+    for k, j in combinations(range(count), 2):
+        pairs[k, j] = probability_of_improvement(shares[k], shares[j])
+        pairs[j, k] = 1 - pairs[k, j]
+    return [float((row.sum() - 0.5) / (count - 1)) if count > 1 else 0.5 for row in pairs]

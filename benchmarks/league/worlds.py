@@ -1,0 +1,186 @@
+"""The worlds of the league: a recipe of the playground, a judge, a budget, and which held-out tasks are scored.
+
+`recipe_of` makes the recipe of one run: the world's, with a contestant's changes and settings, as long as the budget allows.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from budget import steps_within
+from contestants import DENOISING, TOKENS, Contestant
+
+from retouch.recipe.document import apply, evaluate
+from retouch.recipe.recipe import Recipe, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+Stage = Literal["tuning", "final"]
+SPLIT: Mapping[Stage, str] = {"tuning": "validation", "final": "test"}
+"""Tuning never sees a task of the split that final runs are scored on."""
+FIRST_SEED: Mapping[Stage, int] = {"tuning": 0, "final": 101}
+CURVE = 4
+"""Held-out evaluations of a final run of the league, after equal parts of its steps."""
+
+
+@dataclass(frozen=True)
+class World:
+    """A problem that contestants solve, from the same base model and with the same judge.
+
+    ``recipe``: a file of the repository, ``changes`` keys of it. ``budget``: network evaluations of a run. ``column``: what
+    held-out tasks are scored by; ``strata``: the tag, and those of its values, whose tasks count. ``preservation``: the column that
+    says how much of the source image is kept, if there is one.
+    """
+
+    name: str
+    title: str
+    recipe: str
+    budget: int
+    contestants: Sequence[Contestant]
+    column: str
+    strata: tuple[str, tuple[str, ...]]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    preservation: str | None = None
+    allow_imports: tuple[str, ...] = ()
+
+    def definition(self, contestant: Contestant) -> str:
+        """A digest of all that decides a contestant's runs here. With another one, its queue begins again."""
+        own = {key: value for key, value in asdict(contestant).items() if key not in ("name", "source")}
+        known = [_file(self.recipe), self.budget, self.column, self.strata, dict(self.changes), own]
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
+
+    def contestant(self, name: str) -> Contestant:
+        """The contestant of that name. ValueError: there is none here."""
+        found = {each.name: each for each in self.contestants}
+        if name not in found:
+            raise ValueError(f"{self.name} has no contestant {name!r}; it has {', '.join(found)}")
+        return found[name]
+
+
+def recipe_of(
+    world: World, contestant: Contestant, settings: Mapping[str, float], *, stage: Stage, seed: int, curve: int = CURVE
+) -> Recipe:
+    """The recipe of one run. ``settings``: a value for each of the contestant's knobs, by name.
+
+    Its steps are those that the world's budget pays for. A final run is evaluated ``curve`` times, the last time at its end.
+    """
+    document = apply(_file(world.recipe), [*_lines(QUIET), *_lines(world.changes), *_lines(contestant.changes)])
+    if contestant.tasks_for_groups:
+        document |= {"tasks_per_step": document["tasks_per_step"] * document["group_size"], "group_size": 1}
+    for knob in contestant.knobs:
+        document = apply(document, _lines(dict.fromkeys(knob.keys, settings[knob.name])))
+    tag, values = world.strata
+    held_out = {"eval.column": world.column, "eval.split": SPLIT[stage], "eval.headline": {tag: list(values)}}
+    document = apply(document, _lines({**held_out, "seed": seed, "steps": 1, "passes": None}))
+    recipe = parse(document, allow_imports=world.allow_imports)
+    steps = steps_within(recipe, world.budget)
+    every = -(-steps // curve) if stage == "final" else 0
+    return parse({**document, "steps": steps, "eval": {**document["eval"], "every": every}}, allow_imports=world.allow_imports)
+
+
+def digest(recipe: Recipe) -> str:
+    """What a run depends on, without its name and place."""
+    settings = {key: value for key, value in recipe.document().items() if key not in ("name", "out")}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@lru_cache
+def _file(recipe: str) -> dict[str, Any]:
+    """What a recipe's file evaluates to; nobody changes it."""
+    return evaluate(ROOT / recipe)
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """As overrides of a recipe: ``a.b=value``."""
+    return [f"{path}={json.dumps(value)}" for path, value in values.items()]
+
+
+QUIET = {
+    "device": "cpu",
+    "trackers": [],
+    "samples": {"every": 0, "tasks": 1, "groups": 1},
+    "checkpoints": {"every": 0, "keep": 1},
+    "eval.best_of_k": 0,
+}
+"""What a run does besides training is kept small."""
+
+
+def noisy(world: World, judge: str, **arguments: Any) -> World:
+    """The same world with a judge that errs and abstains; held-out tasks are scored exactly.
+
+    ``judge``: a class of `noisy_judges`, with ``arguments`` for its fields.
+    """
+    reward = {"kind": "import", "class": f"noisy_judges:{judge}", "args": arguments, "combine": {"judged": 1}}
+    return replace(
+        world,
+        name=world.name.replace("exact", "noisy"),
+        title=world.title + ", with a judge that errs and abstains",
+        changes={**world.changes, "reward": reward},
+        allow_imports=("noisy_judges",),
+    )
+
+
+EDITOR = World(
+    name="editor-exact",
+    title="The editor",
+    recipe="benchmarks/league/editor.jsonnet",
+    budget=10_000,
+    contestants=DENOISING,
+    column="overall",
+    strata=("complexity", ("2", "3")),
+    preservation="IP",
+)
+LARGE_WEIGHTS = "runs/playground/editor-large"
+"""What `retouch playground build --large` makes, from the root of the repository."""
+EDITOR_LARGE = replace(
+    EDITOR,
+    name="editor-large-exact",
+    title="The editor with four times as many blocks",
+    changes={"policy.model": {"kind": "playground", "path": LARGE_WEIGHTS}},
+)
+WORDS = World(
+    name="words-exact",
+    title="Words on signs",
+    recipe="recipes/playground/words-grpo.jsonnet",
+    budget=10_000,
+    contestants=DENOISING,
+    column="correctness",
+    strata=("letters", ("3", "4", "5", "6")),
+    changes={"eval.tasks": 100, "eval.batch": 100, "eval.every": 0},
+)
+WRITER = World(
+    name="writer-exact",
+    title="A vision-language model that writes the editor's prompt",
+    recipe="recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet",
+    budget=10_000,
+    contestants=TOKENS,
+    column="overall",
+    strata=("complexity", ("2", "3")),
+    changes={"eval.tasks": 100, "eval.complexity": [2, 3], "eval.batch": 100},
+    preservation="IP",
+)
+IMAGE_TOKENS = World(
+    name="tokens-exact",
+    title="An editor that writes image tokens",
+    recipe="recipes/playground/image-tokens-unfinished.jsonnet",
+    budget=10_000,
+    contestants=TOKENS,
+    column="overall",
+    strata=("complexity", ("2", "3")),
+    changes={"eval.tasks": 100, "eval.complexity": [2, 3], "eval.batch": 100},
+    preservation="IP",
+)
+WORLDS = (
+    EDITOR,
+    noisy(EDITOR, "NoisyEdits"),
+    WORDS,
+    noisy(WORDS, "NoisySigns", where="box", line_width=160),
+    WRITER,
+    noisy(WRITER, "NoisyEdits"),
+    IMAGE_TOKENS,
+    noisy(IMAGE_TOKENS, "NoisyEdits"),
+    EDITOR_LARGE,
+)
