@@ -16,9 +16,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
     """A run with bands, whose judge took 10 requests a step. ``cost``: of a step, None without prices."""
-    folder: RunFolder = write_run(name)
-    folder.metrics.unlink()
-    folder.timings.unlink()
+    folder: RunFolder = write_run(name, steps=0)
     for step in range(1, 5):
         folder.append_metrics(step, "main", {"reward/mean": 0.1 * step, "reward/std": 0.2, "reward/count": 6})
         totals = {"judge/requests": 10 * step, "judge/input_tokens": 1000 * step}

@@ -70,12 +70,18 @@ function follow(run, signal, draw) {
   });
   source.addEventListener("message", (event) => {
     const found = JSON.parse(event.data);
+    if (!isNews(run, found)) return; // as the first message often is: a redraw would take away what the pointer reads
     if (found.generation !== run.generation) [run.metrics, run.timings, run.generation] = [[], [], found.generation];
     run.metrics.push(...found.metrics);
     run.timings.push(...found.timings);
     Object.assign(run, found.run);
     requestAnimationFrame(draw);
   });
+}
+
+function isNews(run, found) {
+  return found.generation !== run.generation || found.metrics.length > 0 || found.timings.length > 0
+    || Object.entries(found.run).some(([key, value]) => JSON.stringify(value) !== JSON.stringify(run[key]));
 }
 
 function header(run, allowed) {
