@@ -40,7 +40,7 @@ def test_fault_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: p
 
 def test_fault_13_a_recipe_is_described_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "sd3/ocr-grpo"]) == 0
-    assert "retouch launch --nproc 8 recipes/sd3/ocr-grpo.jsonnet" in capsys.readouterr().out
+    assert "retouch launch --nproc 8 sd3/ocr-grpo" in capsys.readouterr().out
     assert "did you mean quickstart?" in failure(capsys, "recipes", "quikstart")
 
 

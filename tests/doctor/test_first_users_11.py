@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from retouch import cli
 from retouch.config.packaged import available
 from retouch.doctor.checks import check_data
-from retouch.doctor.doctor import next_steps
+from retouch.doctor.doctor import Wishes, next_steps
 from retouch.doctor.estimate import cost_of, time_of
 from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import failed
@@ -102,7 +102,9 @@ def test_fault_11_weights_that_nothing_is_known_of(path: str, base: str | None, 
 
 def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else"]
-    assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --base MODEL" in doctor(capsys, *words)
+    assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --device h100 --base MODEL" in doctor(
+        capsys, *words
+    )
     lines = doctor(capsys, *words, "--base", "Qwen/Qwen2-VL-7B-Instruct")
     assert any(line.startswith("ok      memory        policy needs ") for line in lines)
 
@@ -110,7 +112,7 @@ def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.C
 def test_fault_11_the_doctor_ends_with_the_smallest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sd3/prompt-enhancer", "--device", "a100-40gb", "--set", "microbatch=64"]
     last = doctor(capsys, *words)[-1]
-    changes = ["--set", "policy.gradient_checkpointing=true"]
+    changes = ["--device", "a100-40gb", "--set", "policy.gradient_checkpointing=true"]
     assert last == shlex.join(["next:", "retouch", "doctor", "sd3/prompt-enhancer", "--set", "microbatch=64", *changes])
     assert not any(line.startswith("FAILED  memory") for line in doctor(capsys, *words, *changes))
 
@@ -141,6 +143,11 @@ def test_fault_11_every_failure_has_its_own_next_step() -> None:
         "retouch doctor 'my recipe.jsonnet' --set data.path=DIR --set microbatch=1",
     ]
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
+    asked = Wishes(device="4090", base="a folder/model", price=2.5, estimate=True).options()
+    assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
+        "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200",
+    ]
+    assert Wishes(estimate=True).options() == ["--estimate"]
 
 
 def test_fault_11_missing_weights_of_a_reward_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

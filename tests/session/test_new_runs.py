@@ -42,7 +42,8 @@ def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: P
     assert not folder.has_steps()
     assert run(right, fresh=False) == 0
     assert folder.has_steps()
-    with pytest.raises(ValueError, match=r"a run of another recipe:\n  eval\.column: None in the run, overall in the recipe"):
+    changed = r"a run of another recipe:\n  eval\.column: None in the run, overall in the recipe\nGive .* with --set name=NAME,"
+    with pytest.raises(ValueError, match=changed):
         run(wrong, fresh=False)
 
 

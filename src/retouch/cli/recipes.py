@@ -1,6 +1,7 @@
 """``retouch recipes``."""
 
 import argparse
+import re
 
 from retouch.cli.arguments import Commands, debug_option
 
@@ -32,7 +33,8 @@ def _recipes(arguments: argparse.Namespace) -> int:
     for row in (heads, *rows):
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if exact:
-        print(f"\n{header(find(wanted))}\n\n{find(wanted)}")
+        words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # names are enough, from any folder
+        print(f"\n{words}\n\nfile: {find(wanted)}")
         return 0
     print(
         f"\nA twin, NAME{TWIN}, is the same recipe with tiny models of the playground, for a CPU.\n"

@@ -69,6 +69,16 @@ class Wishes:
     estimate: bool = False
     price: float | None = None
 
+    def options(self) -> list[str]:
+        """The options of `retouch doctor` that say the same, one string each."""
+        named = {
+            "--device": self.device,
+            "--base": self.base,
+            "--price-per-hour": None if self.price is None else f"{self.price:g}",
+        }
+        given = [f"{option} {shlex.quote(value)}" for option, value in named.items() if value is not None]
+        return [*given, "--estimate"] if self.estimate and self.price is None else given
+
 
 def run_checks(recipe: Recipe | None, *, distributed: bool, wishes: Wishes, arguments: Sequence[str] = ()) -> int:
     """Check the installation, and the recipe if there is one; print the findings. Returns the exit code: 0 if ready, else 1.
@@ -83,10 +93,10 @@ def run_checks(recipe: Recipe | None, *, distributed: bool, wishes: Wishes, argu
     launched = distributed or world > 1
     group = _join(device_name) if launched else RankGroup(Ranks())
     if isinstance(group, Finding):
-        report = _Report(arguments, is_main=True, world=world)
+        report = _Report(arguments, wishes.options(), is_main=True, world=world)
         report.add([group])
         return report.finish({group: [0]}, recipe)
-    report = _Report(arguments, is_main=group.ranks.is_main, world=world if launched else None)
+    report = _Report(arguments, wishes.options(), is_main=group.ranks.is_main, world=world if launched else None)
     if launched:
         report.add(check_rank_group(group, recipe))
     if not group.gather_failures(report.found):
@@ -109,9 +119,14 @@ def _join(device_name: str) -> RankGroup | Finding:
 
 @dataclass
 class _Report:
-    """Prints findings as they arrive, on the first rank. ``world``: number of launched ranks; None without a launcher."""
+    """Prints findings as they arrive, on the first rank.
+
+    ``arguments``: the recipe as the user typed it. ``options``: the other options of `retouch doctor`, for a suggestion to call it
+    again. ``world``: number of launched ranks; None without a launcher.
+    """
 
     arguments: Sequence[str]
+    options: Sequence[str]
     is_main: bool
     world: int | None
     found: list[Finding] = field(default_factory=list)
@@ -128,7 +143,7 @@ class _Report:
                 self._print(str(failed(finding.subject, f"{rank_list(ranks)}: {finding.text}", fix=finding.fix)))
         if failures:
             self._print(f"\nnot ready: {', '.join(dict.fromkeys(finding.subject for finding in failures))}")
-            for step in next_steps(failures, self.arguments):
+            for step in next_steps(failures, self.arguments, self.options):
                 self._print(f"next: {step}")
             return 1
         self._print("\nready")
@@ -147,15 +162,20 @@ class _Report:
             sys.stdout.flush()
 
 
-def next_steps(failures: Iterable[Finding], arguments: Sequence[str]) -> Iterator[str]:
-    """What to do: the commands for the failures, and last this command with all options that they need."""
+def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = ()) -> Iterator[str]:
+    """What to do: the commands for the failures, and last this command with all options that they need.
+
+    ``options``: those of this command besides ``arguments``; what a failure needs replaces them.
+    """
     failures = list(failures)
-    options = dict.fromkeys(failure.fix for failure in failures if failure.fix.startswith("--"))
-    for fix in dict.fromkeys(failure.fix for failure in failures if failure.fix not in options):
+    needed = dict.fromkeys(failure.fix for failure in failures if failure.fix.startswith("--"))
+    for fix in dict.fromkeys(failure.fix for failure in failures if failure.fix not in needed):
         subjects = dict.fromkeys(failure.subject for failure in failures if failure.fix == fix)
         yield f"{fix}  ({', '.join(subjects)})" if len(failures) > 1 else fix
-    if options:
-        yield " ".join([shlex.join(["retouch", "doctor", *arguments]), *options])
+    if needed:
+        replaced = {fix.partition(" ")[0] for fix in needed}
+        kept = [option for option in options if option.partition(" ")[0] not in replaced]
+        yield " ".join([shlex.join(["retouch", "doctor", *arguments]), *kept, *needed])
 
 
 def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, wishes: Wishes) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retouch.records.folder import RunFolder
 
 IMAGE = "before-and-after.png"
+_BASE = "BASE_MODEL"
 _LICENCES: tuple[tuple[str, str, str | None], ...] = (
     ("stabilityai/stable-diffusion-3", "other", "stabilityai-ai-community"),
     ("black-forest-labs/FLUX.1-schnell", "apache-2.0", None),
@@ -64,8 +65,10 @@ def write_card(parts: Assembly, to: Path, run: RunFolder, *, step: int) -> None:
         text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
     text += [
         "## Use",
-        *_use(to, policy.model.pipeline, type(parts.model.module).__name__, base=base if is_hub_id else "BASE_MODEL"),
+        *_use(to, policy.model.pipeline, type(parts.model.module).__name__, base=base if is_hub_id else _BASE),
     ]
+    if any(_BASE in part for part in text):
+        text.append(f"`{_BASE}` is the model from which training started: {base}.")
     text += ["## Training settings", _settings(document, step), "`export.json` has the whole recipe."]
     metadata = _metadata(to, base if is_hub_id else None, policy.model)
     front = ModelCardData(**metadata).to_yaml()

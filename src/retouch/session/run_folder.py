@@ -97,14 +97,14 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
     except ValueError as error:
         raise ValueError(
             f"{folder.root} contains a run whose recipe this version cannot read:\n  {error}\n"
-            "Give this run another name, or rename the old one with --fresh"
+            "Give this run another name with --set name=NAME, or rename the old one with --fresh"
         ) from None
     changed = differences(before, recipe, new_judge=new_judge)
     if changed and folder.has_steps():  # a recipe that failed before its first step may be corrected
         listed = "\n  ".join(changed)
         raise ValueError(
             f"{folder.root} contains a run of another recipe:\n  {listed}\n"
-            "Give this run another name, or rename the old one with --fresh"
+            "Give this run another name with --set name=NAME, or rename the old one with --fresh"
         )
 
 

@@ -133,7 +133,7 @@ class TrainingSession:
                 if index and not resolved.keep_optimizer:
                     stepper = self.parts.stepper()
             run, phase = self.parts.phase(index, stepper=stepper, judge=self.parts.judge.for_split("train"))
-            log.info("phase %s: steps %d to %d", phase.name, steps.start + 1, steps.stop)
+            log.info("phase %s: steps %d to %d", phase.name, self.done + 1, steps.stop)
             try:
                 self.recorder.resume_clock()
                 for step, collected, metrics in train(run, phase, start=self.done):
