@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.answers.scores import LONGEST, read_score, read_scores
+from retouch.rewards.vlm.answers.scores import LONGEST, read_scores
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
 KINDS = {
@@ -136,21 +136,21 @@ def test_the_corpus():
 
 
 def test_nothing_is_clamped_or_rescaled():
-    assert read_score("11", Scale(0, 10)) is None
-    assert read_score("7/10", Scale(0, 5)) is None
-    assert read_score("7/10", Scale(0, 100)) is None
-    assert read_score("3.5", Scale(0, 5, whole=True)) is None
-    assert read_score("Score: -0.5", Scale(-1, 1)) is None  # a sign before a figure may be a dash
-    assert read_score('{"score": -0.5}', Scale(-1, 1)) == -0.5
+    assert read_scores("11", {"score": Scale(0, 10)}) is None
+    assert read_scores("7/10", {"score": Scale(0, 5)}) is None
+    assert read_scores("7/10", {"score": Scale(0, 100)}) is None
+    assert read_scores("3.5", {"score": Scale(0, 5, whole=True)}) is None
+    assert read_scores("Score: -0.5", {"score": Scale(-1, 1)}) is None  # a sign before a figure may be a dash
+    assert read_scores('{"score": -0.5}', {"score": Scale(-1, 1)}) == {"score": -0.5}
 
 
 def test_no_thought_is_an_answer():
-    assert read_score("<think>Score: 9</think>", Scale(0, 10)) is None
-    assert read_score("<think>Score: 9</think>\nScore: 2", Scale(0, 10)) == 2
+    assert read_scores("<think>Score: 9</think>", {"score": Scale(0, 10)}) is None
+    assert read_scores("<think>Score: 9</think>\nScore: 2", {"score": Scale(0, 10)}) == {"score": 2}
 
 
 def test_too_long_or_too_deep_is_no_answer():
-    assert read_score("a. " * LONGEST + "Score: 7", Scale(0, 10)) is None
+    assert read_scores("a. " * LONGEST + "Score: 7", {"score": Scale(0, 10)}) is None
     for text in (
         "[" * 15000,
         '{"a":' * 3000,
@@ -160,7 +160,7 @@ def test_too_long_or_too_deep_is_no_answer():
         "Score: 7\n" * 2000,
         "*" * LONGEST,
     ):
-        assert read_score(text, Scale(0, 10)) is None
+        assert read_scores(text, {"score": Scale(0, 10)}) is None
 
 
 @given(st.text(max_size=80), st.sampled_from(FORMS))

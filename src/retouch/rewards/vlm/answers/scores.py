@@ -37,15 +37,6 @@ _LINE_END = compiled(r"[ \t]*(?:\n|\Z)")
 _FENCE = compiled(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
 
-def read_score(text: str, scale: Scale) -> float | None:
-    """The one score that the text gives on this scale, or None.
-
-    Example: ``read_score("**Score:** 7/10", Scale(0, 10))`` is 7.0, and of "7-8" it is None.
-    """
-    found = read_scores(text, {"score": scale})
-    return None if found is None else found["score"]
-
-
 def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     """The score of every name, or None if any is absent or in doubt. Never raises, whatever the text.
 
