@@ -86,9 +86,10 @@ league: install
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/league.py
 
-# How far one algorithm gets with more samples, larger groups, more trained steps or a worse judge, and docs/scaling.md. About 25
-# minutes of CPU time; it continues what is there.
+# How far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
+# docs/scaling.md. About an hour of CPU time; it continues what is there.
 scaling: install
+	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/scaling.py
 
 # Checks on one GPU in at most 9 minutes, without a network and with this machine's own Python: docs/machines.md. What that Python

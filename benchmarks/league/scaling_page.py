@@ -28,8 +28,9 @@ Record = dict[str, Any]
 
 INTRODUCTION = f"""# Scaling
 
-How does the share of the gap depend on the number of samples, the group size, the number of denoising steps that are trained, and
-the noise of the judge? `make scaling` makes this page, and continues where it was stopped; the code is in `benchmarks/league`.
+How does the share of the gap depend on the number of samples, the group size, the number of denoising steps that are trained,
+the noise of the judge, and the size of the network? `make scaling` makes this page, and continues where it was stopped; the code is
+in `benchmarks/league`.
 
 All runs start from the playground's editor and train it with {ALGORITHM.name} as in [the league](league.md), with the settings of
 the league's first trial, its seeds of final runs and its held-out tasks. Each row changes one thing. Runs have {EDITOR.budget:,}
@@ -45,8 +46,9 @@ machine too.
 """
 LIMITS = """## What this page does not show
 
-- The network is tiny (2.5 million parameters), the images are of one kind, and the judge is exact or has an assumed error. The
-  fitted curve describes this network on this task. The curve of another network, task, judge or algorithm has to be measured.
+- The networks are tiny (2.5 and 9.6 million parameters), the images are of one kind, and the judge is exact or has an assumed
+  error. The fitted curve describes the smaller network on this task. The curve of another network, task, judge or algorithm has to
+  be measured.
 - The learning rate was chosen for one of the rows. Other group sizes, longer runs and noisier judges may need another one, so a row
   can be worse than it has to be.
 - There are few points and few seeds. The fit has two parameters and five points, and it is not known where the curve levels off. A
@@ -88,8 +90,10 @@ def shares_of(axis: Axis, kept: Path) -> tuple[list[Finals], list[float]]:
 
 
 def table(axis: Axis, kept: Path) -> Iterator[str]:
-    """A row for each point of an axis."""
+    """A row for each point of an axis, with the score of its base model where they have different ones."""
     points, means = shares_of(axis, kept)
+    bases = [statistics.fmean(of[0]["before"]) for _, of in finished(axis, kept)]
+    with_bases = max(bases) - min(bases) > 0.01
     base = [each.name for each in points].index(axis.base)
 
     def measure(drawn: Sequence[ndarray]) -> list[float]:
@@ -97,14 +101,16 @@ def table(axis: Axis, kept: Path) -> Iterator[str]:
         return [*found, *(each - found[base] for each in found)]
 
     intervals = resampled(points, measure)
-    header = [axis.unit, "training steps", "images", "share of gap", f"difference to {axis.base}", "of each seed", "CPU s"]
+    header = [axis.unit, "base model"] if with_bases else [axis.unit]
+    header += ["training steps", "images", "share of gap", f"difference to {axis.base}", "of each seed", "CPU s"]
     yield f"| {' | '.join(header)} |"
     yield "| --- " * len(header) + "|"
     for k, (label, of) in enumerate(finished(axis, kept)):
         difference = "" if k == base else with_interval(means[k] - means[base], intervals[len(points) + k])
         seeds = ", ".join(f"{share:.2f}" for share in points[k].shares().mean(axis=1))
         seconds = statistics.fmean(run["cpu_seconds"] for run in of)
-        cells = [label, f"{of[0]['steps']}", f"{of[0]['images']:,}", with_interval(means[k], intervals[k]), difference, seeds]
+        first = [label, f"{bases[k]:.2f}"] if with_bases else [label]
+        cells = [*first, f"{of[0]['steps']}", f"{of[0]['images']:,}", with_interval(means[k], intervals[k]), difference, seeds]
         yield f"| {' | '.join([*cells, f'{seconds:.0f}'])} |"
     ended = [f"{point.label}, seed {run['seed']}" for point in axis.points for run in point.records(kept) if diverged(run)]
     if ended:

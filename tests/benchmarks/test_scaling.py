@@ -71,6 +71,7 @@ def test_every_point_changes_one_thing_and_spends_the_same(league: SimpleNamespa
         "Group size": {"tasks_per_step", "group_size"},
         "Denoising steps trained per chain": {"rollout"},
         "Noise of the judge": {"reward"},
+        "Network size": {"policy"},
     }
 
     def recipe(point: Any) -> Any:
