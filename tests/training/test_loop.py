@@ -135,7 +135,7 @@ def test_chunks_change_nothing_but_rounding(whole, chunk):
 
 
 def step_on(ranks, policy, objective, missing):
-    run = tiny_loop.run(policy, judge=tiny_loop.Share(missing), ranks=ranks, chunk=100)
+    run = tiny_loop.run(policy, judge=tiny_loop.Drawn(missing), ranks=ranks, chunk=100)
     phase = tiny_loop.phase(objective, count=3, group_size=2, ranks=ranks, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
     return tiny_loop.gradient(run), metrics, collected
@@ -166,7 +166,7 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     policies = [tiny.policy(mode="window") for _ in range(3)]
 
     def advantages(policy, ranks):
-        run = tiny_loop.run(policy, judge=tiny_loop.Share(), ranks=ranks, chunk=100)
+        run = tiny_loop.run(policy, judge=tiny_loop.Drawn(), ranks=ranks, chunk=100)
         phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=BatchAdvantage())
         return collect(run, phase, 0).advantages[:, 0]
 

@@ -174,7 +174,7 @@ def drawing_phase(ranks=tiny_loop.ALONE, **options):
 
 
 def after_two_steps(ranks, policy):
-    run = drawing_run(policy, ranks, judge=tiny_loop.Share([(1, 1)]))
+    run = drawing_run(policy, ranks, judge=tiny_loop.Drawn([(1, 1)]))
     metrics = [metrics for _, _, metrics in train(run, drawing_phase(ranks, steps=range(2)), start=0)]
     return metrics, {name: parameter.detach().clone() for name, parameter in policy.head.named_parameters()}, tiny.trained(policy)
 
