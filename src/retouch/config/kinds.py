@@ -11,7 +11,6 @@ A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS
 
 import json
 from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from operator import methodcaller
 from typing import Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, JsonValue, ValidationError
@@ -103,7 +102,7 @@ class Kinds:
 
     def document(self, section: Section) -> dict[str, Any]:
         """The section as JSON, with its kind or its class path, so that a recipe that contains it can be read back."""
-        return self._named(section, methodcaller("model_dump", mode="json"))
+        return self._named(section, lambda each: each.model_dump(mode="json"))
 
     def _named(self, section: Section, dump: Callable[[Section], dict[str, Any]]) -> dict[str, Any]:
         own, dumped = type(section), dump(section)
