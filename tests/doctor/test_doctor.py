@@ -232,6 +232,12 @@ def test_a_plan_that_fits_with_little_room_is_a_note() -> None:
     )
 
 
+def test_what_backpropagation_through_the_reward_adds_is_not_planned_and_said() -> None:
+    found, _ = check_memory(load("playground/draft"), playground_weights(), PlannedDevice("card", 10**12, None))
+    assert found.status == "note"
+    assert "and what draft adds, which is not planned: its steps with gradient, the decoder's backward pass" in found.text
+
+
 def test_models_without_a_known_configuration_are_not_planned(tmp_path: Path) -> None:
     unknown = small("policy.model.kind=sd3", "policy.model.path=some/one", "policy.model.size=[512,512]", *_PHOTO_TASKS)
     assert check_memory(unknown, None, None)[0].status == "note"

@@ -19,6 +19,12 @@ def test_only_recipes_of_the_same_model_task_and_algorithm_have_a_target() -> No
     }
 
 
+def test_other_tasks_of_the_playground_and_several_phases_have_no_target() -> None:
+    single = load("quickstart", ['data.complexity={"1": 1}'])
+    phases = load("quickstart", ["steps=null", 'phases=[{"name": "one", "steps": 2}, {"name": "two", "steps": 2}]'])
+    assert not any(each.fits(recipe) for recipe in (single, phases) for each in TARGETS)
+
+
 def test_a_published_target_is_steps_times_the_cost_of_a_step() -> None:
     found = forecast_of(load("sd3/ocr-grpo"), 0.006, "32 x h100")
     assert found.status == "note"

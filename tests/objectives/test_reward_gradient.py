@@ -365,6 +365,9 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
             "rollout.transition.kind: draft differentiates deterministic",
         ),
         ({"rollout__staleness": 1}, "rollout.staleness: draft has no probabilities"),
+        ({"rollout__refill": {"rounds": 2}}, "rollout.refill: draft also learns from groups of equal rewards; remove it"),
+        ({"advantage": {"kind": "best"}}, "advantage.kind: best: it would weight the samples of draft"),
+        ({"advantage": {"kind": "exponential"}}, "advantage.kind: exponential: it would weight the samples of draft"),
         (
             {"watch": {"judge": {"reward": {"kind": "target", "combine": {"closeness": 1}}}}},
             "watch.judge.reward: the run is trained on its closeness, so it is not held out",
@@ -390,7 +393,7 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_loaded(changes: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError, match=r"objective|rollout|devices|watch") as refused:
+    with pytest.raises(ValueError, match=r"objective|rollout|devices|watch|advantage") as refused:
         parse(changed(**changes))
     assert line in str(refused.value)
 
@@ -441,3 +444,20 @@ def test_a_run_passes_its_preflight_and_resumes_to_the_same_bits(objective: dict
     checks = {check["name"]: check for check in json.loads((tmp_path / "whole" / "preflight.json").read_text())}
     assert checks["moved"]["ok"]
     assert checks["frozen"]["ok"]
+
+
+def test_a_run_starts_although_its_images_have_reached_the_cap(tmp_path) -> None:
+    """The trial step, which needs a gradient, has no cap; the run's own steps then teach nothing."""
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({**DRAFT, "objective": {**DRAFT["objective"], "cap": 0.0}, "out": str(tmp_path)}))
+    assert cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "steps=1"]) == 0
+    (folder,) = (path.parent for path in tmp_path.glob("*/metrics.jsonl"))
+    assert json.loads((folder / "metrics.jsonl").read_text())["policy/grad_norm"] == 0
+    assert {check["name"]: check["ok"] for check in json.loads((folder / "preflight.json").read_text())}["gradient"]
+
+
+def test_a_phase_names_its_own_reward() -> None:
+    top = {**DRAFT, "objective": SMALL["objective"], "steps": None}
+    phase = {"name": "second", "steps": 1, "objective": DRAFT["objective"], "data": {"kind": "prompts", "path": "x"}}
+    with pytest.raises(ValueError, match=r"phases\.0\.objective\.reward\.kind: target compares with a target image"):
+        parse({**top, "phases": [phase]})

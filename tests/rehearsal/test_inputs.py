@@ -17,3 +17,8 @@ from retouch.rehearsal.inputs import MadeUpTasks
 def test_source_images_have_the_size_that_the_memory_plan_counts(recipe: str, changes: list[str], size: tuple[int, int]) -> None:
     task = MadeUpTasks(load(recipe, changes))[0]
     assert [image.size for image in task.images] == [size]
+
+
+def test_tasks_have_a_target_if_a_reward_with_gradient_compares_with_it() -> None:
+    assert MadeUpTasks(load("playground/draft"))[0].target is not None
+    assert MadeUpTasks(load("quickstart"))[0].target is None

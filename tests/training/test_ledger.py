@@ -5,6 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from judge_double import asking
@@ -245,6 +246,25 @@ def test_totals_of_judges_grow_and_are_kept_over_restarts(tmp_path: Path) -> Non
             assert ledger.usage()["judge/requests"] == 4 * (start + 1)
 
 
+class FirstOfTwo(Ranks):
+    """The first of two ranks, of which the other has nothing to add."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world=2)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def test_ranks_that_are_no_longer_there_still_count(tmp_path: Path) -> None:
+    for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0)):
+        with closing(Database(tmp_path / name)) as database:
+            AnswerCache(database).record([call("a", cost=cost)])
+    for ranks, cost in ((Ranks(), 1.75), (FirstOfTwo(), 1.25)):
+        with closing(Ledger(tmp_path, ranks, keep_images=False, new_judge=False)) as ledger:
+            assert ledger.usage()["judge/cost"] == cost
+
+
 def test_a_price_that_is_not_known_is_never_zero(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         ledger.cache.record([call("a", cost=None)])
@@ -260,7 +280,7 @@ def test_judges_of_a_runs_benchmarks_count_and_a_damaged_ledger_of_one_ends_noth
         (tmp_path / "suites" / name).mkdir(parents=True, exist_ok=True)
         with closing(Database(tmp_path / "suites" / name / f"ledger{rank}.sqlite")) as database:
             AnswerCache(database).record([call("a", cost=0.25)])
-    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+    with closing(Ledger(tmp_path, FirstOfTwo(), keep_images=False, new_judge=False)) as ledger:
         assert ledger.usage()["judge/cost"] == 0.5  # those of this rank
         (tmp_path / "suites" / "two" / "ledger.sqlite").write_bytes(b"damaged" * 1000)
         assert ledger.usage()["judge/cost"] == 0.5

@@ -57,6 +57,21 @@ def test_runs_are_compared_over_what_their_judges_cost(write_run, tab, address: 
     assert tab.get_by_text("Not over").count() == 0
 
 
+def test_images_made_are_those_of_each_phase_with_refilled_groups(write_run, tab, address: str) -> None:
+    sampled = [{"name": "first", "tasks_per_step": 5}, {"name": "second", "group_size": 10}]
+    for name in ("one", "two"):
+        folder: RunFolder = write_run(name, steps=0)
+        folder.write_recipe({"name": name, "tasks_per_step": 2, "group_size": 3, "phases": sampled})
+        folder.append_metrics(1, "supervised", {"policy/loss": 1.0})
+        for step, phase, refilled in ((2, "first", {}), (3, "first", {"refill/samples": 45}), (4, "second", {})):
+            folder.append_metrics(step, phase, {"reward/mean": 0.5, **refilled})
+    tab.goto(f"{address}/#/compare/one,two")
+    tab.get_by_role("combobox", name="Over").select_option("samples")
+    reward = tab.locator("figure", has_text="reward/mean").first
+    reward.get_by_role("img", name="reward/mean over images made").wait_for()
+    assert reward.locator(".tick.middle").all_text_contents() == ["20", "40", "60", "80"]  # 15, 60 and 80
+
+
 def test_an_axis_that_a_run_does_not_have_says_why(write_run, tab, address: str) -> None:
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from PIL import Image
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
-from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.database import Database, read_usage
 from retouch.view.live_run import LiveRun
-from retouch.view.tail import LineTail
+from retouch.view.tail import LineTail, UsageTail
 
 
 def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tmp_path: Path) -> None:
@@ -135,6 +136,21 @@ def test_the_cost_of_judges_grows_with_the_ledger(write_run) -> None:
     assert run.overview()["judges"] == found
     (folder.root / "ledger.sqlite").unlink()
     assert run.overview()["judges"] is None
+
+
+def test_a_ledger_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database(tmp_path / "ledger.sqlite")
+    AnswerCache(database).record([JudgeCall(content="a", image="", judge="j", rubric="r", scores=None)])
+    database.close()
+    tail, reading = UsageTail(tmp_path / "ledger.sqlite"), read_usage
+
+    def locked(*_: Any, **__: Any) -> Any:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr("retouch.view.tail.read_usage", locked)
+    assert tail.update().requests == 0
+    monkeypatch.setattr("retouch.view.tail.read_usage", reading)
+    assert [tail.update().requests for _ in range(2)] == [1, 1]
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_complete(tmp_path: Path) -> None:

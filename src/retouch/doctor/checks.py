@@ -55,7 +55,7 @@ def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         if "pip install" in str(error):
             fix = "pip install 'retouch[deepspeed]'"
         elif str(error).startswith("devices.weights"):
-            fix = "--set devices.weights=null, or --set ranks=N"
+            fix = "--set devices.weights=null"
         yield failed("sharding", str(error), fix=fix)
         return
     if recipe.sharding is not None:

@@ -34,7 +34,9 @@ class Target:
     basis: str
 
     def fits(self, recipe: Recipe) -> bool:
-        """Whether the recipe trains this model with this algorithm on this task."""
+        """Whether the recipe trains this model with this algorithm on this task, in a single phase."""
+        if recipe.phases is not None:
+            return False
         document = recipe.document()
         return all(re.search(pattern, json.dumps(_value(document, key))) for key, pattern in self.where.items())
 
@@ -82,6 +84,7 @@ TARGETS = (
             "reward.kind": r"^.playground.$",
             "objective.kind": "policy_gradient",
             "rollout.transition.kind": "cps",
+            "data.complexity": r'"[23]"',
         },
         images=(745, 4_611),
         rows=48,
@@ -106,8 +109,9 @@ def forecast_of(recipe: Recipe, step_hours: float, ranks: str, *, targets: Seque
         )
     steps = [images / rows for images in found.images]
     span = " to ".join(duration(each * step_hours) for each in steps)
+    refill = ", rounds of refill" if recipe.resolved_phases()[-1].rollout.refill is not None else ""
     lines = [
-        f"{found.target}: {span} on {ranks} ({steps[0]:,.0f} to {steps[1]:,.0f} steps, without evaluations and rewards)",
+        f"{found.target}: {span} on {ranks} ({steps[0]:,.0f} to {steps[1]:,.0f} steps, without evaluations{refill} and rewards)",
         CAUTION,
         f"from {found.basis}",
     ]

@@ -153,6 +153,10 @@ def _fits(recipe: Recipe, subject: str, found: Footprint, target: PlannedDevice 
     needed = f"{gigabytes(total)} of the {gigabytes(target.bytes)} of {target.name}{on_each}"
     if total > target.bytes:
         return failed("memory", f"{subject} does not fit: it needs {needed}{lines}", fix=_suggested_fix(recipe))
+    adding = [phase.objective.label for phase in recipe.resolved_phases() if phase.objective.differentiates_reward]
+    if adding:
+        adds = "its steps with gradient, the decoder's backward pass and the model of objective.reward"
+        return note("memory", f"{subject} needs {needed}, and what {adding[0]} adds, which is not planned: {adds}{lines}")
     if total > (1 - FREE_SHARE) * target.bytes:
         return note("memory", f"{subject} fits with little room: it needs {needed}; a tenth should stay free{lines}")
     return ok("memory", f"{subject} needs {needed}{lines}")

@@ -115,6 +115,10 @@ class Objective(Section):
         """
         raise NotImplementedError(f"{type(self).__name__} measures no {', '.join(self.heldout_columns)}")
 
+    def for_trial(self) -> Objective:
+        """The objective of the trial step before a run, which must have a gradient whatever the samples are."""
+        return self
+
     def after_step(self, policy: Any, step: int) -> None:
         """Called after optimizer step ``step`` (from 1) of the phase."""
 

@@ -70,6 +70,9 @@ class RewardGradient(Objective):
     def rewards(self) -> Mapping[str, Section]:
         return {"reward": self.reward}
 
+    def for_trial(self) -> RewardGradient:
+        return self if self.cap is None else self.model_copy(update={"cap": None})
+
     def load(self, device: torch.device | str) -> None:
         assert isinstance(self.reward, DifferentiableReward)
         self._scorer = self.reward.build(device=device)

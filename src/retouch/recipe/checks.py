@@ -197,7 +197,9 @@ def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -
 def _refill(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Whether groups of equal rewards are without a signal, and known before the next step is sampled."""
     key = f"{at['rollout']}.refill"
-    if recipe.advantage.smallest_group < 2:
+    if phase.objective.differentiates_reward:
+        yield f"{key}: {phase.objective.label} also learns from groups of equal rewards; remove it"
+    elif recipe.advantage.smallest_group < 2:
         why = f"advantage {recipe.advantage.label} also learns from groups of equal rewards"
         yield f"{key}: {why}; remove it, or use advantage.kind group"
     if phase.rollout.staleness:

@@ -25,17 +25,23 @@ def rewards_of(recipe: "RecipeKeys", phases: Sequence[ResolvedPhase] | None = No
         sections.append(("watch.judge.reward", recipe.watch.judge.reward))
     for phase in recipe.resolved_phases() if phases is None else phases:
         if phase.objective.differentiates_reward:
-            sections += differentiated_rewards(phase)
+            sections += differentiated_rewards(phase, at=_objective_key(recipe, phase))
     for path, section in sections:
         for inner, _, part in section.parts(path):
             yield inner, part
 
 
-def differentiated_rewards(phase: ResolvedPhase) -> Iterator[tuple[str, RewardSection]]:
-    """Each reward that the objective of a phase differentiates, with its path."""
+def differentiated_rewards(phase: ResolvedPhase, *, at: str = "objective") -> Iterator[tuple[str, RewardSection]]:
+    """Each reward that the objective of a phase differentiates, with its path. ``at``: the path of the objective."""
     for key, section in phase.objective.rewards.items():
         if isinstance(section, RewardSection):
-            yield f"objective.{key}", section
+            yield f"{at}.{key}", section
+
+
+def _objective_key(recipe: "RecipeKeys", phase: ResolvedPhase) -> str:
+    """The path of a phase's objective, which is its own or that of all phases."""
+    own = [index for index, each in enumerate(recipe.phases or ()) if each.name == phase.name and each.objective is not None]
+    return f"phases.{own[0]}.objective" if own else "objective"
 
 
 def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:

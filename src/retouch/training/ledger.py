@@ -98,13 +98,14 @@ class Ledger:
     def usage(self) -> dict[str, float]:
         """What the judges took since the run began, by metric name: totals over all ranks, which all call this.
 
-        Judges of benchmarks count too. Empty before the first request. ``judge/cost``, in dollars, is there only if a price is
-        known, and ``judge/unpriced_requests`` counts the requests that it does not contain.
+        Judges of benchmarks count too, and those of an earlier start with more ranks. Empty before the first request.
+        ``judge/cost``, in dollars, is there only if a price is known, and ``judge/unpriced_requests`` counts the requests that it
+        does not contain.
         """
         own = self._database.path
         self._add_usage(own, self._database.reading())
         for path in ledger_files(self._run):
-            if path.name == own.name and path != own:
+            if path != own and (rank_of(path) == self._ranks.rank or (self._ranks.is_main and rank_of(path) >= self._ranks.world)):
                 with suppress(ValueError, sqlite3.Error):  # a statistic ends no run
                     self._add_usage(path, closing(open_read_only(path)))
         mine = sum((used for used, _ in self._usage.values()), JudgeUsage())
@@ -139,3 +140,8 @@ class Ledger:
 def ledger_path(run: Path, rank: int) -> Path:
     """A rank's ledger in a run's folder."""
     return run / ("ledger.sqlite" if rank == 0 else f"ledger.rank{rank}.sqlite")
+
+
+def rank_of(ledger: Path) -> int:
+    """The rank that wrote a ledger with a name of `ledger_path`."""
+    return int(ledger.stem.removeprefix("ledger.rank")) if ledger.stem.startswith("ledger.rank") else 0

@@ -58,12 +58,13 @@ class LineTail:
 
 
 class UsageTail:
-    """What the answers in a ledger took, of which each call reads only those that are new. A ledger that cannot be read takes
-    nothing new."""
+    """What the answers in a ledger took, of which each call reads only those that are new. A ledger that cannot be read
+    takes nothing new, and is read again at the next call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._stamp: list[tuple[int, int, int]] = []
+        self._inode = 0
         self._last = 0
         self._used = JudgeUsage()
 
@@ -71,13 +72,13 @@ class UsageTail:
         """What all answers so far took."""
         stamp = [_stamp(path) for path in (self._path, self._path.with_name(f"{self._path.name}-wal"))]
         if stamp != self._stamp:
-            if stamp[0][0] != (self._stamp or [(0, 0, 0)])[0][0]:  # another file
-                self._last, self._used = 0, JudgeUsage()
+            if stamp[0][0] != self._inode:  # another file
+                self._inode, self._last, self._used = stamp[0][0], 0, JudgeUsage()
             try:
                 with closing(open_read_only(self._path)) as connection:
                     used, self._last = read_usage(connection, after=self._last)
             except (ValueError, sqlite3.Error):
-                used = JudgeUsage()
+                return self._used
             self._stamp, self._used = stamp, self._used + used
         return self._used
 

@@ -25,13 +25,26 @@ export const AXES = {
   step: { label: "steps", place: () => (step) => step, missing: () => null },
   samples: {
     label: "images made",
-    place: (run) => (step) => step * (run.recipe.tasks_per_step ?? 1) * (run.recipe.group_size ?? 1),
+    place: images,
     missing: () => null,
   },
   seconds: { label: "seconds of training", place: (run) => summed(run, "time/step"), missing: () => null },
   cost: { label: "dollars paid to judges", place: (run) => known(run, "judge/cost"), missing: withoutCost },
   requests: { label: "requests to judges", place: (run) => known(run, "judge/requests"), missing: withoutRequests },
 };
+
+/** Images that training made up to a step, with those of groups that ``rollout.refill`` replaced; a supervised step makes none. */
+function images(run) {
+  const found = new Map([[0, 0]]);
+  let sum = 0;
+  for (const line of run.metrics) {
+    const phase = (run.recipe.phases ?? []).find((each) => each.name === line.phase);
+    const size = (key) => phase?.[key] ?? run.recipe[key] ?? 1;
+    if ("reward/mean" in line) sum += line["refill/samples"] ?? size("tasks_per_step") * size("group_size");
+    found.set(line.step, sum);
+  }
+  return (step) => found.get(step) ?? null;
+}
 
 function summed(run, key) {
   const found = new Map([[0, 0]]);
