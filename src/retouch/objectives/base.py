@@ -116,7 +116,8 @@ class Objective(Section):
         raise NotImplementedError(f"{type(self).__name__} measures no {', '.join(self.heldout_columns)}")
 
     def for_trial(self) -> Objective:
-        """The objective of the trial step before a run, which must have a gradient whatever the samples are."""
+        """The objective of the trial step before a run, which must have a gradient whatever the samples are. It is asked only of
+        an objective that ``differentiates_reward``."""
         return self
 
     def after_step(self, policy: Any, step: int) -> None:

@@ -60,7 +60,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: local_shard(p).to("cpu", copy=True) for name, p in trained.items()}
     frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
-    if isinstance(phase.objective, Objective):
+    if isinstance(phase.objective, Objective) and phase.objective.differentiates_reward:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
