@@ -239,10 +239,10 @@ evaluation at step 50 of a run that was stopped later. Seconds are CPU seconds; 
 WITHOUT_RESULT = (
     (
         "`qwen-image-edit/ip-adapter-grpo-playground`",
-        "Not run to the end. Its base is the editor, which was never trained on letters: on 150 held-out signs it starts from an "
-        "OCR correctness of 0.006, where the FLUX.1-Fill model starts from 0.37, so RL finds no letters to reinforce, and only the "
-        "half of the reward that is the style (0.24 at first) can be learned. A step takes 1.1 CPU seconds in the warm-up and 13 "
-        "in RL, all 160 of them 15 CPU minutes.",
+        "Run to the end with seed 0 (100 steps of warm-up, 60 of RL, 19 CPU minutes). On 150 held-out signs the reward rises from "
+        "0.125 to 0.144 (+0.019, 95 % interval +0.012 to +0.026). This is the style alone (0.24 to 0.28), and of the style the "
+        "colour of the paper alone (0.49 to 0.56). OCR correctness stays at 0.01: the base is the editor, which was never trained "
+        "on letters, so RL finds none to reinforce. The FLUX.1-Fill model starts from 0.37.",
     ),
     (
         "`emu3/sft_think_s*-playground`",

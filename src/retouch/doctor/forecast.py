@@ -86,7 +86,7 @@ TARGETS = (
             "rollout.transition.kind": "cps",
             "data.complexity": r'"[23]"',
         },
-        images=(745, 4_611),
+        images=(685, 3_942),
         rows=48,
         basis="the curve fitted in docs/scaling.md to runs of this network of 2.5 million parameters, with its interval. It was "
         "measured at no other size and does not carry over to one",
