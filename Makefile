@@ -87,7 +87,7 @@ league: install
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/league.py
 
 # How far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
-# docs/scaling.md. About an hour of CPU time; it continues what is there.
+# docs/scaling.md. About 50 minutes of CPU time; it continues what is there.
 scaling: install
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/scaling.py
