@@ -245,6 +245,13 @@ WITHOUT_RESULT = (
         "on letters, so RL finds none to reinforce. The FLUX.1-Fill model starts from 0.37.",
     ),
     (
+        "`emu3/sft_s__rl_sc-playground` with preservation in the reward",
+        "`reward.combine: 'gmean(IF, IP, IP, PQ)'` in place of the judge's overall score, 250 steps of 12 groups of 16, seed 0, on "
+        "validation tasks: 4.23 to 4.59 (+0.36, -0.01 to +0.73), 0.06 of the gap, IP -0.18. This is no shortcut by the page's "
+        "criterion, and about half of what the overall score gains with one (0.13 of the gap, IP -0.54). The training reward rises "
+        "from 5.32 to 5.99 (means of its first and last ten steps).",
+    ),
+    (
         "`emu3/sft_think_s*-playground`",
         "`sft_think_s__rl_s` was run to the end with seed 0 (200 steps of supervised learning, 150 of RL, 282 CPU seconds). RL "
         "raises the training reward from 3.02 to 3.65 (means of its first and last ten steps). The held-out score is 2.64 on "
