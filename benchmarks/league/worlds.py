@@ -162,16 +162,11 @@ WRITER = World(
     changes={"eval.tasks": 100, "eval.complexity": [2, 3], "eval.batch": 100},
     preservation="IP",
 )
-IMAGE_TOKENS = World(
+IMAGE_TOKENS = replace(
+    WRITER,
     name="tokens-exact",
     title="An editor that writes image tokens",
     recipe="recipes/playground/image-tokens-unfinished.jsonnet",
-    budget=10_000,
-    contestants=TOKENS,
-    column="overall",
-    strata=("complexity", ("2", "3")),
-    changes={"eval.tasks": 100, "eval.complexity": [2, 3], "eval.batch": 100},
-    preservation="IP",
 )
 WORLDS = (
     EDITOR,

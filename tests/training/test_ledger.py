@@ -257,7 +257,8 @@ class FirstOfTwo(Ranks):
 
 
 def test_ranks_that_are_no_longer_there_still_count(tmp_path: Path) -> None:
-    for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0)):
+    copies = [(name, 8.0) for name in ("ledger-copy.sqlite", "ledger.rank1-copy.sqlite", "ledger.rankx.sqlite")]
+    for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0), *copies):
         with closing(Database(tmp_path / name)) as database:
             AnswerCache(database).record([call("a", cost=cost)])
     for ranks, cost in ((Ranks(), 1.75), (FirstOfTwo(), 1.25)):

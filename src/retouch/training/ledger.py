@@ -5,6 +5,7 @@ It is opened before the rewards are built, so that calls to judges and servers g
 
 import json
 import logging
+import re
 import sqlite3
 from contextlib import closing, suppress
 from dataclasses import astuple
@@ -105,7 +106,10 @@ class Ledger:
         own = self._database.path
         self._add_usage(own, self._database.reading())
         for path in ledger_files(self._run):
-            if path != own and (rank_of(path) == self._ranks.rank or (self._ranks.is_main and rank_of(path) >= self._ranks.world)):
+            rank = rank_of(path)
+            if path == own or rank is None:
+                continue
+            if rank == self._ranks.rank or (self._ranks.is_main and rank >= self._ranks.world):
                 with suppress(ValueError, sqlite3.Error):  # a statistic ends no run
                     self._add_usage(path, closing(open_read_only(path)))
         mine = sum((used for used, _ in self._usage.values()), JudgeUsage())
@@ -142,6 +146,7 @@ def ledger_path(run: Path, rank: int) -> Path:
     return run / ("ledger.sqlite" if rank == 0 else f"ledger.rank{rank}.sqlite")
 
 
-def rank_of(ledger: Path) -> int:
-    """The rank that wrote a ledger with a name of `ledger_path`."""
-    return int(ledger.stem.removeprefix("ledger.rank")) if ledger.stem.startswith("ledger.rank") else 0
+def rank_of(ledger: Path) -> int | None:
+    """The rank that wrote a ledger with a name of `ledger_path`; None for another name, such as that of a copy."""
+    named = re.fullmatch(r"ledger(?:\.rank([1-9][0-9]*))?\.sqlite", ledger.name)
+    return None if named is None else int(named[1] or 0)
