@@ -83,16 +83,17 @@ def finished(axis: Axis, kept: Path) -> list[tuple[str, list[Record]]]:
     return [(label, of) for label, of in found if of]
 
 
-def shares_of(axis: Axis, kept: Path) -> tuple[list[Finals], list[float]]:
-    """The finished runs of each point, and the mean share of the gap there."""
-    points = [Finals.of(label, of) for label, of in finished(axis, kept)]
+def shares_of(runs: Sequence[tuple[str, list[Record]]]) -> tuple[list[Finals], list[float]]:
+    """What is compared of the finished runs of each point, and the mean share of the gap there."""
+    points = [Finals.of(label, of) for label, of in runs]
     return points, [float(each.shares().mean()) for each in points]
 
 
 def table(axis: Axis, kept: Path) -> Iterator[str]:
     """A row for each point of an axis, with the score of its base model where they have different ones."""
-    points, means = shares_of(axis, kept)
-    bases = [statistics.fmean(of[0]["before"]) for _, of in finished(axis, kept)]
+    runs = finished(axis, kept)
+    points, means = shares_of(runs)
+    bases = [statistics.fmean(of[0]["before"]) for _, of in runs]
     with_bases = max(bases) - min(bases) > 0.01
     base = [each.name for each in points].index(axis.base)
 
@@ -105,7 +106,7 @@ def table(axis: Axis, kept: Path) -> Iterator[str]:
     header += ["training steps", "images", "share of gap", f"difference to {axis.base}", "of each seed", "CPU s"]
     yield f"| {' | '.join(header)} |"
     yield "| --- " * len(header) + "|"
-    for k, (label, of) in enumerate(finished(axis, kept)):
+    for k, (label, of) in enumerate(runs):
         difference = "" if k == base else with_interval(means[k] - means[base], intervals[len(points) + k])
         seeds = ", ".join(f"{share:.2f}" for share in points[k].shares().mean(axis=1))
         seconds = statistics.fmean(run["cpu_seconds"] for run in of)
@@ -119,8 +120,9 @@ def table(axis: Axis, kept: Path) -> Iterator[str]:
 
 def samples_and_shares(kept: Path) -> tuple[list[float], list[float], list[Finals]]:
     """The points that a curve is fitted to: images, mean share of the gap, and the runs."""
-    points, means = shares_of(SAMPLES, kept)
-    return [float(of[0]["images"]) for _, of in finished(SAMPLES, kept)], means, points
+    runs = finished(SAMPLES, kept)
+    points, means = shares_of(runs)
+    return [float(of[0]["images"]) for _, of in runs], means, points
 
 
 def curve(kept: Path) -> Iterator[str]:

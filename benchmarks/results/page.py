@@ -249,7 +249,9 @@ WITHOUT_RESULT = (
         "`reward.combine: 'gmean(IF, IP, IP, PQ)'` in place of the judge's overall score, 250 steps of 12 groups of 16, seed 0, on "
         "validation tasks: 4.23 to 4.59 (+0.36, -0.01 to +0.73), 0.06 of the gap, IP -0.18. This is no shortcut by the page's "
         "criterion, and about half of what the overall score gains with one (0.13 of the gap, IP -0.54). The training reward rises "
-        "from 5.32 to 5.99 (means of its first and last ten steps).",
+        "from 5.32 to 5.99 (means of its first and last ten steps). `retouch train emu3/sft_s__rl_sc-playground --set "
+        "'reward.combine=\"gmean(IF, IP, IP, PQ)\"' --set steps=250 --set tasks_per_step=12 --set group_size=16 --set "
+        "eval.split=validation --set eval.best_of_k=0`",
     ),
     (
         "`emu3/sft_think_s*-playground`",

@@ -32,7 +32,7 @@ def problems(recipe: "RecipeKeys") -> list[str]:
     """A line for each contradiction between keys; empty for a valid recipe."""
     found = [*_length(recipe), *_outputs(recipe), *_devices(recipe)]
     if recipe.watch is not None:
-        differentiated = (section for phase in recipe.resolved_phases() for _, section in differentiated_rewards(phase))
+        differentiated = [section for _, section in differentiated_rewards(recipe)]
         found += watch_problems(recipe.watch, [recipe.reward, *differentiated])
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
@@ -131,8 +131,7 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
 
 def _phases(recipe: "RecipeKeys") -> Iterator[str]:
     for index, phase in enumerate(recipe.resolved_phases()):
-        own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
-        at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
+        at = {key: recipe.phase_key(index, key) for key in ("objective", "rollout", "data", "group_size")}
         yield from phase.objective.problems(_context(recipe, phase, at))
         tokens = phase.rollout.writes_tokens
         yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
@@ -150,7 +149,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
                 yield from _staleness(recipe, phase, at)
             if phase.rollout.refill is not None:
                 yield from _refill(recipe, phase, at)
-        yield from reward_data_problems(recipe, phase, at["data"])
+        yield from reward_data_problems(recipe, index)
         yield from picture_problems(recipe, phase, at["data"])
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
         warmup = recipe.optimizer.warmup_steps

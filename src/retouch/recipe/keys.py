@@ -228,6 +228,11 @@ class RecipeKeys(Section):
             for phase in phases
         )
 
+    def phase_key(self, index: int, key: str) -> str:
+        """Where a key of the phase with this index is set: in the phase itself, or at the recipe's top level."""
+        own = self.phases is not None and getattr(self.phases[index], key) is not None
+        return f"phases.{index}.{key}" if own else key
+
     def eval_data(self) -> DataSource:
         """The data of evaluation: the run's data, changed for held-out tasks as ``eval`` says."""
         given = self.eval

@@ -113,8 +113,7 @@ def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
     if train.dropout > 0 and not any(phase.imitates for phase in phases):
         yield "policy.train.dropout: it applies to supervised phases only, and there is none; use 0"
     for index, phase in enumerate(phases):
-        own = recipe.phases is not None and recipe.phases[index].data is not None
-        at = f"phases.{index}.data" if own else "data"
+        at = recipe.phase_key(index, "data")
         if phase.data.contents().reference is not False:
             continue  # a row of a folder without a reference is reported when it is read
         if "columns" in type(phase.data).model_fields:

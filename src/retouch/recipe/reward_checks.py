@@ -1,11 +1,10 @@
 """Checks of a recipe's rewards, and of ``watch``, with its data and the rest of it. What needs only the section of a reward is in
 ``rewards/base.py``."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from retouch.config.imports import nearest
-from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.combine.combination import Combination, Combine, combination
@@ -17,31 +16,24 @@ if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
 
 
-def rewards_of(recipe: "RecipeKeys", phases: Sequence[ResolvedPhase] | None = None) -> Iterator[tuple[str, RewardSection]]:
-    """Each reward of a run with its path: the one that trains, those inside of it, the held-out judge of ``watch``, and those that
-    the objectives of ``phases`` differentiate; None: of all phases."""
+def rewards_of(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Each reward of a run with its path, and those inside of it: the one that trains, the held-out judge of ``watch``, and those
+    that objectives differentiate. ``phase``: as for `differentiated_rewards`."""
     sections = [("reward", recipe.reward)]
     if recipe.watch is not None and recipe.watch.judge is not None:
         sections.append(("watch.judge.reward", recipe.watch.judge.reward))
-    for phase in recipe.resolved_phases() if phases is None else phases:
-        if phase.objective.differentiates_reward:
-            sections += differentiated_rewards(phase, at=_objective_key(recipe, phase))
-    for path, section in sections:
+    for path, section in [*sections, *differentiated_rewards(recipe, phase)]:
         for inner, _, part in section.parts(path):
             yield inner, part
 
 
-def differentiated_rewards(phase: ResolvedPhase, *, at: str = "objective") -> Iterator[tuple[str, RewardSection]]:
-    """Each reward that the objective of a phase differentiates, with its path. ``at``: the path of the objective."""
-    for key, section in phase.objective.rewards.items():
-        if isinstance(section, RewardSection):
-            yield f"{at}.{key}", section
-
-
-def _objective_key(recipe: "RecipeKeys", phase: ResolvedPhase) -> str:
-    """The path of a phase's objective, which is its own or that of all phases."""
-    own = [index for index, each in enumerate(recipe.phases or ()) if each.name == phase.name and each.objective is not None]
-    return f"phases.{own[0]}.objective" if own else "objective"
+def differentiated_rewards(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
+    """Each reward that an objective differentiates, with its path. ``phase``: the only phase that counts, None for all."""
+    for index, each in enumerate(recipe.resolved_phases()):
+        if each.objective.differentiates_reward and phase in (None, index):
+            for key, section in each.objective.rewards.items():
+                if isinstance(section, RewardSection):
+                    yield f"{recipe.phase_key(index, 'objective')}.{key}", section
 
 
 def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
@@ -97,13 +89,17 @@ def evaluated_columns(recipe: "RecipeKeys", columns: Iterable[str]) -> list[str]
     return [*columns, *(() if objective is None else objective.heldout_columns)]
 
 
-def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    """Whether the tasks of a phase, whose section is at ``at``, have what the rewards need."""
-    contents = phase.data.contents()
+def reward_data_problems(recipe: "RecipeKeys", phase: int) -> Iterator[str]:
+    """Whether the tasks of the phase with this index have what the rewards need."""
+    data = recipe.resolved_phases()[phase].data
+    contents = data.contents()
     tasks = TaskFacts(
-        path=at, kind=phase.data.label, has_source=contents.images is not False, has_target=contents.target is not False
+        path=recipe.phase_key(phase, "data"),
+        kind=data.label,
+        has_source=contents.images is not False,
+        has_target=contents.target is not False,
     )
-    for path, part in rewards_of(recipe, [phase]):
+    for path, part in rewards_of(recipe, phase):
         yield from part.task_problems(path, tasks)
 
 

@@ -14,7 +14,7 @@ from retouch.data.base import DataSets
 from retouch.models.base import MEGAPIXEL
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.reward_checks import rewards_of
+from retouch.recipe.reward_checks import differentiated_rewards
 from retouch.rehearsal.tensors import DEVICE
 from retouch.rewards.judging import ScoredBatch
 from retouch.types import Batch, Codes, Column, Sample, Task
@@ -51,14 +51,14 @@ class MadeUpTasks(Sequence[Task]):
         size = recipe.image_size or getattr(recipe.image_model, "planned_size", MEGAPIXEL)
         image = new_image("RGB", size[::-1], (120, 90, 60))
         imitates = any(phase.imitates for phase in recipe.resolved_phases())
-        differentiated = any(part.needs_target for path, part in rewards_of(recipe) if "objective." in path)
+        compared = any(part.needs_target for path, section in differentiated_rewards(recipe) for *_, part in section.parts(path))
         return Task(
             id="task-0",
             instruction=" ".join(["word"] * WORDS),
             images=(image,) * count,
             mask=new_image("L", size[::-1], 255) if takes is not None and takes.mask else None,
             reference=image if recipe.policy.train.reads_reference else None,
-            target=image if imitates or differentiated else None,
+            target=image if imitates or compared else None,
             text="word",
             meta={**({"completion": " ".join(["word"] * WORDS)} if imitates else {}), **self._codes},
         )
