@@ -12,7 +12,7 @@ from retouch.config.packaged import packaged_recipes
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.kinds import DATA
 from retouch.data.playground.tasks import PlaygroundData
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 from retouch.testing import check_data_source

@@ -28,7 +28,7 @@ from retouch.assembly.phases import build_sets
 from retouch.config.consent import GROUP
 from retouch.config.schema import places
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.recipe.out_of_memory import OutOfMemory
+from retouch.recipe.derived.out_of_memory import OutOfMemory
 from retouch.recipe.recipe import Recipe, load
 from retouch.session.interruptions import explain_out_of_memory
 from retouch.testing import check_reward

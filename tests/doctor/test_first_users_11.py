@@ -23,7 +23,7 @@ from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import failed
 from retouch.doctor.fitting import smallest_fit
 from retouch.doctor.reward import check_scoring
-from retouch.recipe.judge_calls import Calls
+from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import Recipe, load
 from retouch.records.folder import RunFolder
 from retouch.rehearsal.machines import find_machine

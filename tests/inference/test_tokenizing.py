@@ -17,7 +17,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.inference.tokenizing import Job, merge, read_tasks, tokenize_shard
 from retouch.models.emu3.load import load_emu3
 from retouch.models.emu3.model import DRAW, THINK
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import parse
 
 PLAYGROUND = {"kind": "playground", "complexity": [1, 2], "count": 12}

@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 BRIDGE = "tests/integrations/test_trl.py"
-CACHE = "tests/models/common/test_preallocated_cache.py"
+CACHE = "tests/models/causal/test_preallocated_cache.py"
 MEMORY = "tests/recipe/test_out_of_memory.py"
 
 BRIDGING = (
@@ -87,14 +87,14 @@ BRIDGING = (
     ),
     Mutant(
         "room for tokens outlives the rows that it was made for",
-        "models/common/preallocated_cache.py",
+        "models/causal/preallocated_cache.py",
         "        super().batch_select_indices(indices)\n        self._buffers = None",
         "        super().batch_select_indices(indices)",
         f"{CACHE}::test_rows_that_were_selected_are_their_own",
     ),
     Mutant(
         "a gradient meets what was overwritten",
-        "models/common/preallocated_cache.py",
+        "models/causal/preallocated_cache.py",
         "if torch.is_grad_enabled() or length == 0:",
         "if length == 0:",
         f"{CACHE}::test_with_gradient_it_is_transformers",
@@ -108,7 +108,7 @@ BRIDGING = (
     ),
     Mutant(
         "a run cannot go on with less at once",
-        "recipe/differences.py",
+        "recipe/derived/differences.py",
         ' or re.sub(r"^phases\\.\\d+\\.", "", key) in LESS_AT_ONCE',
         "",
         f"{MEMORY}::test_the_run_goes_on_as_it_says",

@@ -45,7 +45,7 @@ WRITING = (
     ),
     Mutant(
         "vision tokens may be written",
-        "models/common/text_grammar.py",
+        "models/causal/text_grammar.py",
         '"vision" in token or ',
         "",
         f"{WRITER}::test_what_stands_for_pictures_is_never_written",

@@ -76,7 +76,7 @@ def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(
         *("rewards.vlm.base", "rewards.vlm.answers", "rewards.ledger.answers", "rewards.ledger.caching"),
         *("data.sources", "models.sd3", "models.z_image", "models.qwen_image_2", "models.emu3", "models.common.lora"),
         *("distributed.fsdp", "distributed.zero", "policies.engines.vllm", "policies.autoregressive.policy"),
-        *("records.trackers", "recipe.judge_calls", "renderers.prompts", "renderers.responses", "config.errors"),
+        *("records.trackers", "recipe.derived.judge_calls", "renderers.prompts", "renderers.responses", "config.errors"),
     ],
 )
 def test_the_first_step_of_the_quickstart_does_not_import(first_step: dict[str, Any], package: str) -> None:

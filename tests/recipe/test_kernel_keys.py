@@ -8,7 +8,7 @@ import torch
 import tiny_models
 from retouch.doctor.device import PlannedDevice, check_kernels
 from retouch.models.sd3.family import SD3Model
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, parse
 from tiny_recipes import SMALL

@@ -13,9 +13,9 @@ from retouch import cli
 from retouch.config.packaged import available
 from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
+from retouch.recipe.derived.out_of_memory import LESS_AT_ONCE, OutOfMemory, suggestions
 from retouch.recipe.document import apply
-from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, suggestions
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.decoders import LatentRenderer

@@ -17,7 +17,7 @@ from retouch.config.schema import alternatives, keys_of, places
 from retouch.config.section import Section
 from retouch.core.windows import random_window, sliding_window
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import apply, value_of
 from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.recipe import Recipe, parse

@@ -8,7 +8,7 @@ import pytest
 
 import changed_recipes
 from retouch.config.packaged import find
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 

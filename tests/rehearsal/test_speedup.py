@@ -22,7 +22,7 @@ import json
 
 import torch
 from torch import nn
-from retouch.rehearsal.accelerator import Accelerator
+from retouch.rehearsal.fake.accelerator import Accelerator
 from retouch.rehearsal.machines import MACHINES
 from retouch.rehearsal.meter import Meter
 

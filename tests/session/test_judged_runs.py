@@ -13,8 +13,8 @@ from retouch import cli
 from retouch.assembly.phases import build_sets
 from retouch.doctor.findings import Finding
 from retouch.doctor.reward import check_calls, check_keys, check_scoring
+from retouch.recipe.derived.judge_calls import judge_calls
 from retouch.recipe.document import apply
-from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.recipe import Recipe, load, parse
 
 

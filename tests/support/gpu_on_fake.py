@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from retouch.rehearsal.accelerator import Accelerator, register
-from retouch.rehearsal.attention import fused_attention
 from retouch.rehearsal.command import ERRORS
+from retouch.rehearsal.fake.accelerator import Accelerator, register
+from retouch.rehearsal.fake.attention import fused_attention
+from retouch.rehearsal.fake.tensors import DEVICE
 from retouch.rehearsal.report import error_line
-from retouch.rehearsal.tensors import DEVICE
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
 CHECKS = {

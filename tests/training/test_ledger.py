@@ -11,7 +11,7 @@ from PIL import Image
 from judge_double import asking
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward

@@ -3,6 +3,6 @@ training on known test sets.
 
 A data source is one class in ``sources/`` or in ``playground/``: it is the ``data`` section of a recipe, and
 ``build`` makes the tasks. ``kinds.py`` lists the sources. ``examination.py`` and ``kept_check.py`` check rows and keep the result;
-``streams.py`` and ``stream_loader.py`` read data sets while the run trains. Modules here import ``types``, ``config`` and ``core``.
+``streaming/`` reads data sets while the run trains. Modules here import ``types``, ``config`` and ``core``.
 Those that a recipe's parse imports import no torch and no ``datasets``.
 """

@@ -17,7 +17,7 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.engines.base import Diagnosis
 from retouch.recipe.checks import check_ranks, rank_count_warning
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder

@@ -12,8 +12,8 @@ from typing import Any
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.findings import Finding, duration, failed, gigabytes, note
 from retouch.doctor.forecast import forecast_of
+from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.devices import Devices
-from retouch.recipe.judge_calls import Calls
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.command import ERRORS, smallest_changes
 from retouch.rehearsal.machines import Machine

@@ -11,7 +11,7 @@ from retouch.config import keys
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
 from retouch.doctor.findings import Finding, failed, note, ok
-from retouch.recipe.judge_calls import Calls, judge_calls
+from retouch.recipe.derived.judge_calls import Calls, judge_calls
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch

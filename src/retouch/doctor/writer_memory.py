@@ -22,8 +22,8 @@ from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
 from retouch.models.base import Described, DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
+from retouch.recipe.derived.out_of_memory import suggestions
 from retouch.recipe.devices import Devices
-from retouch.recipe.out_of_memory import suggestions
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retouch.rehearsal.tensors import DEVICE, FakeTensor
+from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor
 
 _aten = torch.ops.aten
 _REDUCTIONS = (

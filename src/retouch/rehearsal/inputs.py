@@ -15,7 +15,7 @@ from retouch.models.base import MEGAPIXEL
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import differentiated_rewards
-from retouch.rehearsal.tensors import DEVICE
+from retouch.rehearsal.fake.tensors import DEVICE
 from retouch.rewards.judging import ScoredBatch
 from retouch.types import Batch, Codes, Column, Sample, Task
 

@@ -28,8 +28,8 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks
-from retouch.rehearsal.tensors import DEVICE, FakeTensor, on_host
-from retouch.rehearsal.tokenizers import stand_in, tokenizer_files, write_emu3
+from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor, on_host
+from retouch.rehearsal.fake.tokenizers import stand_in, tokenizer_files, write_emu3
 
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
 _PROCESSOR = {

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor
 from retouch.rehearsal.fusion import Compiled, FusedKernel, is_fusible
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.tensors import DEVICE, FakeTensor
 
 OURS = str(Path(__file__).parents[1]) + "/"
 _MINE = str(Path(__file__).parent) + "/"
@@ -119,8 +119,8 @@ class Rise:
 
 
 class Meter:
-    """Observes an accelerator (``retouch.rehearsal.accelerator.Accelerator``). ``label``: what new tensors count as. ``compiled``:
-    where kernels count as fused."""
+    """Observes an accelerator (``retouch.rehearsal.fake.accelerator.Accelerator``). ``label``: what new tensors count as.
+    ``compiled``: where kernels count as fused."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine

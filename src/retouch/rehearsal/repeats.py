@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from retouch.models.common.preallocated_cache import PreallocatedCacheLayer
+from retouch.models.causal.preallocated_cache import PreallocatedCacheLayer
 from retouch.policies.autoregressive.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, TokenizesText
 from retouch.policies.engines.base import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
+from retouch.rehearsal.fake.tensors import FakeTensor
 from retouch.rehearsal.meter import Meter, Rise, Work
-from retouch.rehearsal.tensors import FakeTensor
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
 
 PARTS = 2

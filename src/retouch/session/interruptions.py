@@ -64,6 +64,6 @@ def explain_out_of_memory(recipe: Recipe, stage: Callable[[], str]) -> Iterator[
     try:
         yield
     except torch.OutOfMemoryError as error:
-        from retouch.recipe.out_of_memory import explained
+        from retouch.recipe.derived.out_of_memory import explained
 
         raise explained(recipe, stage(), str(error)) from error

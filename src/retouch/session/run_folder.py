@@ -89,7 +89,7 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
                 "backup, or rename the folder with --fresh"
             )
         return
-    from retouch.recipe.differences import differences
+    from retouch.recipe.derived.differences import differences
 
     stored = folder.read_recipe()["recipe"]
     try:

@@ -110,7 +110,7 @@ def _log_plan(recipe: Recipe, parts: Assembly) -> None:
     if recipe.eval.split == "train":
         log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
     if any(part.asks_judge for _, part in rewards_of(recipe)):
-        from retouch.recipe.judge_calls import judge_calls
+        from retouch.recipe.derived.judge_calls import judge_calls
 
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
             log.info("%s", calls)

@@ -13,7 +13,7 @@ import tiny_recipes
 from image_levels import ROUNDING, levels_apart
 from retouch.doctor.checks import check_prompt_embeddings
 from retouch.doctor.memory import describe, footprint
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import load, parse
 from retouch.session.session import run
 

@@ -21,7 +21,7 @@ from retouch.models.emu3.load import language_model
 from retouch.policies.engines import server_section
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.wire import PLUGIN
-from retouch.recipe.differences import differences
+from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run

@@ -87,8 +87,8 @@ class StreamedData(DataSource):
         return TaskContents(reference=None if "reference" in self.columns else False)
 
     def build(self, context: DataContext) -> DataSets:
-        from retouch.data.stream_loader import TaskStream
-        from retouch.data.streams import RowList, StreamOrder, StreamReader, first_rows
+        from retouch.data.streaming.loader import TaskStream
+        from retouch.data.streaming.streams import RowList, StreamOrder, StreamReader, first_rows
 
         allowed = self.refuse_test_sets(trains=context.trains)
         dataset = _without_decoding(self.open())

@@ -1,4 +1,4 @@
-"""Code that several model families share: latents, text encoding, schedules, LoRA, KV caches, chat templates and loading of
+"""Code that several model families share: latents, text encoding, schedules, LoRA, chat templates and loading of
 weights.
 
 Code of a single family belongs in its own folder. It may import ``core``, ``types`` and ``protocols``, and no family.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import JanusForConditionalGeneration, PreTrainedTokenizerBase
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel, JanusVQVAE
 
-from retouch.models.common.causal_text import CausalText, require_no_special_tokens
+from retouch.models.causal.text import CausalText, require_no_special_tokens
 from retouch.models.common.image_pixels import to_images, to_pixels
 from retouch.models.common.parts import evaluating
 from retouch.protocols import Grammar

@@ -21,12 +21,12 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from retouch.models.common import causal
-from retouch.models.common.causal import LayerFeatures
+from retouch.models.causal import decoding
+from retouch.models.causal.decoding import LayerFeatures
+from retouch.models.causal.text_grammar import TextGrammar
 from retouch.models.common.chat_template import VISION, QwenTemplate
 from retouch.models.common.latents import Area, fit
 from retouch.models.common.recompute import recomputing
-from retouch.models.common.text_grammar import TextGrammar
 from retouch.models.qwen_vl import vision
 from retouch.types import Prompts, Task
 
@@ -91,7 +91,7 @@ class QwenWriter:
         tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], images)
         tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
         real = tokens["attention_mask"].bool()
-        ids, mask = causal.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
+        ids, mask = decoding.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
         if self.image_token is None:
             return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in tasks))
         # Positions are always passed explicitly: otherwise the model stores those of this batch and uses them for the next one.
@@ -108,22 +108,22 @@ class QwenWriter:
         assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
         embeds, features = vision.embed(module, prompts, self.image_token)
         decoder = _decoder(module)
-        cache = causal.new_cache(decoder)
-        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, layer_features=features)
+        cache = decoding.new_cache(decoder)
+        states = decoding.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, layer_features=features)
         return states[:, -1], cache
 
     def extend(
         self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
     ) -> Float[Tensor, "r k d"]:
         axes = positions[..., None].expand(*positions.shape, 1 if self.image_token is None else 3)
-        return causal.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=axes, cache=cache)
+        return decoding.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=axes, cache=cache)
 
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
-        return causal.select(cache, rows)
+        return decoding.select(cache, rows)
 
     def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
         """As ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
-        return causal.static_cache(_decoder(self.module), cache, rows, room=room)
+        return decoding.static_cache(_decoder(self.module), cache, rows, room=room)
 
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
@@ -137,7 +137,7 @@ class QwenWriter:
                 features = LayerFeatures(nn.functional.pad(features.positions, (0, more)), features.features)
             embeds = torch.cat([embeds, module.get_input_embeddings()(ids[:, :more])], dim=1)
             row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
-            states = causal.run(_decoder(module), embeds, mask=row_mask, positions=positions, layer_features=features)
+            states = decoding.run(_decoder(module), embeds, mask=row_mask, positions=positions, layer_features=features)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
 
-from retouch.models.common.causal import LayerFeatures
+from retouch.models.causal.decoding import LayerFeatures
 from retouch.models.common.parts import evaluating
 from retouch.types import Prompts
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, StaticCache
 
-from retouch.models.common.preallocated_cache import with_preallocated_layers
+from retouch.models.causal.preallocated_cache import with_preallocated_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from retouch.rehearsal.tensors import FakeTensor
+from retouch.rehearsal.fake.tensors import FakeTensor
 
 _aten = torch.ops.aten
 _WIDEST_HEAD = 256

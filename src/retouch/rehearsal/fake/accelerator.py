@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from retouch.rehearsal.tensors import (
+from retouch.rehearsal.fake.tensors import (
     CPU,
     DEVICE,
     META,

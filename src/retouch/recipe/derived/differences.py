@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from retouch.recipe.out_of_memory import LESS_AT_ONCE
+from retouch.recipe.derived.out_of_memory import LESS_AT_ONCE
 from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(

@@ -16,9 +16,9 @@ import stream_files
 from retouch.data.base import DataContext
 from retouch.data.sampler import DrawnInOrder, places_in_step
 from retouch.data.sources.stream import IterableData, StreamData
-from retouch.data.streams import Cursor
+from retouch.data.streaming.streams import Cursor
 
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 HELD, ROWS = 5, 55
 """Of 60 rows, the first five are held out."""
 
@@ -159,9 +159,9 @@ def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_pat
         "import atexit, sys, threading, time\n"
         "atexit.register(lambda: print([each.name for each in threading.enumerate() if each.name == 'stream-items']))\n"
         "import stream_kills\n"
-        "from retouch.data import stream_loader\n"
-        "load = stream_loader.load_task\n"
-        "stream_loader.load_task = lambda *given, **named: (time.sleep(0.3), load(*given, **named))[1]\n"
+        "from retouch.data.streaming import loader\n"
+        "load = loader.load_task\n"
+        "loader.load_task = lambda *given, **named: (time.sleep(0.3), load(*given, **named))[1]\n"
         "stream_kills.main(sys.argv[1], sys.argv[2], 0, 1, 1, 0)\n"
     )
     command = [sys.executable, "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]

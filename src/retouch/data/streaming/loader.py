@@ -24,7 +24,7 @@ import torch.utils.data
 from retouch.data.images import Resize
 from retouch.data.rows import Row
 from retouch.data.sampler import LoadedTasks
-from retouch.data.streams import Cursor, StreamOrder
+from retouch.data.streaming.streams import Cursor, StreamOrder
 from retouch.data.tasks import load_task
 from retouch.types import Task
 

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedTokenizerBase
 
-from retouch.models.common import causal
+from retouch.models.causal import decoding
 from retouch.models.common.recompute import recomputing
 from retouch.types import Prompts, Task
 
@@ -38,28 +38,28 @@ class CausalText:
     def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
         """Prompts of rows of ids, padded on the left."""
         device = next(self.module.parameters()).device
-        ids, mask = causal.padded_left([torch.tensor(row, device=device) for row in rows])
+        ids, mask = decoding.padded_left([torch.tensor(row, device=device) for row in rows])
         return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in rows))
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
         assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
         decoder = self.decoder(module)
-        cache = causal.new_cache(decoder)
+        cache = decoding.new_cache(decoder)
         embeds = module.get_input_embeddings()(prompts.ids)
-        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache)
+        states = decoding.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache)
         return states[:, -1], cache
 
     def extend(
         self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
     ) -> Float[Tensor, "r k d"]:
-        return causal.run(self.decoder(module), self.embed(module, ids), mask=mask, positions=positions[..., None], cache=cache)
+        return decoding.run(self.decoder(module), self.embed(module, ids), mask=mask, positions=positions[..., None], cache=cache)
 
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
-        return causal.select(cache, rows)
+        return decoding.select(cache, rows)
 
     def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
         """As ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
-        return causal.static_cache(self.decoder(self.module), cache, rows, room=room)
+        return decoding.static_cache(self.decoder(self.module), cache, rows, room=room)
 
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
@@ -70,7 +70,7 @@ class CausalText:
         row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
             embeds = torch.cat([module.get_input_embeddings()(prompts.ids), self.embed(module, ids[:, :more])], dim=1)
-            states = causal.run(self.decoder(module), embeds, mask=row_mask, positions=positions)
+            states = decoding.run(self.decoder(module), embeds, mask=row_mask, positions=positions)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
