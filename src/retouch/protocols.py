@@ -1,7 +1,8 @@
 """The interfaces between the parts of Retouch, as protocols.
 
-A model knows nothing of reinforcement learning, a policy of rewards, a reward of policies, or an objective of models. Axes are
-those of ``retouch.types``. This module imports no torch, because recipes are read without it."""
+A model knows nothing about reinforcement learning, a policy nothing about rewards, a reward nothing about policies, and an
+objective nothing about models. ``retouch.types`` defines the names of the axes. This module imports no torch, because recipes are
+read without it."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class DenoisingModel(Protocol):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r ..."]:
-        """The predicted noise - data in fp32. ``module``: the transformer, which a stepper may have wrapped."""
+        """The predicted velocity (noise - data) in fp32. ``module``: the transformer, which a stepper may have wrapped."""
         ...
 
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
@@ -79,12 +80,12 @@ class DenoisingModel(Protocol):
 
 @runtime_checkable
 class DecodesTensors(Protocol):
-    """A denoising model that decodes with gradient, as an objective needs it that follows the gradient of a reward."""
+    """A denoising model that decodes with gradient, for objectives that differentiate a reward (DRaFT and ReFL)."""
 
     def decode_tensors(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> Float[Tensor, "r 3 h w"]:
         """The images of clean x, 0 to 1, in fp32 and without rounding; ``DenoisingModel.decode`` gives the same images.
 
-        With gradient in x where it is enabled. No weight of the decoder gets a gradient.
+        The images have a gradient with respect to x if gradients are enabled. No weight of the decoder gets a gradient.
         """
         ...
 
@@ -101,8 +102,8 @@ class Grammar(Protocol):
     kinds: tuple[int, ...]
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k_plus_1"], Int[Tensor, "r k_plus_1"]]:
-        """For each position of rows with the completions ``ids``, and for the next position: the index of the set from which its
-        token is sampled, and the forced id (-1: not forced). A position depends only on the tokens before it."""
+        """For each position of the completions ``ids``, and for the next position: the index of the set of ``vocabularies`` from
+        which the token is sampled, and the forced id (-1: not forced). A position depends only on the tokens before it."""
         ...
 
 
@@ -110,7 +111,7 @@ class Grammar(Protocol):
 class AutoregressiveModel(Protocol):
     """A causal language model or vision-language model, as the autoregressive policy uses it.
 
-    A state is a hidden state after the final norm; the state *before* a token is the one whose logits the token is sampled from.
+    A state is a hidden state after the final norm; a token is sampled from the logits of the state *before* it.
     ``stop``: ids that end a completion. ``pad``: the id after the end. ``shares_prompts``: the KV cache carries a gradient, so an
     evaluation computes a prompt once for all its rows; without it (gradient checkpointing), each row is computed whole.
     A stepper may wrap ``module``.
@@ -164,16 +165,17 @@ class AutoregressiveModel(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """What is trained. It acts (rollout) and gives probabilities of its actions (evaluation); it does not own the optimizer."""
+    """The model that is trained. It samples actions (rollout) and computes their probabilities (evaluation); it does not own the
+    optimizer."""
 
     module: nn.Module  # trainable; a stepper may replace it by a wrapper, which every forward pass with gradient then uses
 
     def rollout(self, batch: Batch) -> Trajectory:
-        """Act on every row of the batch, without gradient."""
+        """Sample the actions of every row of the batch, without gradient."""
         ...
 
     def sample(self, batch: Batch) -> Trajectory:
-        """Act without exploration: deterministic given the row's key, with the averaged weights if there are any."""
+        """Act without exploration: the result is determined by the row's key. Uses the averaged weights if there are any."""
         ...
 
     def microbatches(self, trajectory: Trajectory) -> Iterator[Slice]:
@@ -191,7 +193,7 @@ class VelocityPolicy(Policy, Protocol):
     weights."""
 
     def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> Trajectory:
-        """The tasks' own targets, or other ``images``, one per row, encoded as outputs."""
+        """A trajectory whose outputs are the encoded targets of the tasks, or the encoded ``images``, one per row."""
         ...
 
     def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:
@@ -201,8 +203,8 @@ class VelocityPolicy(Policy, Protocol):
     def velocity(
         self, trajectory: Trajectory, rows: slice, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], weights: Weights
     ) -> Float[Tensor, "r ..."]:
-        """The predicted noise - data at ``x`` for these rows, with the trajectory's conditioning; with gradient only for current
-        weights."""
+        """The predicted velocity (noise - data) at ``x`` for these rows, with the trajectory's conditioning. It has a gradient only
+        if ``weights`` is "current"."""
         ...
 
     def follow_old(self, decay: float) -> None:
@@ -241,34 +243,36 @@ class Reward(Protocol):
     """Scores samples. ``columns`` declares the scores; a call returns each of them as (b,), with NaN for missing scores."""
 
     @property
-    def columns(self) -> Mapping[str, Column]: ...
+    def columns(self) -> Mapping[str, Column]:
+        """The declared columns by name."""
+        ...
 
     def __call__(self, samples: Sequence[Sample]) -> Scores: ...
 
 
 @runtime_checkable
 class DifferentiableReward(Protocol):
-    """A section of a reward that also scores images as tensors, with gradient (``objective.reward`` of DRaFT and ReFL)."""
+    """A reward section that also scores images as tensors, with gradient (``objective.reward`` of DRaFT and ReFL)."""
 
     def build(self, *, device: torch.device | str) -> Any:
-        """The reward with all that it needs loaded; it has ``score_tensors`` too. ValueError: something is not there."""
+        """Load the reward, which has ``score_tensors`` too. Raises ValueError if something that it needs is missing."""
         ...
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
-        """One score per image, higher is better, on the device of the images, with gradient in them and in nothing else.
+        """One score per image, higher is better, on the device of the images, with gradient with respect to the images only.
 
-        ``images``: 0 to 1, one per task. The score is that of one column of the reward, up to the rounding of images to 8 bits.
-        Where a column is clamped to its range, the score may go beyond it.
+        ``images``: 0 to 1, one per task. The score equals one column of the reward, up to the rounding of images to 8 bits. If the
+        column is clamped to its range, the score may exceed that range.
         """
         ...
 
 
 @runtime_checkable
 class CombinesGradients(DifferentiableReward, Protocol):
-    """A section of several rewards, whose scores with gradient it combines."""
+    """A section of several rewards that combines their scores with gradient."""
 
     def require_gradient(self) -> None:
-        """ValueError: a reward has no gradient in the image, or the combination has none."""
+        """Raise ValueError if a reward or the combination has no gradient with respect to the image."""
         ...
 
 
@@ -276,15 +280,18 @@ class CombinesGradients(DifferentiableReward, Protocol):
 class AsyncReward(Reward, Protocol):
     """A reward that scores in the background while sampling continues."""
 
-    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]": ...
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+        """Score the samples in the background."""
+        ...
 
 
 @runtime_checkable
 class SupportsLosses(Protocol):
-    """What the training loop uses: an objective (``retouch.objectives.base.Objective``), or anything else that yields losses."""
+    """An object that yields the losses of the training loop, usually an objective (``retouch.objectives.base.Objective``)."""
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """This rank's shares of the loss, one per microbatch; backward runs before the next one. The same number on every rank."""
+        """Yield this rank's share of the loss of each microbatch; backward runs before the next share is computed. Every rank
+        yields the same number of shares."""
         ...
 
     def after_step(self, policy: Any, step: int) -> None:
@@ -302,5 +309,5 @@ class Collectives(Protocol):
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """The rows of all ranks in rank order, the same number on each: (n, ...) to (world * n, ...), on the CPU."""
+        """Gather the rows of all ranks in rank order, on the CPU: (n, ...) to (world * n, ...). ``n`` is the same on every rank."""
         ...

@@ -141,9 +141,9 @@ class Needs:
 class Evaluation:
     """The evaluation of a slice under the current weights; all tensors are fp32 and (b, t), with gradient.
 
-    ``log_ratio``: log of the current over the acting probability, normalised by RatioNorm (arXiv 2510.22319) if the objective needs
-    that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, the weight of its step by
-    its noise, or the importance weight of an action that an engine sampled."""
+    ``log_ratio``: log of the current probability divided by the acting probability, normalised by RatioNorm (arXiv 2510.22319) if
+    the objective needs that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, the
+    weight of the action's step by its noise, or the importance weight of an action that an engine sampled."""
 
     log_probs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]
@@ -159,8 +159,8 @@ class Trajectory:
 
     ``log_probs``: (b, t), fp32, under the acting policy, computed on exactly the stored tensors. ``mask``: (b, t), True for actions
     that the policy chose. ``kind``: (b, t), see ``Kind``. ``outputs``: the input of the renderer. ``values``: (b, t), fp32, the
-    value head's prediction before each action, if there is a value head. ``behaviour_log_probs``: (b, t), fp32, of an engine that
-    sampled the actions with other numerics than the policy; None if the policy's own are those that it sampled with."""
+    value head's prediction before each action, if there is a value head. ``behaviour_log_probs``: (b, t), fp32, under an engine
+    that sampled the actions with other numerics than the policy; None if the actions were sampled with ``log_probs``."""
 
     log_probs: Float[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
@@ -175,7 +175,7 @@ class Trajectory:
     def with_log_probs(self, log_probs: Float[Tensor, "b t"]) -> "Trajectory":
         """The same actions with the log-probabilities of other weights.
 
-        An engine's own log-probabilities change by as much, so that the weight of its mismatch stays as it is.
+        ``behaviour_log_probs`` are shifted by the same amount, so that the importance weight of the engine's mismatch is unchanged.
         """
         behaviour = self.behaviour_log_probs
         shifted = None if behaviour is None else behaviour + (log_probs - self.log_probs)
@@ -213,7 +213,7 @@ class Conditioning:
     """The inputs of a denoiser for each row besides the latent, encoded once per task.
 
     ``tensors``: tensors by name, with rows on axis 0. ``padded``: names of the tensors whose axis 1 is a sequence padded on the
-    right with zeros (for example an embedding and its mask); such parts can be concatenated with other lengths. ``shared``: values
+    right with zeros (for example an embedding and its mask), so rows of different lengths can be concatenated. ``shared``: values
     that all rows have in common, such as sizes. ``negative``: the conditioning of the unconditional branch of guidance.
     ``REFERENCE``: the name of the embedding (r, d) of the tasks' reference images, for models that use them."""
 
@@ -336,7 +336,7 @@ class Column:
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
     """A microbatch's share of the loss, and its contributions to the step's metrics: ``sums`` are added over microbatches and
-    ranks, of ``maxima`` the largest is taken."""
+    ranks; of ``maxima``, the largest is taken."""
 
     value: Float[Tensor, ""]
     sums: Mapping[str, float | Tensor] = field(default_factory=dict)

@@ -290,7 +290,7 @@ def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
     ("words", "says"),
     [
         (["agree", "overall", "nothing"], "no column 'nothing' in these samples; the columns are IF"),
-        (["agree", "overall"], "give a second column"),
+        (["agree", "overall"], "give either a second column"),
         (["worst", "IF", "PQ", "--steps", "99"], "no column 'IF'"),
         (["rescore", "playgroun"], "playgroun"),
         (["rescore", "share:red", "--name", "../x"], "cannot be a name"),
@@ -334,7 +334,7 @@ def test_data_that_changed_are_not_taken_for_those_that_were_judged(tmp_path, ca
     document["data"]["seed"] = 99
     RunFolder(run).write_recipe(document)
     assert cli.main(["ledger", str(run), "rescore", "playground"]) == 2
-    assert "changed since" in capsys.readouterr().err
+    assert "use the data of the run" in capsys.readouterr().err
 
 
 HONEST, POISON = '{"gpt": 0.5}', '{"gpt": 1e999}'

@@ -108,5 +108,5 @@ def test_a_diffusers_pipeline_makes_images_and_what_does_not_fit_is_refused(tmp_
     assert images[0].tobytes() != images[1].tobytes()
     with pytest.raises(ValueError, match="takes no such argument"):
         run(suite, model=pipeline, out=tmp_path / "other", call={"steps": 1})
-    with pytest.raises(ValueError, match="edits images, and StableDiffusion3Pipeline takes none"):
+    with pytest.raises(ValueError, match="edits images, and StableDiffusion3Pipeline takes no image"):
         run(TurnSuite(folder=str(tmp_path)), model=pipeline, out=tmp_path / "other")

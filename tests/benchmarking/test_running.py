@@ -266,9 +266,9 @@ def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_p
     ("arguments", "message"),
     [
         (["playgroud", "--model", "playground"], "did you mean 'playground'"),
-        (["playground"], "either a model, or a folder of images"),
+        (["playground"], "either --model, or --images with a folder"),
         (["playground", "--images", "nowhere"], "no such folder"),
-        (["playground", "--images", ".", "--lora", "x"], "the images are there already"),
+        (["playground", "--images", ".", "--lora", "x"], "--lora and --call need --model"),
         (["playground", "--model", "playground", "--lora", "nowhere"], "no such file or folder"),
         (["playground", "--model", "playground", "--call", "guidance_scale=3"], "only --call num_inference_steps"),
         (["playground", "--model", "quickstart", "--lora", "x"], "has its own weights"),

@@ -199,7 +199,7 @@ def test_bindings_are_read_from_the_users_file_too(nothing_bound: Path) -> None:
 @pytest.mark.parametrize(
     ("bindings", "says"),
     [
-        ("OPENAI_API_KEY=http://judge.example", "without https everybody on the way can read it"),
+        ("OPENAI_API_KEY=http://judge.example", "without https everybody on the network path can read it"),
         ("OPENAI_API_KEY=https://judge.example:*", "only an address of this machine may have the port"),
         ("OPENAI_API_KEY=https://*", "is not an address"),
         ("OPENAI_API_KEY=judge.example", "is not an address"),

@@ -87,7 +87,7 @@ def test_everything_that_is_wrong_is_listed_with_file_and_line(photos, tmp_path)
         ('{"file_name": "a.png", "instruction": "x", "score": NaN}', "not JSON: NaN"),
         ('{"file_name": "a.png", "instruction": "x", "score": 1e999}', "not JSON: 1e999 is too large"),
         ('{"file_name": "a.png", "instruction": "\\ud83d"}', "half of a surrogate pair"),
-        ("[1, 2]", "a JSON list where an object"),
+        ("[1, 2]", "should be a JSON object, not list"),
         ("[" * 100_000, "nested too deep"),
     ]
     file = write(photos, *(line for line, _ in planted))
@@ -153,8 +153,8 @@ def test_bad_csv_lines_are_named_by_their_first_line(photos):
     found = errors(check(photos))
     assert [line for line, _ in found] == [4, 5, 6, 8]
     assert [what.split(":")[0] for _, what in found] == [
-        "1 cells under a header of 2",
-        "3 cells under a header of 2",
+        "1 cells, but the header has 2",
+        "3 cells, but the header has 2",
         "not CSV",
         "not CSV",
     ]

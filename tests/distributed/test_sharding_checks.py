@@ -74,7 +74,7 @@ def test_weights_that_wait_in_cpu_memory_need_ranks_that_share_them() -> None:
     offloads = {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2"}
     check_sharding(recipe, offloads)
     check_sharding(recipe, {**offloads, "FSDP_OFFLOAD_PARAMS": "false"})
-    with pytest.raises(ValueError, match=r"devices\.weights: one rank alone shards nothing"):
+    with pytest.raises(ValueError, match=r"devices\.weights: a single rank does not shard weights"):
         check_sharding(recipe, {})
     (found,) = check_sharding_settings(recipe, world=1)
     assert (found.status, found.fix) == ("FAILED", "--set devices.weights=null")

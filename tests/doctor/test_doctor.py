@@ -214,7 +214,7 @@ def test_sharded_weights_that_wait_are_planned_in_cpu_memory_and_saved_whole() -
     of_training = [row.bytes for row in whole.plan.rows if row.name.startswith(training)]
     assert len(of_training) == 5
     assert not any(row.name.startswith(training) for row in found.plan.rows)
-    assert found.counts.endswith(f"; {gigabytes(sum(of_training) // 8)} of the transformer's training in CPU memory")
+    assert found.counts.endswith(f"; {gigabytes(sum(of_training) // 8)} of the transformer's training state in CPU memory")
     assert "CPU memory" not in whole.counts
 
 
@@ -235,7 +235,7 @@ def test_a_plan_that_fits_with_little_room_is_a_note() -> None:
 def test_what_backpropagation_through_the_reward_adds_is_not_planned_and_said() -> None:
     found, _ = check_memory(load("playground/draft"), playground_weights(), PlannedDevice("card", 10**12, None))
     assert found.status == "note"
-    assert "and what draft adds, which is not planned: its steps with gradient, the decoder's backward pass" in found.text
+    assert "plus what draft adds, which is not planned: its steps with gradient, the decoder's backward pass" in found.text
 
 
 def test_models_without_a_known_configuration_are_not_planned(tmp_path: Path) -> None:

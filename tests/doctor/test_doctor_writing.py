@@ -124,7 +124,7 @@ def test_fsdp2_shards_the_writer() -> None:
     assert sharded == pytest.approx(replicated + (whole - replicated) / 8, abs=0.01)
     policy, *_, waiting = check(A, "h200", "sharding=fsdp2", "devices.weights=cpu")
     assert lines(policy)["writer, frozen weights"] == pytest.approx(replicated, abs=0.01)
-    assert "GB of the writer's training in CPU memory, for each rank of the machine" in waiting.text
+    assert "GB of the writer's training state in CPU memory, for each rank of the machine" in waiting.text
 
 
 def test_models_without_a_known_configuration_are_named() -> None:

@@ -40,7 +40,7 @@ def test_images_are_compared_if_steps_are_smaller() -> None:
     recipe = load("sd3/ocr-grpo", ["tasks_per_step=24", "ranks=16"])
     first, *_, last = forecast_of(recipe, 0.003, "16 x h100").text.splitlines()
     assert "3.0 h to 6.0 h on 16 x h100 (1,000 to 2,000 steps" in first
-    assert last == "its steps have 1,152 images and this recipe's 576: images are compared, not steps"
+    assert last == "a step of that run has 1,152 images, one of this recipe 576: images are compared, not steps"
 
 
 def test_without_a_curve_only_the_cost_of_a_thousand_steps_is_given() -> None:

@@ -121,11 +121,11 @@ def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path, 
     assert time.monotonic() - began < 20
     long = served_models.policy(served_models.writer(folder), server.url, tmp_path / "long", sampling={"max_new_tokens": 600})
     long.model.stop = (long.model.image_token,)  # which is never sampled
-    with pytest.raises(EngineFault, match=r"the server's --max-model-len is"):
+    with pytest.raises(EngineFault, match=r"raise the server's --max-model-len"):
         long.rollout(tiny_writing.batch(served_models.tasks(1, images=False), 1))
     wrong = served_models.policy(served_models.writer(folder), server.url, tmp_path / "wrong")
     monkeypatch.setattr(vllm_decoding, "data_url", lambda image: data_url(image.resize((64, 64))))
-    with pytest.raises(EngineFault, match="image processor is another"):
+    with pytest.raises(EngineFault, match="another tokenizer or image processor"):
         wrong.rollout(tiny_writing.batch(served_models.tasks(1)))
 
 

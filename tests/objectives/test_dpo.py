@@ -172,5 +172,5 @@ def test_pairs_of_the_data_keep_the_contract_of_objectives():
 
 
 def test_a_task_without_a_pair_is_named():
-    with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; give the data both"):
+    with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; add both to the data"):
         DPO(pairs="data").demonstrate(tiny.policy(), tiny.batch())

@@ -348,18 +348,18 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
         ),
         (
             {"objective__reward": {"kind": "target", "combine": {"closeness": 1}}},
-            "objective.reward: combine: the gradient is that of one",
+            "objective.reward: combine: the loss differentiates a single",
         ),
         ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'clip'"),
         (of_several({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
-        (of_several(OTHER, combine="near * other"), "objective.reward: combine: the roots of a formula have no gradient at 0"),
+        (of_several(OTHER, combine="near * other"), "objective.reward: combine: a formula cannot be used here, because its roots"),
         (of_several(OTHER, combine={}), "objective.reward: combine names no column"),
         (
             of_several(OTHER, combine={"other/gone": 1}),
-            "'other/gone', which the reward does not give; it gives near/closeness, other/share",
+            "'other/gone', but the reward has no such column; it has near/closeness, other/share",
         ),
         (of_several({**OTHER, "combine": {"share": 1}}), "objective.reward: rewards.other: combine and max_missing belong to all"),
-        (of_several(OTHER, max_missing=0.5), "objective.reward: max_missing: the gradient is that of one score"),
+        (of_several(OTHER, max_missing=0.5), "objective.reward: max_missing: the loss differentiates a single score"),
         (
             {"rollout__transition": {"kind": "cps", "noise_level": 0.7}},
             "rollout.transition.kind: draft differentiates deterministic",
@@ -370,7 +370,7 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
         ({"advantage": {"kind": "exponential"}}, "advantage.kind: exponential: it would weight the samples of draft"),
         (
             {"watch": {"judge": {"reward": {"kind": "target", "combine": {"closeness": 1}}}}},
-            "watch.judge.reward: the run is trained on its closeness, so it is not held out",
+            "watch.judge.reward: the run is trained on its columns closeness, so it is not held out",
         ),
         ({"devices": {"offload": True}}, "devices.offload: draft decodes with gradient"),
         (

@@ -85,7 +85,7 @@ def test_the_run_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert cli.main(["train", str(recipe)]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    changes = said.split("time alone: ")[1].split()
+    changes = said.split("memory and time: ")[1].split()
     assert changes == ["--set", "microbatch=16", "--set", "policy.gradient_checkpointing=true"]
     folder = RunFolder(tmp_path / "small")
     assert len(folder.read_metrics()) == 1

@@ -392,7 +392,7 @@ def test_overrides_reach_into_lists_and_make_what_is_missing() -> None:
         ("steps", "some.key=value"),
         ("=3", "some.key=value"),
         ("a..b=3", "some.key=value"),
-        ("phases.2.steps=3", "phases is a list, and '2' is none of its entries .0 to 1."),
+        ("phases.2.steps=3", "phases is a list, and '2' is not the number of an entry .0 to 1."),
         ("phases.x=3", "phases is a list, and 'x' is none"),
         ("phases.-1=3", "phases is a list, and '-1' is none"),
         ("none.0=3", "it is empty"),

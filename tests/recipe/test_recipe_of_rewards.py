@@ -136,7 +136,7 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         (
             ASPECTS,
             {"reward__combine": {"alignmnt": 1}},
-            "reward.combine: names the column 'alignmnt', which the reward does not give; it gives alignment, quality, identity; "
+            "reward.combine: names the column 'alignmnt', but the reward has no such column; it has alignment, quality, identity; "
             "did you mean 'alignment'?",
         ),
         (
@@ -144,7 +144,7 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
             {"reward__combine": "sqrt(alignment - quality)"},
             r"reward.combine: sqrt of (alignment - quality), which may be as low as -1",
         ),
-        (ASPECTS, {"reward__combine": "0.6 alignment"}, "reward.combine: '0.6 alignment': 'alignment' stands at character 5"),
+        (ASPECTS, {"reward__combine": "0.6 alignment"}, "reward.combine: '0.6 alignment': there is 'alignment' at character 5"),
         ({"kind": "import", "class": "mine:Own", "combine": "a +"}, {}, "reward.combine: 'a +': the formula ends"),
         ({"kind": "import", "class": "mine:Own", "combine": {"a": 0}}, {}, "reward.combine: all weights are 0"),
         ({"kind": "import", "class": "mine:Own", "combine": ""}, {}, "reward.combine: empty"),
@@ -176,33 +176,33 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         (
             {"kind": "ocr", "reader": {"kind": "paddleocr"}, "line_width": 160, "combine": {"correctness": 1}},
             {},
-            "reward.line_width: RapidOCR's alone, and paddleocr reads here",
+            "reward.line_width: it is only for RapidOCR, but the reader is paddleocr",
         ),
         (
             {"kind": "ocr", "reader": {"kind": "paddle"}, "combine": {"correctness": 1}},
             {},
             "reward.reader.kind: 'paddle' is not 'paddleocr'",
         ),
-        (ASPECTS, {"reward__temperature": 0}, "reward.n_evals: 3 answers at temperature 0 are one answer"),
+        (ASPECTS, {"reward__temperature": 0}, "reward.n_evals: 3 answers at temperature 0 are all the same"),
         (
             ASPECTS,
             {"data": {"kind": "prompts", "path": "p.txt"}, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]}},
-            "reward.aspects: identity compares with a source image, and data.kind 'prompts' has none",
+            "reward.aspects: identity compares with a source image, but data.kind 'prompts' has none",
         ),
         (
             {"kind": "thinking", "combine": {"think_format": 1}},
             {},
-            "reward.kind: thinking scores what a policy wrote, and this policy makes images",
+            "reward.kind: thinking scores the text that a policy wrote, but this policy makes images",
         ),
         (
             {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
             {},
-            "eval.column: win_rate compares images of one task",
+            "eval.column: win_rate compares the images of a task",
         ),
         (
             {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
             {"rollout__chunk": 8},
-            "rollout.chunk: 8 splits groups of 6, which win_rate compares whole",
+            "rollout.chunk: 8 splits groups of 6, but win_rate compares whole groups",
         ),
         (ASPECTS, {"reward__judge__quota": {"cost": 5.0}}, "reward.judge.quota.cost: counted by prices, and there are none"),
         (ASPECTS, {"eval__column": "qality"}, "eval.column: the reward gives no 'qality'; did you mean 'quality'?"),

@@ -118,8 +118,8 @@ def test_servers_must_give_the_columns_that_were_declared(build: Any) -> None:
         reward = build({"kind": "remote", "endpoints": [server.url], "columns": {"share": [0, 1]}})
         assert reward([Sample(Task("t", "x"), Image.new("RGB", (2, 2), (255, 0, 0)))])["share"].tolist() == [1.0]
         for columns, says in [
-            ({"share": [0, 10]}, "share is to be from 0 to 10, and the servers give it from 0 to 1"),
-            ({"x": [0, 1]}, "have no such column; they give share 0 to 1"),
+            ({"share": [0, 10]}, "share is declared from 0 to 10, but the servers declare it from 0 to 1"),
+            ({"x": [0, 1]}, "have no such column; they have share 0 to 1"),
         ]:
             with pytest.raises(ValueError, match=says):
                 build({"kind": "remote", "endpoints": [server.url], "columns": columns})

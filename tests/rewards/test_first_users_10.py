@@ -123,7 +123,7 @@ def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
     ("name", "says"),
     [
         ("Text", "returned str; return a dictionary with a tensor for each column: 'listed', or a list of numbers"),
-        ("Wild", "column 'listed' gave 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
+        ("Wild", "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
     ],
 )
 def test_fault_10_what_is_no_score_is_named(name: str, says: str, rw: Path) -> None:
@@ -139,7 +139,7 @@ def test_fault_10_a_plain_function_is_a_reward(rw: Path) -> None:
         scored(section("broken").build(), {"broken": 1.0})
     assert f"{rw}:{line_of(rw, 'image.brightness')}" in str(caught.value)
     with_args = ImportedReward.model_validate({"kind": "import", "class": "rw:plain", "args": {"a": 1}})
-    with pytest.raises(ValueError, match="a function, which takes no args"):
+    with pytest.raises(ValueError, match="a function, so args must be empty"):
         with_args.build()
 
 

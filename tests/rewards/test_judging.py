@@ -82,7 +82,7 @@ def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows)
 
 @pytest.mark.parametrize("wrong", [10.001, -0.5, math.inf, -math.inf])
 def test_a_value_outside_the_declared_range_stops_the_run(judge, wrong):
-    with pytest.raises(ValueError, match=r"'a' gave .*outside its declared range 0.0 to 10.0"):
+    with pytest.raises(ValueError, match=r"'a' is .*outside its declared range 0.0 to 10.0"):
         judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
 
 
@@ -107,14 +107,14 @@ def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
         def __call__(self, samples):
             return {name: torch.zeros(len(samples) + 1) for name in self.columns}
 
-    with pytest.raises(ValueError, match="declares the column 'b' and did not return it; it returned a"):
+    with pytest.raises(ValueError, match="declares the column 'b' but did not return it; it returned a"):
         RewardScorer(Short(), {"a": 1.0})([sample("x", 1, 1)])
     with pytest.raises(ValueError, match=r"shape \(3,\) for 2 samples"):
         RewardScorer(Long(), {"a": 1.0})([sample("x", 1, 1)] * 2)
 
 
 @pytest.mark.parametrize(
-    ("combine", "says"), [({"c": 1.0}, "'c', which the reward does not give; it gives a, b, note"), ({}, "no column")]
+    ("combine", "says"), [({"c": 1.0}, "'c', but the reward has no such column; it has a, b, note"), ({}, "no column")]
 )
 def test_combine_is_checked_when_the_judge_is_made(combine, says):
     with pytest.raises(ValueError, match=says):

@@ -19,7 +19,7 @@ def test_a_loaded_reward_scores_lists_of_images() -> None:
 
 
 def test_what_a_reward_needs_is_named_when_it_is_missing() -> None:
-    with pytest.raises(ValueError, match="prompts: 1 for 2 images; give one per image"):
+    with pytest.raises(ValueError, match="prompts has length 1, but there are 2 images; give one per image"):
         retouch.rewards.load("share", channel="red")(IMAGES, prompts=["one"])
 
 

@@ -95,7 +95,7 @@ def test_a_server_whose_reward_hangs_can_be_stopped(tmp_path: Path) -> None:
             httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=0.5)
         serve.process.terminate()
         assert serve.process.wait(timeout=120) == 0
-        assert re.search("still running; ending without it", log.read_text())
+        assert re.search("still running; exiting without its result", log.read_text())
 
 
 # The client

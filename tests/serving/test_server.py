@@ -395,7 +395,7 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
     ("words", "says"),
     [
         (["plaground"], "plaground"),
-        (["photos:mauve"], "name a colour"),
+        (["photos:mauve"], "give a colour"),
         (["share:ultraviolet"], "channel"),
         (["share:red", "share:blue"], "two rewards have the name share"),
         (['{"kind": "photos"'], "not JSON"),

@@ -66,9 +66,9 @@ def test_what_is_wrong_with_lines_is_said_and_the_file_is_kept(tmp_path: Path) -
     said = " ".join(notes)
     for words in (
         "1 unreadable",
-        "1 lines were there twice",
+        "1 duplicate lines were removed",
         "1 lines contradicted",
-        "not in order",
+        "1 break in the order of steps",
         "steps 2, 4 to 6 are missing",
     ):
         assert words in said

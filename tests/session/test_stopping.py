@@ -103,7 +103,7 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
 def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Signals, tmp_path: Path) -> None:
     whole, made = hanging(tmp_path, "whole", calls=100), hanging(tmp_path, "hung", calls=6)
     printed = stop_while_it_hangs(made, number)
-    assert "stopped while rewards did not answer; the checkpoint is" in printed
+    assert "stopped before the rewards arrived; the checkpoint is" in printed
     newest = checkpoint.latest(made.folder / "checkpoints")
     assert newest is not None
     assert checkpoint.load(newest).step == len(RunFolder(made.folder).read_metrics()) > 0

@@ -169,7 +169,7 @@ def test_a_writer_with_other_tokens_is_refused(make: Make, tmp_path: Path) -> No
     ids = words["model"]["vocab"]
     ids["a"], ids["b"] = ids["b"], ids["a"]
     (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(ValueError, match="another than that of the editor"):
+    with pytest.raises(ValueError, match="its tokenizer differs from the editor"):
         assemble(parse(make(policy__model__path=str(tmp_path / "other"))), Ranks())
 
 

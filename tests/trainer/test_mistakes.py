@@ -62,13 +62,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no reward for samples": ({"reward_funcs": None}, "reward: there is none, and policy_gradient learns from the rewards"),
     "a number as reward": ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
     "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'playground'"),
-    "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; write it as a function with `def`"),
+    "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; define the function with `def`"),
     "two rewards of one name": ({"reward_funcs": [red, red]}, "two rewards are called 'red'; rename one of the functions"),
-    "a positional argument": ({"reward_funcs": positional}, "reward function positional: its arguments are given by name"),
+    "a positional argument": ({"reward_funcs": positional}, "reward function positional: arguments are given by keyword"),
     "too many weights": ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 rewards; give one for each"),
     "a weight of no column": (
         {"reward_weights": {"blue": 1.0}},
-        "names the column 'blue', which the reward does not give",
+        "names the column 'blue', but the reward has no such column",
     ),
     "half a formula": ({"reward_weights": "red +"}, "reward.combine: 'red +': the formula ends"),
     "weights of 0": ({"reward_weights": [0.0]}, "reward.combine: all weights are 0"),
@@ -122,7 +122,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a writer without a renderer": (
         {"model": partial(tiny_writers.module, "qwen2.5"), "processing_class": partial(tiny_writers.tokenizer)},
-        "renderer: missing; a policy that writes needs one",
+        "renderer: missing; a language-model policy needs one",
     ),
     "a writer without a tokenizer": (
         {"model": partial(tiny_writers.module, "qwen2.5")},
@@ -134,13 +134,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a language model of another family": (
         {"model": partial(llama), "processing_class": partial(tiny_writers.tokenizer)},
-        "model: LlamaForCausalLM is a 'llama' model, which has no adapter; there are qwen2, qwen3, qwen2_vl",
+        "model: LlamaForCausalLM is a 'llama' model, which is not supported; supported are qwen2, qwen3, qwen2_vl",
     ),
     "a tokenizer of a pipeline": (
         {"processing_class": partial(tiny_writers.tokenizer)},
         "processing_class: it belongs to a loaded language model; omit it",
     ),
-    "a pipeline of another family": ({"model": partial(another_pipeline)}, "model: DDPMPipeline has no adapter; there are Flux"),
+    "a pipeline of another family": ({"model": partial(another_pipeline)}, "model: DDPMPipeline is not supported;"),
     "a pipeline of a dtype that cannot train": (
         {"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to(torch.float64))},
         "model.transformer: weights of the dtype float64 cannot be trained; load the model in float32, bfloat16, float16",
@@ -217,13 +217,13 @@ def outside(images: list[Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (unknown, "reward function unknown asks for 'caption', which the data set does not have; its columns are level"),
+        (unknown, "reward function unknown has the argument 'caption', but the data set has no such column; its columns are level"),
         (short, "reward function short returned 1 scores for 2 images; return one per image"),
         (nothing, "reward function nothing returned NoneType; return a list of floats, one per image"),
         (words, "reward function words returned 'good' as a score; return a number, or None"),
         (infinite, "reward function infinite returned inf; return a finite number, or None"),
         (mapping, "reward function mapping returned dict; return a list of floats"),
-        (outside, "column 'outside' gave 2.0, outside its declared range 0.0 to 1.0"),
+        (outside, "column 'outside' is 2.0, outside its declared range 0.0 to 1.0"),
     ],
 )
 def test_a_reward_function_that_is_wrong(function: Any, message: str) -> None:
@@ -270,10 +270,10 @@ def test_a_section_that_is_wrong_says_so_in_the_words_of_a_recipe(make: Callable
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"images": [Image.new("P", (4, 4))]}, "images[0]: an image of mode P; rewards read RGB: give image.convert('RGB')"),
-        ({"images": [Image.new("RGB", (4, 4)), torch.zeros(3, 4, 4)]}, "images[1]: a Tensor; give PIL images"),
-        ({"images": [Image.new("RGB", (4, 4))], "sources": [Image.new("RGBA", (4, 4))]}, "sources[0]: an image of mode RGBA"),
-        ({"images": [Image.new("RGB", (4, 4))], "prompts": ["a", "b"]}, "prompts: 2 for 1 images; give one per image"),
+        ({"images": [Image.new("P", (4, 4))]}, "images[0] has mode P, but rewards read RGB images; give image.convert('RGB')"),
+        ({"images": [Image.new("RGB", (4, 4)), torch.zeros(3, 4, 4)]}, "images[1] is of type Tensor; give PIL images"),
+        ({"images": [Image.new("RGB", (4, 4))], "sources": [Image.new("RGBA", (4, 4))]}, "sources[0] has mode RGBA"),
+        ({"images": [Image.new("RGB", (4, 4))], "prompts": ["a", "b"]}, "prompts has length 2, but there are 1 images; give"),
     ],
 )
 def test_images_that_a_reward_cannot_read(given: dict[str, Any], message: str) -> None:

@@ -79,8 +79,8 @@ def test_sampling_keeps_the_lora_that_was_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": []}, "0 prompts, group_size 8: give at least one of each"),
-        ({"group_size": 0}, "1 prompts, group_size 0: give at least one of each"),
+        ({"prompts": []}, "0 prompts, group_size 8: give at least one prompt"),
+        ({"group_size": 0}, "1 prompts, group_size 0: give at least one prompt"),
         ({"images": []}, "images: 0 for 1 prompts; give one source image for each"),
         ({"num_steps": 1}, "rollout.num_steps: 1 leaves no step to train besides the last"),
         ({"size": "big"}, r"size: 'big'; give \(height, width\)"),
@@ -144,7 +144,7 @@ def test_a_run_of_a_writer(tmp_path: Path) -> None:
     (output,) = again.policy.generate(["blue"])
     assert isinstance(output.text, str)
     assert again.policy.sample(["blue"])[0].size == (32, 32)
-    with pytest.raises(ValueError, match="its policy is a language model"):
+    with pytest.raises(ValueError, match="the policy of this run is a language model"):
         again.pipeline()
 
 
@@ -161,7 +161,7 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
     assert "compressibility/compressibility" in remote.columns
     remote.close()
     port = int(server.url.rpartition(":")[2])
-    with pytest.raises(ValueError, match="give another one, or 0 for a free one"):
+    with pytest.raises(ValueError, match="give another port, or 0 for a free one"):
         retouch.serve(redness, port=port)
 
 

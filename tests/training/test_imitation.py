@@ -162,7 +162,7 @@ def test_recipes_of_images_and_of_tokens(kind):
     images, tokens = 'objective={"kind":"awm"}', 'objective={"kind":"policy_gradient","surrogate":"reinforce"}'
     load("recipes/quickstart.jsonnet", [advantage, images])
     load("recipes/playground/writer-blind.jsonnet", [advantage, tokens])
-    with pytest.raises(ValueError, match=r"objective.kind: awm learns velocities, and a policy of tokens has none"):
+    with pytest.raises(ValueError, match=r"objective.kind: awm trains velocities, and a policy that writes tokens has none"):
         load("recipes/playground/writer-blind.jsonnet", [advantage, images])
 
 

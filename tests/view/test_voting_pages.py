@@ -138,7 +138,7 @@ def test_an_answer_counts_once_and_can_be_taken_back(write_samples, client, runs
     assert question(client)["done"] == 0
     for voter in ("ann", "bob"):
         reply = client.post("/api/undo-vote", json={**STEPS, "voter": voter}, headers=ORIGIN)
-        assert (reply.status_code, reply.json()["error"]) == (409, "there is no vote of yours to take back")
+        assert (reply.status_code, reply.json()["error"]) == (409, "you have no vote to undo")
 
 
 def test_two_runs_are_compared_and_equal_images_are_not_shown(write_samples, client, runs: Path) -> None:

@@ -1,6 +1,6 @@
-"""A run's parts, built from its recipe: everything that the session drives.
+"""Builds the parts of a run from its recipe, for the session that runs it.
 
-What only some recipes need (sharding, a value head, a renderer's wrappers, LoRA files) is imported where it is built.
+Modules that only some recipes need (sharding, a value head, a renderer's wrappers, LoRA files) are imported where they are used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,9 +53,11 @@ _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyParts:
-    """What acts and makes images. ``placement``: the devices of the parts. ``model``: what trains. ``image_model``: what makes
-    images, the same except for writers of text. ``copies``: weights kept besides the current ones. ``head``: the value head that
-    trains with the policy, if there is one.
+    """The models of a run: they sample and make images.
+
+    ``placement``: the devices of the parts. ``model``: the model that is trained. ``image_model``: the model that makes images; the
+    same as ``model``, except for policies that write text. ``copies``: weight copies besides the current weights. ``head``: the
+    value head that is trained with the policy, if there is one.
     """
 
     recipe: Recipe
@@ -75,10 +77,10 @@ class PolicyParts:
         engine: Engine | DenoisingEngine | None = None,
         first_gradient_step: FirstGradientStep | None = None,
     ) -> "DenoisingPolicy | AutoregressivePolicy":
-        """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
+        """Build a policy that samples as ``rollout`` says. All policies of a run share their weights.
 
-        ``engine``: what samples the completions or the chains of a rollout; None is the policy. ``first_gradient_step``: of the
-        objective, if its loss continues denoising chains.
+        ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
+        None: the policy's own model. ``first_gradient_step``: from the objective, if its loss continues denoising chains.
         """
         context = PolicyContext(
             copies=self.copies,
@@ -100,7 +102,7 @@ class PolicyParts:
         return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
 
     def renderer(self, *, num_steps: int | None = None) -> Renderer:
-        """The renderer of a trajectory. ``num_steps``: denoising steps of an image of a completion; None: as in the recipe."""
+        """Build the renderer of trajectories. ``num_steps``: denoising steps for the image of a completion; None: the recipe's."""
         if isinstance(self.model, DenoisingModel):
             return LatentRenderer(self.model)
         assert self.recipe.renderer is not None, "the recipe's checks ensure it"
@@ -118,7 +120,7 @@ class PolicyParts:
         return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
 
     def users_renderer(self) -> Renderer:
-        """The renderer for the policy's ``sample``: if the policy encodes responses, it does so with its averaged weights too."""
+        """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
         renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
         if section is not None and section.policy_encodes and "average" in self.copies.copies:
             from retouch.renderers.wrappers import RendererInContext
@@ -129,7 +131,7 @@ class PolicyParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly(PolicyParts):
-    """The parts of a run. ``plan``: each phase with the steps of the run that it takes. ``engines``: by their sections."""
+    """The parts of a run. ``plan``: each phase with its range of the run's steps. ``engines``: the engines by recipe section."""
 
     judge: RewardScorer
     sets: Sequence[DataSets]
@@ -139,11 +141,11 @@ class Assembly(PolicyParts):
 
     @property
     def steps(self) -> int:
-        """Number of steps of the whole run."""
+        """The number of steps of the run."""
         return self.plan[-1][1].stop
 
     def stepper(self) -> Stepper:
-        """A new stepper over the trained weights; a single rank never shards them."""
+        """Build a new stepper over the trained weights. A single rank never shards the weights."""
         options = self.recipe.optimizer.options
         sharding = self.recipe.sharding if self.ranks.world > 1 else None
         kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
@@ -159,7 +161,7 @@ class Assembly(PolicyParts):
         )
 
     def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
-        """The arguments of the training loop for a phase."""
+        """Return the arguments of the training loop for the phase with this index."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
         policy = self.policy(
@@ -196,13 +198,16 @@ class Assembly(PolicyParts):
         return run, phase
 
     def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:
-        """The preflight of every phase that is not finished after ``done`` steps. Asks no judge and restores every bit."""
+        """Run the preflight of each phase that is not finished after ``done`` steps. It calls no judge and restores every bit."""
         build = partial(self.phase, stepper=stepper, judge=judge)
         return trial_steps([steps for _, steps in self.plan], build, done=done, named=self.recipe.phases is not None)
 
     def begin(self, index: int) -> None:
-        """At a phase's first step: NFT's old policy starts as the current one, and the reference is what a supervised phase before
-        made of it, since a pull to what was before a warm-up would undo it. A frozen encoder's weights stay those of the start.
+        """Reset weight copies at the first step of a phase.
+
+        ``old`` (the old policy of DiffusionNFT) is set to the current weights. After a supervised warm-up phase, ``reference`` is
+        set to the current weights too, because a KL to the weights before the warm-up would undo it. The weights of a frozen
+        encoder stay those of the run's start.
         """
         if "old" in self.plan[index][0].objective.weight_copies:
             self.copies.snapshot("old")
@@ -212,7 +217,7 @@ class Assembly(PolicyParts):
             self.copies.snapshot("reference")
 
     def evaluator(self, judge: BatchScorer) -> "Evaluator":
-        """Held-out evaluation of the run."""
+        """Build the held-out evaluation of the run."""
         from retouch.training.evaluation import Evaluator
 
         return Evaluator(
@@ -229,7 +234,7 @@ class Assembly(PolicyParts):
         )
 
     def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
-        """The engine of the rollout; phases with the same engine share one."""
+        """Return the engine of the rollout. Phases with the same engine section share one engine."""
         section = rollout.engine or (CachedEngine() if isinstance(rollout, TokenRollout) else None)
         if section is None:
             return None
@@ -253,7 +258,7 @@ class Assembly(PolicyParts):
         return self.engines[section]
 
     def close_engines(self) -> None:
-        """Remove what the engines keep outside the process, such as adapters in a server."""
+        """Remove what the engines keep outside of this process, such as adapters in a server."""
         for engine in self.engines.values():
             if isinstance(engine, ClosableEngine):
                 engine.close()
@@ -261,16 +266,16 @@ class Assembly(PolicyParts):
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema
         if ema is not None and taken % ema.every == 0:
-            # Warm-up of the average, as in diffusers' EMAModel: an average of few steps must not be mostly the start.
+            # Warm-up of the decay, as in diffusers' EMAModel: after few steps, the initial weights must not dominate the average.
             self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
 def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trains: bool = True) -> Assembly:
-    """Build a run's parts. The reward's answers are cached in the ``ledger``, if there is one. ``trains``: False if the policy is
-    only evaluated or used.
+    """Build a run's parts.
 
-    ValueError, before any weight of a policy is loaded, where the ranks cannot share a step, the data are bad, or the judge is
-    another one than the ledger knows.
+    ``ledger``: caches the answers of judges; None: no cache. ``trains``: False if the policy is only evaluated or used. Raises
+    ValueError, before any weight of a policy is loaded, if the rows of a step cannot be divided among the ranks, the data are
+    invalid, or the judge differs from the judge in the ledger.
     """
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
@@ -295,9 +300,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
 
 
 def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: RewardScorer, sets: Sequence[DataSets]) -> Assembly:
-    """Build the model, its weight copies and the value head, and put a run's parts together.
+    """Build the model, its weight copies and the value head, and combine them with the other parts of the run.
 
-    ``sets``: the tasks of each phase. Raises ValueError if the weights are not those that the recipe needs.
+    ``sets``: the tasks of each phase. Raises ValueError if the loaded weights are not the weights that the recipe needs.
     """
     phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
@@ -314,7 +319,7 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
 
 
 def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
-    """Build what acts and makes images, without data and judge. Weights that the policy and the image model share are held once."""
+    """Build the models of a run, without data and judge. Weights that the policy and the image model share are loaded once."""
     placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
     model: DenoisingModel | AutoregressiveModel
     image_model: DenoisingModel | AutoregressiveModel
@@ -342,7 +347,7 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         copies = ShardedCopies(model.module, ranks)
     names = copies_needed(recipe)
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
-        names |= {"reference"} if image_model is not model else set()  # of a frozen encoder that shares the policy's base weights
+        names |= {"reference"} if image_model is not model else set()  # for a frozen encoder that shares the policy's base weights
     for name in sorted(names):
         if name == "reference" and policy.train.reference_is_base:
             copies.snapshot_without_adapter(name)

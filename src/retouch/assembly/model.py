@@ -1,4 +1,4 @@
-"""What plans of memory read from a recipe's policy: the types of its weights, and its layers with adapters."""
+"""Properties of a recipe's policy that memory plans need: the dtypes of its weights, and the layers that get adapters."""
 
 from collections.abc import Sequence
 
@@ -10,6 +10,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def lora_targets(policy: DenoisingPolicyKeys | AutoregressivePolicyKeys) -> Sequence[str]:
-    """The linear layers that get an adapter, as endings of their paths. Raises ValueError if nothing names them."""
+    """Return the linear layers that get an adapter, as suffixes of their paths. Raises ValueError if no layers are given."""
     assert policy.train.lora is not None
     return policy.train.lora.layers(policy.model.lora_targets)

@@ -1,4 +1,4 @@
-"""The phases of a run, from its recipe: the tasks and the steps of each, and its objective."""
+"""Builds the phases of a run from its recipe: the tasks, the steps and the objective of each phase."""
 
 import sys
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from retouch.types import Batch, Task
 def sets_of(
     recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None, trains: bool = True
 ) -> list[DataSets]:
-    """The tasks of each phase, as ``build_sets`` makes them. Data that several phases share are read once."""
+    """Return the tasks of each phase, built by ``build_sets``. Data that several phases share are read once."""
     read: list[tuple[DataSource, DataSets]] = []
     for phase in phases:
         if all(phase.data != data for data, _ in read):
@@ -40,10 +40,10 @@ def sets_of(
 
 
 def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None, trains: bool = True) -> DataSets:
-    """The tasks of a data source and the held-out tasks of the run. ``size``: (height, width) in px that the model works at, if
-    fixed. ``trains``: False if the policy is only evaluated or used.
+    """Build the training tasks of a data source and the held-out tasks of the run.
 
-    Raises ValueError if rows are unusable, if no task is left, or if a known test set would be trained on.
+    ``size``: the (height, width) in px that the model works at, if fixed. ``trains``: False if the policy is only evaluated or
+    used. Raises ValueError if rows are unusable, if no task is left, or if a known test set would be trained on.
     """
     given = recipe.eval
     return data.build(
@@ -61,7 +61,7 @@ def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None
 
 
 def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[range]:
-    """The steps of the run that each phase takes."""
+    """Return the range of the run's steps that each phase takes."""
     steps: list[range] = []
     for phase, data in zip(phases, sets, strict=True):
         length = phase.steps
@@ -76,8 +76,8 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
 
 
 def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
-    """What the image model takes (a writer of prompts needs no images), the text that the reward reads, and the pairs that an
-    objective learns from ``data``."""
+    """Return what the rows of ``data`` must contain: the images that the image model takes (any number if the renderer uses none),
+    the text that the reward reads, and the pairs that an objective learns from."""
     model = recipe.image_model
     takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
     return RowRequirements(
@@ -100,7 +100,7 @@ def build_phase(
     ranks: Ranks,
     reward_range: tuple[float, float],
 ) -> Phase:
-    """The phase over ``tasks``, taking ``steps`` of the run. ``reward_range``: smallest and largest possible reward."""
+    """Build the phase that trains on ``tasks`` in ``steps`` of the run. ``reward_range``: the smallest and largest reward."""
     order = [
         row
         for rank in range(ranks.world)
@@ -160,7 +160,7 @@ def build_phase(
 
 
 def copies_needed(recipe: Recipe) -> set[str]:
-    """Weights to keep besides the current ones, over all phases."""
+    """Return the names of the weight copies that the phases need besides the current weights."""
     needed = {"average"} if recipe.policy.ema is not None else set()
     if recipe.renderer is not None:
         needed |= recipe.renderer.weight_copies

@@ -1,4 +1,4 @@
-"""The state of a run in a checkpoint: what is captured, and how it is restored."""
+"""Captures the state of a run for a checkpoint, and restores it."""
 
 from collections.abc import Mapping
 
@@ -18,13 +18,13 @@ GROUPS = ("weights", "optimizer", "copies", "random")
 
 
 def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
-    """The state from which the run continues bit for bit: weights, optimizer, copies, and each rank's global generators.
+    """Return the state from which the run continues bit for bit: weights, optimizer, copies, and each rank's global generators.
 
-    All ranks call it. Sharded tensors are gathered one at a time when they are read, so before the next step all ranks must call
-    ``checkpoint.save`` or ``checkpoint.send``.
+    All ranks must call it. Sharded tensors are gathered one at a time when they are read, so all ranks must call
+    ``checkpoint.save`` or ``checkpoint.send`` before the next step.
 
-    Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state. Streams store their place,
-    which only saves reading their rows from the start.
+    Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state. Data streams store their
+    position, which only avoids reading their rows from the start.
     """
     found: tuple[Mapping[str, Tensor], ...] = (
         gathered_state(parts.copies.parameters, parts.ranks),
@@ -44,7 +44,7 @@ def restore_weights(copies: WeightCopies, state: TrainState) -> None:
     """Restore the trained weights and their copies. Raises ValueError if the checkpoint contains other weights."""
     trained = copies.parameters
     if trained.keys() != state.tensors["weights"].keys():
-        raise ValueError(f"the checkpoint of step {state.step} holds other weights than the recipe trains")
+        raise ValueError(f"the checkpoint of step {state.step} has other weights than the recipe trains")
     for name, parameter in trained.items():
         fill_shards(parameter, state.tensors["weights"][name])
     copies.load(state.tensors["copies"])
@@ -62,7 +62,7 @@ def restore(parts: Assembly, state: TrainState, stepper: Stepper) -> None:
 
 
 def _generators(ranks: Ranks) -> dict[str, Tensor]:
-    """The state of every rank's global generators, those of ranks after the first under ``<rank>/<name>``."""
+    """Return the states of the global generators of all ranks; for ranks after the first, under ``<rank>/<name>``."""
     found = {}
     for name, mine in checkpoint.rng_state().items():
         for rank, theirs in enumerate(ranks.gather(mine[None])):
@@ -71,7 +71,7 @@ def _generators(ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _set_generators(ranks: Ranks, state: Mapping[str, Tensor]) -> None:
-    """Restore this rank's generators; a rank that the checkpoint does not contain keeps its present ones."""
+    """Restore this rank's generators. A rank that is not in the checkpoint keeps its current states."""
     mine = f"{ranks.rank}/" if ranks.rank else ""
     own = {
         name.removeprefix(mine): tensor for name, tensor in state.items() if name.startswith(mine) and ("/" in name) == bool(mine)

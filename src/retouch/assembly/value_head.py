@@ -1,4 +1,4 @@
-"""The recipe's value head, built with the width of its inputs."""
+"""Builds the recipe's value head for the states of a model, and plans its memory."""
 
 from collections.abc import Sequence
 
@@ -15,14 +15,14 @@ from retouch.types import Task
 
 HEAD_ROW = "value head"
 SAMPLED = 32
-"""Number of tasks from which the normalisation of a head's inputs is computed."""
+"""Number of tasks from which the normalisation of the head's inputs is computed."""
 
 
 @torch.no_grad()
 def build_head(
     section: ValueHead, model: DenoisingModel | AutoregressiveModel, *, tasks: Sequence[Task], seed: int
 ) -> LatentValues | TokenValues:
-    """A value head for the model's states. ``tasks``: training tasks, of which the first are encoded; the same on every rank."""
+    """Build a value head for the model's states. ``tasks``: training tasks, the same on every rank; the first ones are encoded."""
     device = compute_device(model.module)
     if not isinstance(model, DenoisingModel):
         states, _ = model.prefill(model.module, model.encode([tasks[0]]))
@@ -34,9 +34,9 @@ def build_head(
 
 
 def with_head(plan: MemoryPlan, recipe: Recipe, features: int) -> MemoryPlan:
-    """The plan with a row for the value head, where the recipe has one: its weights, gradients and AdamW's moments, all in fp32.
+    """Add a row for the value head to the plan, if the recipe has one: weights, gradients and AdamW's moments, all in fp32.
 
-    ``features``: numbers that the head reads of a state.
+    ``features``: the number of values that the head reads from a state.
     """
     if recipe.advantage.value_head is None:
         return plan
@@ -46,5 +46,5 @@ def with_head(plan: MemoryPlan, recipe: Recipe, features: int) -> MemoryPlan:
 
 
 def saved_of_head(plan: MemoryPlan) -> int:
-    """Bytes of a checkpoint that are the head's: all but its gradients."""
+    """Return the bytes of the value head in a checkpoint: its row in the plan without the gradients."""
     return sum(row.bytes for row in plan.rows if row.name == HEAD_ROW) * 3 // 4

@@ -1,8 +1,8 @@
-"""Published benchmarks: makes the images of a suite with any model, scores them, and reports means with 95 % intervals.
+"""Published benchmarks: generates the images of a suite with any model, scores them, and reports means with 95 % intervals.
 
-``suite.py`` has the base class of all suites, ``kinds.py`` the table of their names, and ``suites`` one file for each of them. May
-import ``inference``, ``report`` and every package below; suites import no torch at module level, because a command that only lists
-them must start fast.
+``suite.py`` contains the base class of all suites, ``kinds.py`` the table of their names, and ``suites`` the suites. May import
+``inference``, ``report`` and every package below; suites import no torch at module level, because a command that only lists them
+must start fast.
 """
 
 from importlib import import_module

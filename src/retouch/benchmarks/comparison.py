@@ -1,4 +1,4 @@
-"""Compares two results of a suite: paired differences with intervals, and a page of the images where they differ most."""
+"""Compares two results of a suite: paired differences with intervals, and a page of the items that differ most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCORES = "scores"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """``about``: the differences B - A as JSON. ``page``: the HTML page."""
+    """The comparison of results A and B. ``about``: the differences B - A, as JSON. ``page``: the path of the HTML page."""
 
     about: Mapping[str, Any]
     page: Path
@@ -45,11 +45,13 @@ class Comparison:
 def compare(
     first: str | Path, second: str | Path, *, name: str | None = None, out: str | Path | None = None, top: int = 24
 ) -> Comparison:
-    """Compare two results of one suite with the same scorer; B - A for every column, over the items that both scored.
+    """Compare two results of one suite with the same scorer: B - A of every column, over the items that have a score in both.
 
-    ``first`` and ``second``: their ``--out`` folders, or folders of scores in them. ``name``: which scores, if there are several.
-    ``out``: folder of the page, by default that of B's scores. ``top``: items on the page, those that differ most in the headline.
-    Raises ValueError if a result is not there, or they are of another suite, options, judge or seed of items.
+    ``first`` (A) and ``second`` (B): the ``--out`` folders of the results, or folders of scores in them. ``name``: which scores to
+    compare, if a folder has several. ``out``: folder for the page; the default is the folder of the scores of B. ``top``: the
+    number of items on the page; those that differ most in the headline are chosen.
+
+    Raises ValueError if a result is missing, the suite, its options, the judge or the headline differ, or no item is in both.
     """
     a, b = (BenchmarkResult.read(_scores(Path(each), name)) for each in (first, second))
     for key in ("suite", "judge", "headline"):
@@ -86,7 +88,7 @@ def compare(
 def compared(
     suite: Suite, a: BenchmarkResult, b: BenchmarkResult
 ) -> tuple[list[SuiteItem], dict[str, dict[str, Any]], list[dict[str, Float[ndarray, " n"]]]]:
-    """The items that both results have, the ``differences`` over them, and the values of each side by column."""
+    """Return the items that both results have, the ``differences`` over them, and the values of A and of B by column."""
     items = _common_items(a, b)
     if not items:
         raise ValueError(f"{a.folder} and {b.folder} have no item in common")
@@ -100,9 +102,9 @@ def differences(
     a: Mapping[str, Float[ndarray, " n"]],
     b: Mapping[str, Float[ndarray, " n"]],
 ) -> dict[str, dict[str, Any]]:
-    """For each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
+    """Return for each column ``a``, ``b``, ``difference`` with its interval, ``differs`` (the interval excludes 0) and ``n``.
 
-    Both results are aggregated over the same resamples of items, and items that one of them has no score of count in neither.
+    Both results are aggregated over the same resamples of items. An item without a score in one result is left out of both.
     """
     both = {name: np.where(np.isnan(a[name]) | np.isnan(b[name]), np.nan, 0.0) for name in a}
     sides = [{name: side[name] + both[name] for name in a} for side in (a, b)]
@@ -127,7 +129,7 @@ def differences(
 
 
 def _common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
-    """The items of both results, in A's order."""
+    """Return the items that both results have, in the order of A."""
     others = {item.id for item in b.items}
     return [item for item in a.items if item.id in others]
 
@@ -138,7 +140,7 @@ def _of(items: Sequence[SuiteItem], result: BenchmarkResult) -> list[Any]:
 
 
 def _scores(folder: Path, name: str | None) -> Path:
-    """The folder of one scorer's result."""
+    """Find the folder with the result of one scorer. Raises ValueError if there is none, or several and no ``name``."""
     if name is None and (folder / RESULT).is_file():
         return folder
     found = sorted(path.parent for path in (folder / SCORES).glob(f"{name or '*'}/{RESULT}"))

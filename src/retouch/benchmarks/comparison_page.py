@@ -1,4 +1,4 @@
-"""The HTML page of a comparison: the differences, and the items where two results differ most, in the style of reports."""
+"""The HTML page of a comparison: the differences, and the items where two results differ most, in the style of the reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def write_page(
     items: Sequence[SuiteItem],
     top: int,
 ) -> None:
-    """Write the page of a comparison, with the ``top`` items that differ most in the headline."""
+    """Write the page of a comparison, with the ``top`` items that differ most in the headline (or the first column, if the headline
+    is only an aggregate)."""
     column = about["headline"] if about["headline"] in values[0] else next(iter(values[0]))
     change = values[1][column] - values[0][column]
     order = np.argsort(-np.abs(np.nan_to_num(change, nan=0.0)), kind="stable")[:top]
@@ -76,7 +77,7 @@ def _table(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Html:
 
 
 class _Sources:
-    """The source images of items, if the suite's data are where they were. They are written to ``folder``."""
+    """Loads the source images of items, if the data of the suite still exist, and writes them to ``folder``."""
 
     def __init__(self, suite: Suite, data: str | None, folder: Path) -> None:
         self._suite, self._folder = suite, folder
@@ -85,7 +86,7 @@ class _Sources:
             try:
                 self._items = {item.id: item for item in suite.items(None if data is None else Path(data))[0]}
             except ValueError as error:
-                log.warning("the page has no source images: %s", error)
+                log.warning("the comparison page has no source images: %s", error)
 
     def __call__(self, row: ImageRow) -> Path | None:
         if row.item not in self._items:

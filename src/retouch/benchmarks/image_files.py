@@ -1,4 +1,4 @@
-"""The image files of a benchmark: how they are named, in our folders and in those of others."""
+"""The image files of a benchmark, and how they are named in our folders and in folders made by other programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImagePlace:
-    """One image of a suite. ``number``: of the item in the whole suite. ``sample``: which image of the item. ``turn``: from 0."""
+    """Identifies one image of a suite. ``number``: index of the item in the whole suite. ``sample``: index of the image among those
+    of the item. ``turn``: from 0."""
 
     item: SuiteItem
     number: int
@@ -29,12 +30,12 @@ class ImagePlace:
 
     @property
     def slot(self) -> int:
-        """The key of its noise among the images of the item."""
+        """The index of the image among all images of the item, which is the key of its noise."""
         return self.sample * self.item.turns + self.turn
 
 
 def places_of(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[ImagePlace]:
-    """The images of numbered items, turn after turn."""
+    """Return the places of all images of the numbered items, sorted by turn."""
     return [
         ImagePlace(item, number, sample, turn)
         for turn in range(max((item.turns for _, item in items), default=0))
@@ -47,9 +48,10 @@ def places_of(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[Image
 class ImageFolder:
     """A folder with one file for each image, named by the item's id: ``ID.png``.
 
-    With several images of an item ``ID-0.png``, ``ID-1.png`` and so on; later turns add ``-turn2``, ``-turn3``. Characters that
-    file names cannot have are percent-encoded (``/`` is ``%2F``). Others' folders may also hold ``.jpg`` and ``.webp`` files, and
-    files in subfolders if the id has slashes.
+    If items have several images, they are ``ID-0.png``, ``ID-1.png`` and so on; later turns add ``-turn2``, ``-turn3``. Characters
+    that file names cannot contain are percent-encoded (``/`` is ``%2F``); a longer name than 180 characters is replaced by its
+    SHA-256. Folders of other programs may also contain ``.jpg``, ``.jpeg`` and ``.webp`` files, and subfolders if the id contains
+    slashes.
     """
 
     def __init__(self, root: Path, *, suite: Suite) -> None:
@@ -57,24 +59,24 @@ class ImageFolder:
         self._several = suite.images_per_item > 1
 
     def path(self, place: ImagePlace) -> Path:
-        """Where the image is written."""
+        """Return the path to which the image is written."""
         return self.root / f"{_file_name(place.item.id)}{self._ending(place)}.png"
 
     def find(self, place: ImagePlace) -> Path | None:
-        """The image's file; None if there is none."""
+        """Return the path of the existing image; None if there is none."""
         stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
         paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in _SUFFIXES)
         return next((path for path in paths if path.is_file()), None)
 
     def read(self, place: ImagePlace) -> Image:
-        """The image. Raises ValueError if there is none, or it cannot be read."""
+        """Load the image. Raises ValueError if there is none, or it cannot be read."""
         path = self.find(place)
         if path is None:
             raise ValueError(f"no image {self.path(place).name} in {self.root}")
         return load_image(path)
 
     def write(self, place: ImagePlace, image: Image) -> None:
-        """Write the image: a process that is killed leaves a whole file or none."""
+        """Write the image atomically: a process that is killed leaves a complete file or none."""
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         path = self.path(place)
@@ -93,5 +95,5 @@ def _file_name(identity: str) -> str:
 
 
 def _is_plain(identity: str) -> bool:
-    """Whether the id is a relative path that stays in its folder."""
+    """Whether the id is a relative path that does not leave the folder."""
     return "\0" not in identity and not Path(identity).is_absolute() and ".." not in Path(identity).parts

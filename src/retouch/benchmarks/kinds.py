@@ -1,6 +1,6 @@
 """All suites by name.
 
-A package of yours adds one by an entry point ``suite.NAME`` of the group ``retouch.plugins``; its class derives from
+Your own package can add a suite with an entry point ``suite.NAME`` in the group ``retouch.plugins``; its class derives from
 ``retouch.benchmarks.suite.Suite``.
 """
 
@@ -39,12 +39,12 @@ SUITES = Kinds(
 
 
 def all_suites() -> list[type[Suite]]:
-    """The classes of all suites."""
+    """Return the classes of all suites."""
     return [found for kind in SUITES if (found := SUITES.load(kind)) is not None and issubclass(found, Suite)]
 
 
 def find_suite(name: str, options: Mapping[str, Any] | None = None) -> Suite:
-    """The suite of this name, with the given ``options``, which are its fields.
+    """Create the suite with this name. ``options``: values of its fields.
 
     Raises ValueError for an unknown name, or an option that the suite does not have.
     """

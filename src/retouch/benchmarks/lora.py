@@ -1,8 +1,9 @@
-"""Loads trained weights into a pipeline of diffusers: a LoRA in any format that diffusers or PEFT reads, or whole weights.
+"""Loads trained weights into a diffusers pipeline: a LoRA in any format that diffusers or PEFT reads, or full weights.
 
-diffusers warns about layers of a file that it cannot place, and goes on without them. Here they are an error. To find them, a copy
-of the file is loaded first, in which every layer has a number in place of its weights. The numbers that are then in the model are
-those of the layers that diffusers has converted and placed, in whatever format the file is.
+diffusers only warns about layers of a file that do not match the model, and continues without them. Here they are an error. To find
+them, a copy of the file is loaded first, in which all weights of a layer are replaced by a number that identifies the layer. The
+numbers that are then found in the model belong to the layers that diffusers has converted and loaded, whatever the format of the
+file.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ def load_lora(pipeline: Any, path: str | Path) -> None:
     """Load the weights at ``path`` into the pipeline.
 
     A file, or a folder with ``pytorch_lora_weights.safetensors``, is loaded by ``load_lora_weights`` of diffusers, which also reads
-    the keys of kohya's scripts and of ComfyUI. A folder with only ``adapter_model.safetensors`` is loaded by PEFT. A folder
-    ``transformer`` (what `retouch export` writes of a run that trained all weights) replaces the pipeline's transformer.
+    the keys of kohya's scripts and of ComfyUI. A folder with only ``adapter_model.safetensors`` is loaded by PEFT. A folder with
+    a subfolder ``transformer`` (which `retouch export` writes for a run that trained all weights) replaces the transformer of the
+    pipeline.
 
-    Raises ValueError if nothing of this is there, or if a layer in the file is none of the pipeline's; the message names it.
+    Raises ValueError if there is nothing of this kind, or if the pipeline lacks a layer of the file; the message names the layer.
     """
     place = Path(path)
     file = place if place.is_file() else place / _DIFFUSERS
@@ -49,13 +51,13 @@ def load_lora(pipeline: Any, path: str | Path) -> None:
         new = type(old).from_pretrained(place / "transformer", torch_dtype=old.dtype).to(old.device)
         pipeline.register_modules(transformer=new)
     elif place.exists():
-        raise ValueError(f"--lora {path}: no {_DIFFUSERS}, no {_PEFT} and no folder transformer there; name the file")
+        raise ValueError(f"--lora {path}: no {_DIFFUSERS}, no {_PEFT} and no folder transformer in it; give the path of the file")
     else:
         raise ValueError(f"--lora {path}: no such file or folder")
 
 
 def lora_digest(path: str | Path) -> dict[str, Json]:
-    """The name of the weights, and a hash of their files, so that a changed file is noticed."""
+    """Return the path of the weights and the SHA-256 of their files, so that a changed file is detected."""
     place = Path(path)
     files = [place] if place.is_file() else sorted(place.rglob("*.safetensors"))
     digest = hashlib.sha256()
@@ -65,7 +67,7 @@ def lora_digest(path: str | Path) -> dict[str, Json]:
 
 
 def _require_placed(pipeline: Any, file: Path, path: str | Path) -> None:
-    """Raise ValueError if diffusers leaves out a layer of the file, or cannot read it."""
+    """Raise ValueError if diffusers cannot read the file, or does not load all of its layers."""
     numbers, numbered = _numbered(file, path)
     try:
         pipeline.load_lora_weights(numbered, adapter_name=_NUMBERS)
@@ -80,11 +82,11 @@ def _require_placed(pipeline: Any, file: Path, path: str | Path) -> None:
 
 
 def _numbered(file: Path, path: str | Path) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """The number of each layer in the file, and its content with that number in place of every weight."""
+    """Return the number of each layer, and the tensors of the file with all weights replaced by the number of their layer."""
     shapes: dict[str, list[int]] = {}
     try:
         with safe_open(file, framework="pt") as content:
-            for key in content.keys():  # noqa: SIM118, it is no mapping
+            for key in content.keys():  # noqa: SIM118, it is not a mapping
                 shapes[key] = content.get_slice(key).get_shape()
     except (SafetensorError, OSError) as error:
         raise ValueError(f"--lora {path}: not a safetensors file: {error}") from error
@@ -100,17 +102,17 @@ def _numbered(file: Path, path: str | Path) -> tuple[dict[str, float], dict[str,
 
 
 def _number(index: int) -> float:
-    """A number for each index below 3000 or so, which is exact in float16 and bfloat16."""
+    """Return a different number for each index below about 3000, which is exact in float16 and bfloat16."""
     return math.ldexp(1 + (index % 128) / 128, index // 128 - 8)
 
 
 def _layer(key: str) -> str:
-    """The layer that a key belongs to: ``a.to_q`` of ``a.to_q.lora_down.weight``. Any other key is a layer of its own."""
+    """Return the layer of a key: ``a.to_q`` for ``a.to_q.lora_down.weight``. A key in another format counts as a layer itself."""
     return _PARTS.split(key)[0]
 
 
 def _values_in(pipeline: Any) -> set[float]:
-    """The values of the weights of the numbered LoRA, in all parts of the pipeline."""
+    """Return all values in the weights of the numbered LoRA, over all parts of the pipeline."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
@@ -125,11 +127,11 @@ def _values_in(pipeline: Any) -> set[float]:
 
 
 def _load_peft(pipeline: Any, place: Path, path: str | Path) -> None:
-    """Put PEFT's layers into the transformer. Raise ValueError if one of the file is none of them."""
+    """Insert the PEFT layers into the transformer. Raises ValueError if the transformer lacks a layer of the file."""
     from peft import PeftModel, get_peft_model_state_dict
 
     try:
-        model = PeftModel.from_pretrained(pipeline.transformer, place)  # puts its layers into the transformer itself
+        model = PeftModel.from_pretrained(pipeline.transformer, place)  # inserts the layers into pipeline.transformer in place
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"--lora {path}: PEFT cannot load it into {type(pipeline).__name__}: {error}") from error
     placed = get_peft_model_state_dict(model)
@@ -140,12 +142,12 @@ def _load_peft(pipeline: Any, place: Path, path: str | Path) -> None:
 
 
 def _require_none(left: Sequence[str], of: int, pipeline: Any, path: str | Path) -> None:
-    """Raise ValueError if layers of a file are left that are none of the pipeline's."""
+    """Raise ValueError if ``left`` is not empty: the layers of a file that the pipeline does not have."""
     if not left:
         return
     count = "none of its layers is" if len(left) == of else f"{len(left)} of its {of} layers are not"
     shown = ", ".join(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
     raise ValueError(
-        f"--lora {path}: {count} in {type(pipeline).__name__}: {shown}. It is for another model, or in a format that diffusers "
-        "does not convert for this one"
+        f"--lora {path}: {count} in {type(pipeline).__name__}: {shown}. The LoRA is for another model, or in a format "
+        "that diffusers does not convert for this model"
     )

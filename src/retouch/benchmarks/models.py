@@ -1,4 +1,4 @@
-"""What makes the images of a benchmark: a run or recipe of ours, or any pipeline of diffusers, with or without a LoRA."""
+"""Generates the images of a benchmark with a run or recipe of Retouch, or any diffusers pipeline, with or without a LoRA."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAYGROUND = ("retouch.models.playground.family:PlaygroundModel", "retouch.mode
 
 
 class ImageMaker(Protocol):
-    """Makes images of tasks. ``identity``: what decides them, as JSON. ``batch``: images that are made at once."""
+    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once."""
 
     @property
     def identity(self) -> dict[str, Json]: ...
@@ -33,12 +33,12 @@ class ImageMaker(Protocol):
     def batch(self) -> int: ...
 
     def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
-        """An image for each task, in order; all places have the same slot. The noise depends on seed, item and slot only."""
+        """Yield an image for each task, in order. All places have the same slot. The noise depends only on seed, item and slot."""
         ...
 
 
 class PolicyMaker:
-    """Makes images with a policy of ours, as `retouch sample` does."""
+    """Generates images with a policy of Retouch, as `retouch sample` does."""
 
     def __init__(self, parts: Any, identity: dict[str, Json]) -> None:
         self._parts = parts
@@ -51,9 +51,9 @@ class PolicyMaker:
 
 
 class PipelineMaker:
-    """Makes images with a pipeline of diffusers, one at a time. ``call``: further arguments of each call.
+    """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call.
 
-    Raises ValueError if the pipeline cannot do what the suite asks, or has no such arguments.
+    Raises ValueError if the suite edits images and the pipeline does not, or if the pipeline has no argument of this name.
     """
 
     batch = 1
@@ -68,7 +68,7 @@ class PipelineMaker:
         if unknown:
             raise ValueError(f"--call {unknown[0]}: {kind} takes no such argument; it takes {', '.join(self._known)}")
         if suite.task == "editing" and "image" not in self._known:
-            raise ValueError(f"{suite.name} edits images, and {kind} takes none; name an editing model")
+            raise ValueError(f"{suite.name} edits images, and {kind} takes no image; name an editing model")
         if hasattr(pipeline, "set_progress_bar_config"):
             pipeline.set_progress_bar_config(disable=True)
 
@@ -84,9 +84,9 @@ class PipelineMaker:
 
 
 def open_maker(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageMaker:
-    """What makes images of ``model``: the folder of a run, a recipe, the folder or id of a pipeline, or a loaded pipeline.
+    """Open ``model``: the folder of a run, a recipe, the folder or Hub id of a pipeline, or a loaded pipeline.
 
-    Raises ValueError if there is no such model, or if it cannot do what the suite asks.
+    Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
     """
     if not isinstance(model, str | Path):
         identity: dict[str, Json] = {"model": f"a loaded {type(model).__name__}", "call": dict(call)}
@@ -98,14 +98,14 @@ def open_maker(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], 
     if is_ours(name):
         if lora is not None or call:
             raise ValueError(
-                f"{name} is a run or recipe of Retouch, which has its own weights and settings; leave --lora and --call out"
+                f"{name} is a run or recipe of Retouch, which has its own weights and settings; remove --lora and --call"
             )
         return _policy_maker(name)
     return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
 
 
 def is_ours(name: str) -> bool:
-    """Whether it is the folder of a run, or a recipe."""
+    """Whether ``name`` is the folder of a run, or a recipe."""
     from retouch.config.packaged import SUFFIXES, find
 
     if RunFolder(Path(name)).recipe.is_file() or name.endswith(SUFFIXES):
@@ -138,7 +138,7 @@ def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, An
     folder = playground_weights() if name == "playground" else fetch_weights(name)
     if not (folder / "model_index.json").is_file():
         raise ValueError(
-            f"{name} is neither a run of Retouch nor a pipeline of diffusers: it has no recipe.json and no model_index.json"
+            f"{name} is neither a run of Retouch nor a diffusers pipeline: it has no recipe.json and no model_index.json"
         )
     if (folder / "adapter.json").is_file():
         return _playground_maker(folder, {"model": name, "call": dict(call)}, lora=lora, call=call, device=device)
@@ -154,10 +154,10 @@ def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, An
 def _playground_maker(
     folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
 ) -> ImageMaker:
-    """A model of the playground, with weights that diffusers puts into its transformer.
+    """Open a playground model, with a LoRA that diffusers loads into its transformer.
 
-    Its pipeline class would resize every source to a megapixel, and these models edit images of 24 x 24 px, so the adapter of its
-    family runs it, as in the quickstart.
+    The pipeline class would resize every source image to a megapixel, but playground models edit images of 24 x 24 px. So the model
+    family runs the model, with the settings of the quickstart recipe.
     """
     import diffusers
 
@@ -171,7 +171,9 @@ def _playground_maker(
     sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
     section = next((found for found in sections if found.pipeline == kind), None)
     if section is None or call.keys() - {"num_inference_steps"}:
-        raise ValueError(f"{folder}: of a playground model, only --call num_inference_steps=N can be given, and only of its editor")
+        raise ValueError(
+            f"{folder}: a playground model must be an editor or text-to-image model, and takes only --call num_inference_steps=N"
+        )
     recipe = load("quickstart", [f"device={device}", *(f"eval.num_steps={steps}" for steps in call.values())])
     ranks = init_distributed_from_recipe(recipe)
     model = section(path=str(folder)).build(device=ranks.device)

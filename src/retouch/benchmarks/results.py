@@ -1,4 +1,4 @@
-"""The result of a benchmark: raw rows, one for each image, and the table of means with intervals."""
+"""The result of a benchmark: a row for each image, and the table of means with intervals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ALL = "all"
 class ImageRow:
     """An image of a suite and its scores.
 
-    ``turn``: from 1. ``image``: its file, empty if there is none. ``scores``: the suite's columns, NaN if missing, and
-    ``reason`` then says why. ``given``: the columns of the reward, from which the suite computed its own.
+    ``turn``: from 1. ``image``: path of the file, empty if there is none. ``scores``: the columns of the suite, NaN if missing.
+    ``reason``: why a score is missing. ``given``: the columns of the reward, from which the suite computed ``scores``.
     """
 
     item: str
@@ -41,7 +41,7 @@ class ImageRow:
 
     @classmethod
     def from_json(cls, line: Mapping[str, Any]) -> ImageRow:
-        """The inverse of ``dataclasses.asdict`` and JSON."""
+        """Create the row from a line of JSON, the inverse of ``dataclasses.asdict``."""
         scores, given = (
             {name: math.nan if value is None else float(value) for name, value in line[key].items()} for key in ("scores", "given")
         )
@@ -50,9 +50,10 @@ class ImageRow:
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkResult:
-    """``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: one for each image.
+    """The stored result of a benchmark.
 
-    ``items``: the items, without their files.
+    ``folder``: where it is stored. ``about``: what was measured, with the table, as JSON. ``rows``: a row for each image.
+    ``items``: the items, without the paths of their images.
     """
 
     folder: Path
@@ -62,19 +63,19 @@ class BenchmarkResult:
 
     @property
     def table(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        """Row name to column to ``mean``, ``low``, ``high`` (the 95 % interval; None for one cluster) and ``n``, items scored."""
+        """Row name to column to ``mean``, ``low``, ``high`` (95 % interval; None for one cluster) and ``n`` (scored items)."""
         table: Mapping[str, Mapping[str, Mapping[str, Any]]] = self.about["table"]
         return table
 
     @property
     def missing(self) -> Sequence[Mapping[str, Any]]:
-        """Images without a score, each with the reason."""
+        """The images without a score, each with the reason."""
         missing: Sequence[Mapping[str, Any]] = self.about["missing"]
         return missing
 
     @property
     def headline(self) -> float:
-        """The suite's headline number; NaN if nothing has a score."""
+        """The headline number of the suite; NaN if no item has a score."""
         mean = self.table[ALL][self.about["headline"]]["mean"]
         return math.nan if mean is None else float(mean)
 
@@ -91,9 +92,9 @@ class BenchmarkResult:
 
     @classmethod
     def read(cls, folder: Path) -> BenchmarkResult:
-        """The stored result. Raises ValueError if there is none."""
+        """Read the result in a folder. Raises ValueError if there is none."""
         if not (folder / RESULT).is_file():
-            raise ValueError(f"{folder}: no {RESULT} there; name the --out folder of a benchmark that has ended")
+            raise ValueError(f"{folder}: no {RESULT} there; give the --out folder of a benchmark that has ended")
         rows = [ImageRow.from_json(line) for line in files.read_lines(folder / ROWS)]
         items = [SuiteItem(**{**line, "later": tuple(line["later"])}) for line in files.read_lines(folder / ITEMS)]
         return cls(folder, files.read_json(folder / RESULT), rows, items)
@@ -103,7 +104,7 @@ _ITEM_KEYS = ("id", "prompt", "later", "category", "text", "cluster", "fields")
 
 
 def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: Sequence[str]) -> dict[str, Float[ndarray, " n"]]:
-    """Each column's mean over the images of an item that have a score, in the order of ``items``; NaN if none has."""
+    """Return for each column the mean over the scored images of each item, in the order of ``items``; NaN without a score."""
     numbers = {item.id: index for index, item in enumerate(items)}
     sums, counts = np.zeros((len(columns), len(items))), np.zeros((len(columns), len(items)))
     for row in rows:
@@ -116,14 +117,14 @@ def item_values(items: Sequence[SuiteItem], rows: Sequence[ImageRow], columns: S
 
 
 def scored_items(values: Mapping[str, Float[ndarray, " n"]], name: str) -> Bool[ndarray, " n"]:
-    """Which items count in a column; in one that only the aggregate has, the items with a score in any column."""
+    """Return which items have a score in a column. For a column that only the headline adds: a score in any column."""
     columns = [values[name]] if name in values else list(values.values())
     known: Bool[ndarray, " n"] = ~np.isnan(np.stack(columns)).all(axis=0)
     return known
 
 
 def make_table(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRow]) -> dict[str, dict[str, Any]]:
-    """The rows ``all``, each turn of a suite with several, and each category: the suite's aggregate of every column."""
+    """Aggregate every column over all items (row ``all``), over each turn if there are several, and over each category."""
     by_item = {item.id: item for item in items}
     columns = list(rows[0].scores) if rows else list(suite.columns)
     table = {}
@@ -166,7 +167,7 @@ def _aggregates(suite: Suite, items: Sequence[SuiteItem], rows: Sequence[ImageRo
 
 
 def missing_images(rows: Sequence[ImageRow], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The images without a score in one of these columns, and why."""
+    """Return the images without a score in one of these columns, each with the reason."""
     return [
         {"item": row.item, "sample": row.sample, "turn": row.turn, "columns": absent, "reason": row.reason}
         for row in rows
@@ -175,7 +176,7 @@ def missing_images(rows: Sequence[ImageRow], columns: Sequence[str]) -> list[dic
 
 
 def markdown(about: Mapping[str, Any]) -> str:
-    """The result as a Markdown table, with what is missing below it."""
+    """Format the result as a Markdown table, followed by the missing scores and the unusable items."""
     table = about["table"]
     columns = list(table[ALL])
     model, lora = about["model"]["model"], about["model"].get("lora")

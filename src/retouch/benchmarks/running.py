@@ -1,7 +1,8 @@
-"""A benchmark from its name to its table: make the images, score them, and write what was found.
+"""Runs a benchmark: generates the images, scores them, and writes the result.
 
-``OUT/benchmark.json`` says what the images are of, ``OUT/images`` holds them, and ``OUT/scores/NAME`` holds the rows, the table and
-the ledger of one scorer; so another judge scores the same images. Everything that is there already is not made again.
+``OUT/benchmark.json`` identifies the suite and the model, ``OUT/images`` contains the images, and ``OUT/scores/NAME`` contains the
+rows, the table and the ledger of one scorer, so that several judges can score the same images. Existing images and scores are used
+again.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Items:
-    """The items that are used, each with its number in the whole suite, and the rows of the data that cannot be.
+    """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used.
 
-    ``data``: where the data are.
+    ``data``: path of the data.
     """
 
     chosen: Sequence[tuple[int, SuiteItem]]
@@ -69,16 +70,17 @@ def run(
 ) -> BenchmarkResult | None:
     """Run a suite, or continue it, and return the result; None on ranks other than the first.
 
-    ``suite``: its name, or a suite of your own. ``model``: the folder of a run, a recipe, the folder or Hugging Face id of a
-    pipeline of diffusers, or a loaded pipeline. ``lora``: weights for that pipeline. ``images``: a folder of images made elsewhere,
-    named by item, in place of a model. ``judge``: a vision-language model that answers the suite's questions, or a reward that
-    scores in place of the suite's protocol. ``name``: what its scores are stored as. ``data``: the suite's published data.
-    ``out``: the folder of the results. ``subset``: so many items, drawn evenly from the categories. ``seed``: of the images' noise.
-    ``options``: fields of the suite. ``call``: arguments of a pipeline's call, such as ``num_inference_steps``. ``audit``: whether
-    a judge is audited before anything is made; the audit is short, and remembered. ``note``: is given progress as sentences.
+    ``suite``: its name, or an instance of your own suite. ``model``: the folder of a run, a recipe, the folder or Hugging Face
+    id of a diffusers pipeline, or a loaded pipeline. ``lora``: weights for that pipeline. ``images``: a folder of existing images,
+    named by item id, instead of a model. ``judge``: a vision-language model that answers the questions of the suite, or a reward
+    that replaces the protocol of the suite. ``name``: the name under which the scores are stored. ``data``: the published data of
+    the suite. ``out``: the folder for the results. ``subset``: use only this number of items, drawn evenly from the categories.
+    ``seed``: seed of the noise of the images. ``options``: fields of the suite. ``call``: arguments for calling a pipeline, such as
+    ``num_inference_steps``. ``audit``: audit a judge briefly before images are generated; the result of the audit is stored and
+    used again. ``note``: called with progress, as sentences.
 
-    Raises ValueError if something is not there, if ``out`` has images of another model, if the judge fails its audit, or as the
-    scorer does; BudgetSpent if a judge's budget is spent.
+    Raises ValueError if an input is missing, if ``out`` has images of another model, if the judge fails its audit, or if the scorer
+    raises it; BudgetSpent if the budget of a judge is spent.
 
     Example::
 
@@ -87,9 +89,9 @@ def run(
         ['IF', 'IP', 'PQ', 'exact', 'overall']
     """
     if (model is None) == (images is None):
-        raise ValueError("give either a model, or a folder of images that were made elsewhere")
+        raise ValueError("give either --model, or --images with a folder of existing images")
     if images is not None and (lora is not None or call):
-        raise ValueError("the images are there already: --lora and --call belong to a model")
+        raise ValueError("--lora and --call need --model; remove them, because --images gives existing images")
     found = find_suite(suite, options) if isinstance(suite, str) else suite
     scorer = choose_scorer(found, judge, name=name)
     items = choose_items(found, data, subset=subset)
@@ -128,10 +130,11 @@ def score(
     clients: JudgeClients | None = None,
     note: Note = lambda line: None,
 ) -> BenchmarkResult | None:
-    """Score the images and write the result to ``folder``; None on ranks other than the first. ``model``: what made the images.
+    """Score the images and write the result to ``folder``; None on ranks other than the first.
 
-    ``ledger``: the folder of the ledger, by default the same. ``clients``: open the clients of judges. Raises ValueError as the
-    scorer does, on every rank if it does on one: BudgetSpent if a judge's budget is spent.
+    ``model``: describes what generated the images. ``ledger``: the folder of the ledger; the default is ``folder``. ``clients``:
+    opens the clients of judges. If the scorer raises ValueError on one rank, all ranks raise it: BudgetSpent if the budget of a
+    judge is spent.
     """
     suite = scorer.suite
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,23 +187,23 @@ def score(
 
 
 def _raise_on_all(fault: ValueError | None, ranks: Ranks) -> None:
-    """Raise on every rank if scoring failed on one, so that none waits for the others."""
+    """Raise on every rank if scoring failed on one, so that no rank waits for the others forever."""
     worst = int(ranks.max(torch.tensor(0.0 if fault is None else 2.0 if isinstance(fault, BudgetSpent) else 1.0)))
     if isinstance(fault, BudgetSpent):
-        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues") from fault
+        raise BudgetSpent(f"{fault}. Images and answers are kept, and the same command continues the benchmark") from fault
     if fault is not None:
         raise fault
     if worst:
         kind = BudgetSpent if worst == 2 else ValueError
-        raise kind("scoring ended on another rank, as its log says")
+        raise kind("scoring failed on another rank; its log says why")
 
 
 def make_images(
     suite: Suite, maker: ImageMaker, places: Sequence[ImagePlace], folder: ImageFolder, *, seed: int, note: Note
 ) -> None:
-    """Make the images that are not in the folder. Each is on the disk before the next batch is made.
+    """Generate the images that are not in the folder. Each batch is written before the next one is generated.
 
-    An item whose own images cannot be read gets none; its row in the result says why.
+    If the source images of an item cannot be read, no image is generated for it, and its row in the result says why.
     """
     new = [place for place in places if folder.find(place) is None]
     made = 0
@@ -218,9 +221,9 @@ def make_images(
 
 
 def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -> Items:
-    """The suite's items, or ``subset`` of them: the same ones each time, and as evenly from the categories as their sizes allow.
+    """Return all items of the suite, or always the same ``subset`` of them, drawn as evenly from the categories as possible.
 
-    Raises ValueError if the data are not there, have no usable item, or have two items of one id.
+    Raises ValueError if the data are missing, have no usable item, or have two items with the same id.
     """
     items, broken = suite.items(None if data is None else Path(data))
     numbered, place = list(enumerate(items)), None if data is None else str(data)
@@ -247,7 +250,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
 
 
 def own_places(suite: Suite, items: Items, ranks: Ranks) -> list[ImagePlace]:
-    """The images of this rank: every ``world``-th item, with all its turns."""
+    """Return the images of this rank: those of every ``world``-th item, with all turns."""
     return places_of(list(items.chosen[ranks.rank :: ranks.world]), suite=suite)
 
 
@@ -275,7 +278,7 @@ def _part(rank: int) -> str:
 
 
 def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
-    """Note what the images in the folder are of. Raises ValueError if it has images of something else."""
+    """Write ``about``, which identifies the images, into the folder. Raises ValueError if the folder has other images."""
     path = root / ABOUT
     wanted = files.jsonable(about)
     if path.is_file():
@@ -298,7 +301,7 @@ def _short(value: object) -> str:
 
 
 def _default_out(suite: Suite, model: Any, lora: str | Path | None, images: str | Path | None) -> Path:
-    """``benchmarks/SUITE/MODEL``, in the current folder."""
+    """Return ``bench/SUITE/MODEL``, in the current folder."""
     given = [model, lora] if images is None else [images]
     words = [Path(str(each)).name if isinstance(each, str | Path) else type(each).__name__ for each in given if each is not None]
     return Path("bench") / suite.name / "-".join(words)

@@ -1,4 +1,4 @@
-"""Scores the images of a benchmark through a ledger: what was scored or answered before is not asked again."""
+"""Scores the images of a benchmark through a ledger, so that existing scores and answers are used again."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from retouch.rewards.vlm.questions import JudgeClient
 from retouch.types import Batch, Column, Sample, Task
 
 _CHUNK = 16  # images
-_MOST_CHUNKS = 8  # that are being scored at the same time
+_MOST_CHUNKS = 8  # chunks that are scored at the same time
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """What scores a suite's images. ``own``: it is the suite's protocol, else a reward that the user named instead.
+    """The reward that scores the images of a suite. ``own``: it follows the protocol of the suite; otherwise the user chose it.
 
-    ``name``: of its folder, and in the table.
+    ``name``: the name of the folder of the scores, and in the table.
     """
 
     suite: Suite
@@ -52,7 +52,7 @@ class Scorer:
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """The columns of a row: those of the suite, or of the reward that takes its place."""
+        """The columns of a row: those of the suite, or of the reward that replaces its protocol."""
         if self.own:
             return self.suite.columns
         known = self.section.known_columns() or {}
@@ -60,21 +60,21 @@ class Scorer:
 
     @property
     def required(self) -> list[str]:
-        """The columns that every image must have; a diagnostic one may not apply to it."""
+        """The columns that every image must have. A diagnostic column does not apply to every image."""
         return [name for name, column in self.columns.items() if not column.diagnostic]
 
     @property
     def direction(self) -> int:
-        """1 where more of the headline is better, else -1."""
+        """1 if a higher headline is better, otherwise -1."""
         name = self.suite.headline_column if self.own else next(iter(self.columns))
         column = self.columns.get(name)
         return 1 if column is None or column.higher_is_better else -1
 
 
 class CountedClients(JudgeClients):
-    """Clients of one scoring among several. All clients of a model count their requests against one quota.
+    """Opens the clients of judges for several calls of scoring, which count the requests to one model against the same quota.
 
-    ``quotas``: by model; kept between the scorings, and filled here.
+    ``quotas``: the quotas by model. The caller keeps them between the calls; new models are added here.
     """
 
     def __init__(self, device: torch.device | str, quotas: dict[str, Quota]) -> None:
@@ -82,7 +82,7 @@ class CountedClients(JudgeClients):
         self._quotas = quotas
 
     def open(self, model: JudgeModel) -> JudgeClient:
-        """The model's client. ValueError as ``JudgeModel.open``."""
+        """Open the client of a model. Raises ValueError as ``JudgeModel.open`` does."""
         client = super().open(model)
         if isinstance(client, ChatClient) and client.quota is not None:
             client.share_quota(self._quotas.setdefault(model.model_dump_json(), client.quota))
@@ -90,12 +90,12 @@ class CountedClients(JudgeClients):
 
 
 def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, *, name: str | None = None) -> Scorer:
-    """The scorer that ``judge`` names.
+    """Return the scorer for ``judge``.
 
-    None: the suite's own, if it needs no judge. A vision-language model (its section, or the JSON of it) answers the suite's own
-    questions. A reward (as `retouch score` names it, or a section) scores the images in place of the suite's protocol.
+    None: the protocol of the suite, if it needs no judge. A vision-language model (a section, or its JSON): answers the questions
+    of the suite. A reward (a section, or a name as in `retouch score`): scores the images instead of the protocol of the suite.
 
-    Raises ValueError if there is no such model or reward, or the suite needs a judge and there is none.
+    Raises ValueError if there is no such model or reward, or if the suite needs a judge and ``judge`` is None.
     """
     if isinstance(judge, str):
         judge = _parse(judge)
@@ -108,14 +108,14 @@ def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, 
 def _parse(text: str) -> JudgeModel | RewardSection:
     if text.lstrip().startswith("{") and (document := json.loads(text)).get("kind") in JUDGE_MODELS.paths:
         found = JUDGE_MODELS.class_for(document)
-        assert found is not None, "it is in the table"
+        assert found is not None, "the kind is in the table"
         model: Any = found(**document)
         return cast(JudgeModel, model)
     return parse_reward(read_reward(text), allow_imports=modules_typed(text))
 
 
 def _any_column(columns: Mapping[str, Column]) -> dict[str, float]:
-    """A combination, which a scorer must have; a suite uses the columns themselves."""
+    """Return an arbitrary combination: a scorer must have one, but a suite uses the columns themselves."""
     name = next(name for name, column in columns.items() if not column.diagnostic)
     return {name: 1.0 if columns[name].higher_is_better else -1.0}
 
@@ -134,12 +134,13 @@ def score_images(
     clients: JudgeClients | None = None,
     noted: Callable[[int], None] = lambda count: None,
 ) -> list[ImageRow]:
-    """A row for each image, in order. ``ledger``: the file of this rank's scores and answers. ``noted``: called after each chunk.
+    """Return a row for each image, in order.
 
-    ``clients``: open the clients of judges, and are closed at the end.
+    ``ledger``: the file with the scores and answers of this rank. ``clients``: opens the clients of judges; they are closed at the
+    end. ``noted``: called after each chunk with the number of images done.
 
-    An image that is missing or cannot be read has no score, and the row says why. Images that were scored before by the same scorer
-    are not scored again, unless a score was missing. Raises ValueError as rewards do, for example when a budget is spent.
+    An image that is missing or cannot be read has no score, and its row says why. Images that the same scorer has scored before are
+    not scored again, unless a score was missing. Raises the ValueError of a reward, for example if a budget is spent.
     """
     with closing(Database(ledger)) as database:
         cache = AnswerCache(database)
@@ -168,7 +169,7 @@ class _Given:
 
 
 def _scored(scorer: Scorer, judging: RewardScorer, places: Sequence[ImagePlace], images: ImageFolder) -> Iterator[list[_Given]]:
-    """The columns of the reward for each image, chunk by chunk, while a few further chunks are being scored."""
+    """Yield the columns of the reward for each image, chunk by chunk. Up to ``_MOST_CHUNKS`` chunks are scored concurrently."""
     score = judging.for_split("heldout", 0)
     waiting: deque[_Chunk] = deque()
     for first in range(0, len(places), _CHUNK):
@@ -232,7 +233,7 @@ def _start(scorer: Scorer, score: Any, places: Sequence[ImagePlace], images: Ima
 
 
 def task_at(suite: Suite, place: ImagePlace, images: ImageFolder) -> Task:
-    """The task of one image; a later turn edits the image of the turn before. Raises ValueError if a file is missing."""
+    """Return the task of one image. A later turn edits the image of the previous turn. Raises ValueError if a file is missing."""
     previous: Image | None = None
     if place.turn:
         previous = images.read(ImagePlace(place.item, place.number, place.sample, place.turn - 1))
@@ -266,7 +267,7 @@ def _row(scorer: Scorer, given: _Given, database: Database) -> ImageRow:
 
 
 def _fault(database: Database, picture: str) -> str:
-    """Why the newest call about an image failed."""
+    """Return why the newest failed call about an image failed."""
     query = "SELECT fault FROM answers WHERE picture = ? AND scores IS NULL ORDER BY number DESC LIMIT 1"
     with database.reading() as connection:
         found = connection.execute(query, (picture,)).fetchone()

@@ -2,7 +2,7 @@
 
 Items that share a source image are resampled together (Cameron, Gelbach and Miller 2008, the pairs cluster bootstrap). Intervals
 are expanded percentile intervals (Hesterberg 2015, The American Statistician 69), because plain percentile intervals are too narrow
-where there are few clusters: by sqrt((G - 1) / G), and because their quantiles are those of a normal, not a t distribution.
+for few clusters: by sqrt((G - 1) / G) for G clusters, and because they use normal quantiles instead of those of a t distribution.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether 0 is outside."""
+        """Whether 0 is outside the interval."""
         return self.low > 0 or self.high < 0
 
 
 def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
-    """The number of each item's cluster, and how many clusters there are. An empty name is a cluster of its own."""
+    """Return the cluster index of each item, and the number of clusters. An item with an empty name is a cluster by itself."""
     numbers: dict[object, int] = {}
     members = [numbers.setdefault(name or index, len(numbers)) for index, name in enumerate(clusters)]
     return members, len(numbers)
 
 
 def resample_counts(clusters: Sequence[str]) -> Float[ndarray, "b n"]:
-    """How often each item is counted in each resample: whole clusters are drawn, with replacement, as many as there are."""
+    """Return how often each resample counts each item. A resample draws as many clusters as there are, with replacement."""
     members, count = cluster_numbers(clusters)
     return _counts(tuple(members), count)
 
 
-@lru_cache(maxsize=4)  # the two sides of a comparison, and rows of a table, share them
+@lru_cache(maxsize=4)  # both sides of a comparison and several rows of a table use the same counts
 def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
     drawn = np.random.default_rng([0, count]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     counts: Float[ndarray, "b n"] = drawn[:, list(members)].astype(np.float64)
@@ -58,9 +58,9 @@ def _counts(members: tuple[int, ...], count: int) -> Float[ndarray, "b n"]:
 
 
 def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Interval | None:
-    """The interval of an aggregate from its values over resamples, of ``clusters`` clusters that have a score.
+    """Return the interval of an aggregate from its values in the resamples. ``clusters``: the number of clusters with a score.
 
-    None for fewer than two clusters. Resamples in which nothing is counted (NaN) are left out.
+    None for fewer than two clusters. Resamples without a scored item (NaN) are left out.
     """
     known = estimates[~np.isnan(estimates)]
     if clusters < 2 or not len(known):
@@ -71,6 +71,6 @@ def bootstrap_interval(estimates: Float[ndarray, " b"], *, clusters: int) -> Int
 
 
 def _expanded_tail(clusters: int) -> float:
-    """The share of resamples outside each end, less than 2.5 %."""
+    """Return the share of resamples beyond each end of the interval, less than 2.5 %."""
     z = -math.sqrt(clusters / (clusters - 1)) * t_quantile(1 - (1 - LEVEL) / 2, clusters - 1)
     return NormalDist().cdf(z)

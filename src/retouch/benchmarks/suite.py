@@ -1,7 +1,7 @@
-"""The base class of all suites. A suite is one class: its fields are options, and its class attributes say what was published.
+"""The base class of all suites. A suite is one class: its fields are options, and its class attributes describe the publication.
 
-The rest of the package makes the images of a suite's items, scores them with the reward that the suite names, and aggregates the
-scores by the published formula. So a suite has no code for models, judges' clients, ledgers, ranks or intervals.
+The rest of the package generates the images of the items, scores them with the reward of the suite, and aggregates the scores with
+the published formula. So a suite needs no code for models, clients of judges, ledgers, ranks or intervals.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class SuiteItem:
     """One item of a suite: a prompt for an image, or an instruction for a source image.
 
     ``id``: unique in the suite; also the name of its image files. ``later``: the instructions of later turns; each edits the image
-    of the turn before. ``category``: its row of the result table. ``source``, ``mask``, ``reference``, ``target``: image files.
-    ``text``: the text that the image should contain. ``cluster``: the id of the source image, for items that share it: they are
-    resampled together; empty for an item that shares nothing. ``fields``: other published columns, as JSON.
+    of the previous turn. ``category``: its row in the table of results. ``source``, ``mask``, ``reference``, ``target``: image
+    files. ``text``: the text that the image should contain. ``cluster``: the id of the source image; items with the same source
+    image are resampled together. Empty if the item shares no image. ``fields``: other published columns, as JSON.
     """
 
     id: str
@@ -48,11 +48,11 @@ class SuiteItem:
 
     @property
     def turns(self) -> int:
-        """The number of images that follow each other."""
+        """The number of turns; each turn produces an image."""
         return 1 + len(self.later)
 
     def instruction(self, turn: int) -> str:
-        """The prompt of a turn, counted from 0."""
+        """Return the prompt or instruction of a turn, counted from 0."""
         return self.prompt if turn == 0 else self.later[turn - 1]
 
 
@@ -71,7 +71,7 @@ Scored: TypeAlias = "Mapping[str, float] | str"
 class Suite(Section):
     """A published benchmark. Derived classes set the class attributes and define ``items``, ``reward`` and ``columns``.
 
-    Example of a suite of one's own::
+    Example of a user-defined suite::
 
         class TwoPrompts(Suite):
             name = "two-prompts"
@@ -89,53 +89,53 @@ class Suite(Section):
     """
 
     name: ClassVar[str]
-    """Its name on the command line."""
+    """The name of the suite on the command line."""
     title: ClassVar[str]
-    """Its published name."""
+    """The published name of the suite."""
     source: ClassVar[str]
     """URL of the paper or repository."""
     licence: ClassVar[str]
-    """Licence of its data."""
+    """Licence of the data."""
     size: ClassVar[int]
-    """Number of items as published; 0 where it is that of the prompt file or data set that the user gives."""
+    """Number of published items; 0 if the user provides the prompt file or data set."""
     protocol: ClassVar[str]
-    """How images are made, judged and averaged, in a few sentences."""
+    """How images are generated, judged and averaged, in a few sentences."""
     deviations: ClassVar[tuple[str, ...]] = ()
-    """Where this implementation is known to differ from the published one, a sentence each."""
+    """The known differences from the published implementation, a sentence each."""
     task: ClassVar[Literal["text-to-image", "editing"]]
     """What a model must be able to do."""
     turns: ClassVar[int] = 1
-    """Most turns of an item; above 1 the edited image is the source of the next turn."""
+    """Maximum number of turns of an item. If it is above 1, the edited image is the source of the next turn."""
     images_per_item: ClassVar[int] = 1
-    """Images of each item, from different noise."""
+    """Number of images per item, generated from different noise."""
     needs_data: ClassVar[bool] = True
-    """Whether its data must be given, because the package contains none."""
+    """Whether the user must give the data, because the package does not contain them."""
     columns: ClassVar[Mapping[str, Column]]
     """The scores of one image, with their ranges."""
     headline_column: ClassVar[str]
-    """The column that is quoted: one of ``columns``, or a name that ``headline`` adds."""
+    """The column of the headline number: one of ``columns``, or a name that ``headline`` adds."""
     average: ClassVar[Literal["items", "categories"]] = "items"
     """``items``: a column's headline is its mean over items; ``categories``: the mean of the categories' means."""
 
     @abstractmethod
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        """The items in the published order, and the rows of the data that cannot be used.
+        """Return the items in the published order, and the rows of the data that cannot be used.
 
-        ``data``: the folder (or file) of the published data; None where the user gave none. Raises ValueError if the data are not
-        there or have another layout; the message says where they are published and what to give.
+        ``data``: the folder (or file) of the published data; None if the user gave none. Raises ValueError if the data are missing
+        or have another layout; the message says where they are published and what to give.
         """
 
     @abstractmethod
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """What scores an image. ``judge``: the vision-language model that the user named.
+        """Return the reward that scores the images. ``judge``: the vision-language model that the user named.
 
-        Raises ValueError if the suite asks a judge and there is none.
+        Raises ValueError if the suite needs a judge and ``judge`` is None.
         """
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
-        """What the model and the reward are given. Images are loaded from the item's files.
+        """Return the task for the model and the reward. Its images are loaded from the files of the item.
 
-        ``previous``: the image of the turn before, which is the source of a later turn. Raises ValueError if a file cannot be read.
+        ``previous``: the image of the previous turn, the source of a later turn. Raises ValueError if a file cannot be read.
         """
         source = previous
         if turn == 0:
@@ -153,20 +153,21 @@ class Suite(Section):
         )
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """The suite's columns of one image, from the columns that its reward returned; by default those of the same name.
+        """Compute the suite's columns for one image from ``given``, the columns of the reward. The default copies them by name.
 
-        A missing score is NaN and makes only what depends on it missing. Return a sentence instead if the image cannot have scores.
+        A missing score is NaN; only the columns that depend on it are also NaN. If the image cannot have scores, return a sentence
+        that says why.
         """
         return {name: given[name] for name in self.columns}
 
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
     ) -> dict[str, Float[ndarray, " b"]]:
-        """The published aggregate of every column, for each row of ``weights``; also used for the row of each category.
+        """Compute the published aggregate of every column, for each row of ``weights``; also used for each category of the table.
 
-        ``values``: each column's mean over the images of an item, NaN if it has none. ``weights``: how often each item is counted:
-        ones for the result, counts of a resample for its interval. NaN where nothing is counted. Override this for another formula;
-        it must be vectorised over rows.
+        ``values``: the mean of each column over the images of an item, NaN without a score. ``weights``: how often each item is
+        counted: ones for the result, the counts of a resample for the interval. The aggregate is NaN if no scored item is counted.
+        Override this for another formula; it must be vectorised over the rows of ``weights``.
         """
         return {name: self._aggregate(items, column, weights) for name, column in values.items()}
 
@@ -184,7 +185,7 @@ class Suite(Section):
 
 
 def weighted_mean(values: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) -> Float[ndarray, " b"]:
-    """The mean of the values that are not NaN, for each row of weights; NaN where these weights are all 0."""
+    """Return the weighted mean of the values that are not NaN, for each row of weights; NaN if all their weights are 0."""
     import numpy as np
 
     known = ~np.isnan(values)
@@ -194,7 +195,7 @@ def weighted_mean(values: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) 
 
 
 def require_judge(suite: Suite, judge: JudgeModel | None) -> JudgeModel:
-    """The judge. Raises ValueError if the user named none."""
+    """Return the judge. Raises ValueError if the user named none."""
     if judge is None:
         raise ValueError(
             f"{suite.name} is scored by a vision-language model: name one with --judge, for example "

@@ -14,7 +14,7 @@ def integers(text: str) -> list[int]:
 def debug_option() -> argparse.ArgumentParser:
     """The parent parser with ``--debug``."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error that has a plain message")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error instead of only its message")
     return parser
 
 
@@ -26,7 +26,7 @@ def import_option() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="MODULE",
-        help="a module of your own that the recipe may import; a package includes its modules (also RETOUCH_ALLOW_IMPORTS)",
+        help="allow the recipe to import this module of yours; a package includes its modules (or set RETOUCH_ALLOW_IMPORTS)",
     )
     return parser
 
@@ -40,6 +40,6 @@ def set_option() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="A.B=C",
-        help="change a key of the recipe; the value is read as JSON, otherwise as text",
+        help="change a key of the recipe; the value is parsed as JSON, or taken as text if it is not JSON",
     )
     return parser

@@ -10,33 +10,41 @@ from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_bench(commands: Commands) -> None:
-    """Add the command. Its first word is a suite, or ``compare`` or ``list``."""
+    """Add the command. Its first argument is the name of a suite, ``compare`` or ``list``."""
     bench = commands.add_parser(
         "bench",
         parents=[debug_option(), import_option()],
         help="benchmark any model on a published suite, with 95 %% intervals; compare two results",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="retouch bench list               the suites\n"
-        "retouch bench compare A B        paired differences of two results (folders of --out), and an HTML page of the images",
+        epilog="retouch bench list               lists the suites\n"
+        "retouch bench compare A B        paired differences of two results (their --out folders), and an HTML page of the images",
     )
     bench.add_argument("suite", metavar="SUITE", help="the suite's name, `list`, or `compare`")
-    bench.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="of `compare`: two folders of results")
-    bench.add_argument("--model", metavar="ID", help="a run's folder, a recipe, or the folder or Hub id of a pipeline of diffusers")
+    bench.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="for `compare`: the folders of two results")
+    bench.add_argument(
+        "--model", metavar="ID", help="the folder of a run, a recipe, or the folder or Hub id of a diffusers pipeline"
+    )
     bench.add_argument(
         "--lora", metavar="PATH", help="a LoRA for that pipeline (diffusers, PEFT, kohya, ComfyUI): a file or folder"
     )
-    bench.add_argument("--images", type=Path, metavar="DIR", help="images made elsewhere, named by item id, in place of a model")
-    bench.add_argument("--judge", metavar="JSON", help="a vision-language model that answers the suite's questions, or a reward")
-    bench.add_argument("--data", type=Path, metavar="DIR", help="the suite's published data")
-    bench.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; the default is bench/SUITE/MODEL")
-    bench.add_argument("--subset", type=int, metavar="N", help="only so many items, evenly from the categories")
-    bench.add_argument("--seed", type=int, default=0, help="of the noise of the images")
-    bench.add_argument("--name", help="what the scores are stored as, or of `compare` which are compared; the judge's name")
-    bench.add_argument("--call", action="append", default=[], metavar="KEY=VALUE", help="an argument of the pipeline's call")
-    bench.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="a field of the suite")
+    bench.add_argument("--images", type=Path, metavar="DIR", help="existing images, named by item id, instead of a model")
+    bench.add_argument(
+        "--judge",
+        metavar="JSON",
+        help="a vision-language model that answers the suite's questions, or a reward that replaces its scores",
+    )
+    bench.add_argument("--data", type=Path, metavar="DIR", help="file or folder of the suite's published data")
+    bench.add_argument("--out", type=Path, metavar="DIR", help="folder for the results (default: bench/SUITE/MODEL)")
+    bench.add_argument("--subset", type=int, metavar="N", help="use only N items, drawn evenly from the categories")
+    bench.add_argument("--seed", type=int, default=0, help="seed of the noise from which images are generated")
+    bench.add_argument(
+        "--name", help="name under which the scores are stored, or which scores `compare` reads (default: name of the judge)"
+    )
+    bench.add_argument("--call", action="append", default=[], metavar="KEY=VALUE", help="an argument for calling the pipeline")
+    bench.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="set a field of the suite")
     bench.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
-    bench.add_argument("--top", type=int, default=24, metavar="N", help="items on the page of `compare`")
-    bench.add_argument("--no-audit", action="store_true", help="use the judge without the short audit of it")
+    bench.add_argument("--top", type=int, default=24, metavar="N", help="for `compare`: number of items on the page")
+    bench.add_argument("--no-audit", action="store_true", help="skip the short audit of the judge")
     bench.add_argument("--json", action="store_true", help="print the result as JSON")
     bench.set_defaults(run=_bench)
 
@@ -47,7 +55,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.suite == "compare":
         return _compare(arguments)
     if arguments.results:
-        raise ValueError(f"{arguments.results[0]}: only `retouch bench compare` takes results; a model is named with --model")
+        raise ValueError(f"{arguments.results[0]}: only `retouch bench compare` takes results; name a model with --model")
     from retouch.benchmarks.running import run
 
     result = run(

@@ -29,7 +29,7 @@ complete -o filenames -F _retouch retouch"""
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """What follows a command: its subcommands, its options, and whether it takes the name of a recipe."""
+    """What can follow a command: its subcommands and options, and the names of recipes if ``takes_recipe``."""
 
     name: str
     help: str
@@ -39,7 +39,7 @@ class _Command:
 
 
 def add_completion(commands: Commands, *, parser: Callable[[], argparse.ArgumentParser]) -> None:
-    """Add the command; ``parser`` makes the parser of all commands."""
+    """Add the command. ``parser``: builds the parser of all commands."""
     completion = commands.add_parser(
         "completion",
         parents=[debug_option()],

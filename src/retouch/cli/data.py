@@ -21,27 +21,40 @@ def add_data(commands: Commands) -> None:
     check = data.add_parser(
         "check",
         parents=[debug_option(), set_option(), import_option()],
-        help="read a data set as training would, and list its problems",
+        help="read a data set as training does, and list its problems",
     )
-    check.add_argument("path", metavar="PATH_OR_RECIPE", help="a data set; or a recipe, whose columns are then used")
-    check.add_argument("--all", action="store_true", help=f"list every finding; without it, {_SHOWN} of those that are equal")
+    check.add_argument(
+        "path", metavar="PATH_OR_RECIPE", help="a data set; or a recipe, to check its data sets with its column settings"
+    )
+    check.add_argument(
+        "--all", action="store_true", help=f"list every problem; the default lists only {_SHOWN} of similar problems"
+    )
     check.set_defaults(run=_data_check)
     convert = data.add_parser(
-        "convert", parents=[debug_option()], help="make a folder or prompt lists of a published data set, as training reads them"
+        "convert", parents=[debug_option()], help="convert a published data set to a folder or prompt lists that training can read"
     )
-    convert.add_argument("name", metavar="NAME", help="gpt-image-edit, aurora, omniedit or magicbrush; or mmmg, for prompt lists")
-    convert.add_argument("source", type=Path, metavar="SOURCE", help="the folder that was downloaded")
-    convert.add_argument("--out", type=Path, metavar="DIR", help="folder for images that are in parquet files, or for prompt lists")
-    convert.add_argument("--split", default="train", help="train by default; test sets are refused")
-    convert.add_argument("--stages", type=int, default=5, metavar="N", help="of mmmg: prompt lists, from easy to hard; 5")
+    convert.add_argument("name", metavar="NAME", help="gpt-image-edit, aurora, omniedit or magicbrush; mmmg writes prompt lists")
+    convert.add_argument("source", type=Path, metavar="SOURCE", help="folder of the downloaded data set")
+    convert.add_argument("--out", type=Path, metavar="DIR", help="folder for the images of parquet files, or for the prompt lists")
+    convert.add_argument("--split", default="train", help="split to convert (default: train); test splits are refused")
+    convert.add_argument(
+        "--stages", type=int, default=5, metavar="N", help="for mmmg: number of prompt lists, from easy to hard (default: 5)"
+    )
     convert.set_defaults(run=_data_convert)
     tokens = data.add_parser(
         "tokenize", parents=[debug_option(), import_option()], help="encode the images of a data set as image tokens"
     )
     tokens.add_argument("source", metavar="SOURCE", help="a folder or data set, a data section (JSON or its file), or a recipe")
-    tokens.add_argument("--model", required=True, metavar="PATH", help="folder or id of the autoencoder, or playground")
+    tokens.add_argument("--model", required=True, metavar="PATH", help="folder or Hub id of the autoencoder, or playground")
     tokens.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for feature/ and list/")
-    tokens.add_argument("--size", type=int, nargs=2, default=[256, 256], metavar=("H", "W"), help="of every image; 256 256")
+    tokens.add_argument(
+        "--size",
+        type=int,
+        nargs=2,
+        default=[256, 256],
+        metavar=("H", "W"),
+        help="height and width of every image (default: 256 256)",
+    )
     tokens.add_argument("--batch", type=int, default=8, metavar="N", help="number of images encoded at once")
     tokens.add_argument("--device", default="auto", help="auto assigns the GPUs to the processes in turn")
     tokens.add_argument("--pictures", action="store_true", help="store the images with the codes, for judges and reports")
@@ -67,7 +80,7 @@ def _data_check(arguments: argparse.Namespace) -> int:
 
 
 def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, Rows]]":
-    """The name and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they cannot be
+    """Yield the name and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they cannot be
     read."""
     from retouch.data.check import read_path
 
@@ -93,7 +106,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, Rows]]":
         if isinstance(phase.data, StoredData):
             yield name, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
         else:
-            print(f"{name}: {phase.data.label} data have no rows to check; `retouch doctor` reads them")
+            print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
 
 
 def _is_packaged(name: str) -> bool:
@@ -107,7 +120,8 @@ def _is_packaged(name: str) -> bool:
 
 
 def _folded(problems: "list[Problem]") -> Iterator[str]:
-    """The problems as lines, of those that differ only in names and numbers the first few and how many more there are."""
+    """Yield the problems as lines. Of problems that differ only in names and numbers, only the first ``_SHOWN`` and the number of
+    the others are shown."""
     groups: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
         alike = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "...", problem.what)
@@ -124,7 +138,7 @@ def _data_convert(arguments: argparse.Namespace) -> int:
         from retouch.data.sources.mmmg import write_curriculum
 
         if arguments.out is None:
-            raise ValueError("mmmg: name a folder for the prompt lists with --out")
+            raise ValueError("mmmg: give a folder for the prompt lists with --out")
         print(write_curriculum(arguments.source, out=arguments.out, stages=arguments.stages))
         return 0
     from retouch.data.sources.conversion import convert
@@ -148,7 +162,7 @@ def _data_tokenize(arguments: argparse.Namespace) -> int:
     )
     shard, of = arguments.shard or (0, 1)
     found = tokenize_shard(job, shard, of=of) if arguments.shard else tokenize(job, processes=arguments.processes)
-    print(f"shard {shard} of {of} is done; the list is written when all shards are" if found is None else found)
+    print(f"shard {shard} of {of} is done; the list is written when all shards are done" if found is None else found)
     return 0
 
 

@@ -14,23 +14,30 @@ def add_doctor(commands: Commands) -> None:
         help="check the installation and a recipe before an expensive run starts",
     )
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
-    doctor.add_argument("--distributed", action="store_true", help="under `retouch launch`: check that the ranks can communicate")
+    doctor.add_argument("--distributed", action="store_true", help="with `retouch launch`: check that the ranks can communicate")
     doctor.add_argument(
         "--rehearse",
         action="store_true",
         help="run the recipe's step at full size on fake tensors: errors, peak memory and time, without weights or a GPU",
     )
     doctor.add_argument(
-        "--full-depth", action="store_true", help="with --rehearse: all blocks of the models, instead of a few at two depths"
+        "--full-depth",
+        action="store_true",
+        help="with --rehearse: run all blocks of the models, instead of extrapolating from two small depths",
     )
-    doctor.add_argument("--ranks", type=int, help="with --rehearse: as rank 0 of so many ranks (default: the recipe's)")
+    doctor.add_argument(
+        "--ranks", type=int, help="with --rehearse: rehearse rank 0 of this many ranks (default: the ranks of the recipe)"
+    )
     doctor.add_argument("--device", help="check this device, or plan for this GPU (h200, h100, ...) or profile (FILE.json)")
     doctor.add_argument(
-        "--base", metavar="MODEL", help="a model with the size of policy.model.path, to plan with while that does not exist yet"
+        "--base", metavar="MODEL", help="plan with this model of the same size while policy.model.path does not exist yet"
     )
     doctor.add_argument("--estimate", action="store_true", help="estimate time and GPU hours, from a rehearsal of the step")
     doctor.add_argument(
-        "--price-per-hour", type=float, metavar="DOLLARS", help="of one GPU: estimate the cost too, with paid calls of judges"
+        "--price-per-hour",
+        type=float,
+        metavar="DOLLARS",
+        help="price of one GPU hour: also estimate the cost, including paid requests to judges",
     )
     doctor.set_defaults(run=_doctor)
 
@@ -41,7 +48,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
     if arguments.rehearse:
         if recipe is None:
-            raise ValueError("--rehearse: name a recipe")
+            raise ValueError("--rehearse needs a recipe: retouch doctor RECIPE --rehearse")
         from retouch.rehearsal.command import run_rehearsal
 
         return run_rehearsal(
@@ -51,10 +58,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     price = arguments.price_per_hour
     if price is not None and not price >= 0:
-        raise ValueError(f"--price-per-hour {price:g}: give the dollars that one GPU costs in an hour")
+        raise ValueError(f"--price-per-hour {price:g}: must be at least 0, the price of one GPU hour in dollars")
     estimate = arguments.estimate or price is not None
     if estimate and recipe is None:
-        raise ValueError("--estimate and --price-per-hour: name a recipe")
+        raise ValueError("--estimate and --price-per-hour need a recipe: retouch doctor RECIPE --estimate")
     wishes = Wishes(device=arguments.device, base=arguments.base, estimate=estimate, price=price)
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]

@@ -15,7 +15,7 @@ def add_eval(commands: Commands) -> None:
     )
     evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
     evaluate.add_argument(
-        "--data", metavar="PATH", help="evaluate on all rows of this data set (or Hub id), which may be a test set, instead"
+        "--data", metavar="PATH", help="evaluate on all rows of this data set (path or Hub id) instead; test sets are allowed"
     )
     evaluate.set_defaults(run=_eval)
 

@@ -12,16 +12,22 @@ _LAUNCHABLE = ("train", "eval", "doctor")
 
 
 def add_launch(commands: Commands, *, parser: Callable[[Sequence[str]], argparse.ArgumentParser]) -> None:
-    """Add the command; ``parser`` makes the parser of the command that is launched, from its words."""
+    """Add the command. ``parser``: builds the parser of the launched command from its arguments."""
     launch = commands.add_parser(
         "launch", parents=[debug_option()], help="run a recipe, or another command, on several ranks of this machine"
     )
     launch.add_argument("--nproc", type=int, required=True, metavar="N", help="number of ranks")
     launch.add_argument(
-        "--gpus", type=integers, metavar="1,2,3", help="CUDA devices: one per rank, or as many per rank as the recipe uses"
+        "--gpus",
+        type=integers,
+        metavar="1,2,3",
+        help="CUDA devices, divided among the ranks: one per rank, or as many per rank as the recipe uses",
     )
     launch.add_argument(
-        "argv", nargs=argparse.REMAINDER, metavar="RECIPE|COMMAND ...", help="as after `retouch train`, or after `retouch`"
+        "argv",
+        nargs=argparse.REMAINDER,
+        metavar="RECIPE|COMMAND ...",
+        help="a recipe with the options of `retouch train`, or a command with its arguments",
     )
     launch.set_defaults(run=partial(_launch, parser))
 
@@ -37,16 +43,16 @@ def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], argument
     if argv[0] not in _LAUNCHABLE:
         argv = ["train", *argv]
     command = parser(argv).parse_args(argv)
-    # What the user allows here holds for the ranks too, which cannot ask.
+    # What the user allows here is also allowed in the ranks, which cannot ask.
     with consent.allowing(command.allow_import, ask=True):
         if (recipe := vars(command).get("recipe")) is None:
             return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
         folder = load(recipe, command.overrides).folder
-        if command.command != "train":  # it may look at a run that is training, whose logs these must not replace
+        if command.command != "train":  # its logs must not replace those of the run, which may be training
             return launch(arguments.nproc, arguments.gpus, argv, logs=folder / f"logs-{command.command}")
         from retouch.records.folder import own
 
-        # The ranks' logs are in the run's folder, so it must be owned, and an old run renamed, before they are opened.
+        # The logs of the ranks are in the run's folder: own it, and rename an old run, before they are opened.
         run, aside = own(folder, fresh="--fresh" in arguments.argv, environment={})
         if aside is not None:
             print(f"the old run is now {aside}")

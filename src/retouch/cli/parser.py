@@ -51,7 +51,8 @@ _ADVICE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user."""
+    """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user, 3 if a rank was
+    lost, and 128 + the signal number for Ctrl-C or a closed pipe."""
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
@@ -61,18 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # `retouch recipes | head`: nobody reads the rest
+    except BrokenPipeError:  # `retouch recipes | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     if "retouch.rewards.worker" in sys.modules and sys.modules["retouch.rewards.worker"].has_abandoned_threads():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # a reward that hangs would keep the interpreter from ending
+        os._exit(code)  # the thread of a reward that hangs would prevent the interpreter from exiting
     return code
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """The exit code of a command; what users must know goes to stderr without a traceback."""
+    """Run a command and return its exit code. Errors that the user can correct are printed to stderr without a traceback."""
     from retouch.config import consent
 
     try:
@@ -106,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names the recipe's key for an option that does not exist: ``--steps 5`` is ``--set steps=5``."""
+    """A parser whose error about an unknown option suggests ``--set`` if a recipe key has that name (``--steps 5``)."""
 
     def error(self, message: str) -> NoReturn:
         changes = _as_changes(message.partition("unrecognized arguments: ")[2].split())
@@ -114,7 +115,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _as_changes(words: Sequence[str]) -> list[str]:
-    """The ``--set`` options for words like ``--steps 5``; empty if none of them is a key of a recipe."""
+    """Return the ``--set`` options for words like ``--steps 5``; empty if no word is a key of a recipe."""
     if not any(word.startswith("--") for word in words):
         return []
     from retouch.recipe.keys import RecipeKeys
@@ -132,8 +133,8 @@ def _as_changes(words: Sequence[str]) -> list[str]:
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of the command with which ``words`` begin, which imports only that one; otherwise of all commands, which help and
-    mistakes need. The namespace that it returns has ``run``, the function of the command."""
+    """Build the parser. If ``words`` start with a command, only its module is imported; otherwise the parser has all commands, as
+    help and error messages need. The parsed namespace contains ``run``, the function of the command."""
     parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -148,12 +149,12 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _explained(error: OSError) -> str:
-    """What the system refused, for which file, and what to do about it."""
+    """Describe an error of the operating system: the file, the reason, and what to do about it."""
     advice = _ADVICE.get(error.errno or 0)
     return f"{error.filename}: {error.strerror}" + ("" if advice is None else f"; {advice}")
 
 
 def _is_user_error(error: ValueError) -> bool:
-    """Whether this package raised the error, so that its message is for the user, and not a library that we called."""
+    """Whether this package raised the error, and not a library: then the message is written for the user."""
     raised_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return str(raised_in.f_globals.get("__name__", "")).split(".")[0] == "retouch"

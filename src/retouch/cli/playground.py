@@ -7,9 +7,9 @@ from pathlib import Path
 from retouch.cli.arguments import Commands, debug_option
 
 _BASES = {
-    "large": "build an editor of four times the depth, which starts from the editor's weights, in runs/playground/editor-large",
-    "writer": "build the writer for the existing editor, and not the editor",
-    "text-to-image": "build the text-to-image model, which starts from the editor's weights, and its prompt enhancer",
+    "large": "build an editor of four times the depth, initialized from the editor, in runs/playground/editor-large",
+    "writer": "build only the writer, for the existing editor",
+    "text-to-image": "build the text-to-image model, initialized from the editor, and its prompt enhancer",
     "emu3": "build the editors that generate image tokens, and their autoencoder",
     "words": "build the text-to-image model that renders words, and its autoencoder",
 }
@@ -21,7 +21,7 @@ def add_playground(commands: Commands) -> None:
         dest="what", required=True, metavar="WHAT"
     )
     build = playground.add_parser("build", parents=[debug_option()], help="train the base models of the playground again")
-    build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; the default is the package's own")
+    build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights (default: the folder of the package)")
     build.add_argument("--seed", type=int, default=0)
     which = build.add_mutually_exclusive_group()
     for base, description in _BASES.items():

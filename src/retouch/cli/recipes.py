@@ -9,7 +9,9 @@ from retouch.cli.arguments import Commands, debug_option
 def add_recipes(commands: Commands) -> None:
     """Add the command."""
     recipes = commands.add_parser("recipes", parents=[debug_option()], help="list the packaged recipes, or describe one")
-    recipes.add_argument("name", nargs="?", metavar="NAME", help="a part of a name, or a whole name to read how it is used")
+    recipes.add_argument(
+        "name", nargs="?", metavar="NAME", help="part of a name, to filter the list; or a full name, to describe the recipe"
+    )
     recipes.set_defaults(run=_recipes)
 
 
@@ -33,11 +35,11 @@ def _recipes(arguments: argparse.Namespace) -> int:
     for row in (heads, *rows):
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if exact:
-        words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # names are enough, from any folder
+        words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # a name works in any folder, a path does not
         print(f"\n{words}\n\nfile: {find(wanted)}")
         return 0
     print(
-        f"\nA twin, NAME{TWIN}, is the same recipe with tiny models of the playground, for a CPU.\n"
+        f"\nA twin, NAME{TWIN}, is the same recipe with tiny playground models, for a CPU.\n"
         "`retouch recipes NAME` describes a recipe, `retouch train NAME` runs it, `retouch doctor NAME` plans its memory."
     )
     return 0

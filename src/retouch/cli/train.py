@@ -8,7 +8,7 @@ from retouch.cli.arguments import Commands, debug_option, import_option, set_opt
 def add_train(commands: Commands) -> None:
     """Add the command."""
     train = commands.add_parser(
-        "train", parents=[debug_option(), set_option(), import_option()], help="train; resumes a run with the same name"
+        "train", parents=[debug_option(), set_option(), import_option()], help="train a recipe; a run with the same name is resumed"
     )
     train.add_argument("recipe", metavar="RECIPE", help="Jsonnet or JSON file, or the name of a packaged recipe")
     train.add_argument("--fresh", action="store_true", help="rename an existing run with this name and start from the beginning")

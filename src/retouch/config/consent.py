@@ -5,12 +5,12 @@ too, so nothing is imported because a recipe says so. A module is allowed if
 
 * the user names it: ``--allow-import my_module``, the environment variable RETOUCH_ALLOW_IMPORTS (names with commas between them),
   ``allow_imports=`` in Python, or the class itself on the command line (``--set``, or as the reward of ``retouch score``);
-* the user has answered the question that a command asks on a terminal, or has trained with exactly this recipe before: both are
-  remembered by the recipe's hash, for the file that the module was then;
-* an installed package declares the very class as an entry point of the group ``retouch.plugins``.
+* the user has agreed when a command asked on a terminal, or has trained with exactly this recipe before: both are remembered by
+  the recipe's hash, together with the path of the module's file at that time;
+* an installed package declares exactly this class as an entry point of the group ``retouch.plugins``.
 
-Retouch's own classes are allowed if they have a kind, or if their ``Kinds`` names them. What stands in a recipe's file is never
-consent, and neither is the folder that a module is in.
+Retouch's own classes are allowed if they have a kind, or if their ``Kinds`` names them. Neither the content of a recipe's file nor
+the folder that a module is in counts as consent.
 """
 
 import hashlib
@@ -45,13 +45,13 @@ class ImportPolicy:
     modules: frozenset[str]
 
     def allows(self, module: str) -> bool:
-        """Whether the module or a package that contains it is among them."""
+        """Whether ``modules`` contains the module or a package that contains it."""
         parts = module.split(".")
         return any(".".join(parts[:depth]) in self.modules for depth in range(1, len(parts) + 1))
 
 
 def current() -> ImportPolicy:
-    """What is allowed now: the names in RETOUCH_ALLOW_IMPORTS, and those for the recipe that is being read."""
+    """The policy at this moment: the names in RETOUCH_ALLOW_IMPORTS, and those for the recipe that is being read."""
     return ImportPolicy(frozenset(module_names([os.environ.get(VARIABLE, "")])) | _reading.get())
 
 
@@ -81,7 +81,7 @@ def require(path: str, *, own: Container[str] = ()) -> None:
 def plugins() -> "list[EntryPoint]":
     """The entry points ``retouch.plugins`` of installed packages, the first on Python's path first.
 
-    What lies in the current folder is not installed: a folder from somebody else could declare anything.
+    Packages in the current folder do not count as installed: a folder from somebody else could declare anything.
     """
     from importlib.metadata import distributions  # slow to import
 
@@ -112,8 +112,8 @@ def allowing(modules: Iterable[str], *, ask: bool = False) -> Iterator[None]:
 def reading(document: object, *, source: object = None, allow: Iterable[str] = ()) -> Iterator[None]:
     """Within the block, ``document`` may import its classes.
 
-    ``source``: the document without changes from the command line, if there are any; consent is remembered for it. ``allow``: more
-    modules that are allowed. Raises ValueError, with all classes and what to do, if a module is not allowed.
+    ``source``: the document before changes from the command line, if there are any; consent is remembered for it. ``allow``:
+    further modules that are allowed. Raises ValueError, with all classes and advice, if a module is not allowed.
     """
     source = document if source is None else source
     allowed = frozenset(allow)
@@ -134,9 +134,9 @@ def reading(document: object, *, source: object = None, allow: Iterable[str] = (
 
 
 def user_folder(variable: str, default: str) -> Path | None:
-    """Retouch's folder among the user's own: below the XDG ``variable``, otherwise below ``default`` in the home folder.
+    """Retouch's folder for this user: below the XDG ``variable``, otherwise below ``default`` in the home folder.
 
-    None without a home folder. A relative path is never taken: it would be below the current folder, which may be somebody else's.
+    None without a home folder. Relative paths are ignored: they would be below the current folder, which may be somebody else's.
     """
     for folder in (os.environ.get(variable, ""), os.path.join(os.path.expanduser("~"), default)):
         if os.path.isabs(folder):
@@ -145,16 +145,17 @@ def user_folder(variable: str, default: str) -> Path | None:
 
 
 def remember(document: object) -> None:
-    """Remember that the user has imported what this recipe names, so that its run can be opened without further consent."""
+    """Remember that the user has imported the classes that this recipe names, so that its run can be opened without further
+    consent."""
     names = sorted({module_of(path) for _, path in classes_named(document)})
     if names:
         _remember(document, names)
 
 
 def named_in_words(words: Iterable[str], value_of: Callable[[str], Any]) -> list[str]:
-    """The modules of classes that the user typed: in changes ``a.b=value`` of a recipe, or in JSON.
+    """The modules of classes that the user typed: in overrides ``a.b=value`` of a recipe, or in JSON.
 
-    ``value_of``: reads a value.
+    ``value_of``: converts the text of a value to the value.
     """
     found = []
     for word in words:
@@ -180,7 +181,8 @@ def classes_named(value: object, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _not_allowed(document: object) -> Iterator[tuple[str, str]]:
-    """The classes that need consent and have none. Retouch's own are left to ``require``, which knows those with a kind."""
+    """Yield the key and path of each class that needs consent and has none. ``require`` checks Retouch's own classes, because it
+    knows which of them have a kind."""
     policy = current()
     unknown = [(key, path) for key, path in classes_named(document) if not _is_own(path) and not policy.allows(module_of(path))]
     declared = {entry.value for entry in plugins()} if unknown else set()
@@ -237,7 +239,7 @@ def _allow_here(names: Iterable[str]) -> None:
 
 
 def _remembers(document: object, names: Iterable[str]) -> bool:
-    """Whether the user has agreed to these modules in this recipe, and each is the file that it was then."""
+    """Whether the user has agreed to these modules for this recipe, and each module still has the same path."""
     file = _memory(document)
     if file is None or not file.is_file():
         return False
@@ -249,7 +251,7 @@ def _remembers(document: object, names: Iterable[str]) -> bool:
 
 
 def _remember(document: object, names: Iterable[str]) -> None:
-    """A folder that cannot be written is no fault: the user is asked again."""
+    """Store the user's consent. If the folder is not writable, nothing is stored, and the user is asked again."""
     import tempfile
 
     file = _memory(document)
@@ -264,7 +266,7 @@ def _remember(document: object, names: Iterable[str]) -> None:
 
 
 def _memory(document: object) -> Path | None:
-    """The file of what the user has agreed to for this document; None if the user has no folder for it."""
+    """The file that stores the user's consent for this document; None if the user has no folder for it."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     state = user_folder("XDG_STATE_HOME", ".local/state")
     return None if state is None else state / "consent" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in short lines: the full path of the key, the mistake, and what was probably meant."""
+"""Short lines about the mistakes in a recipe: the full path of the key, the mistake, and what was probably meant."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -58,7 +58,7 @@ def _unknown(
 
 
 def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Section], path: Path) -> Iterator[str]:
-    """The same for the ``args`` of an imported class that is a section, which are its fields."""
+    """Yield a line for each unknown key in the ``args`` of an imported class, if it is a section; its fields are the known keys."""
     arguments, named = value.get("args"), value.get("class")
     if isinstance(arguments, dict) and isinstance(named, str) and CLASS_PATH.fullmatch(named):
         with suppress(ValueError):  # reported when the value itself is validated
@@ -68,8 +68,8 @@ def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Sectio
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
-    """The present name of a renamed key; else the nearest key of the section, the kinds that have the key, and where else the key
-    is known; else what is known here."""
+    """The hint for an unknown key: the present name of a renamed key; else the kinds that have the key; else the nearest key of the
+    section and the other places where the key is known; else the keys that are known here."""
     if key in section.renamed_keys:
         return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
@@ -95,7 +95,7 @@ def _listed(paths: list[str]) -> str:
 
 
 def wrong_values(error: ValidationError, document: Mapping[str, Any], root: type[Section]) -> list[str]:
-    """A line for each value that pydantic refused, unknown keys left out."""
+    """A line for each value that pydantic refused. Unknown keys are left out."""
     return [
         _line(dict(one), document, root)
         for one in error.errors(include_url=False, include_context=True)
@@ -132,7 +132,7 @@ def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
 
 
 def _tags(field: FieldInfo | None) -> str:
-    """The kinds that the field's sections may be of."""
+    """The kinds that a section in this field may have."""
     sections = alternatives(annotation_of(field)) if field is not None else ()
     return ", ".join(repr(kind) for section in sections for kind in _kinds(section))
 
@@ -144,7 +144,7 @@ def _meant(given: object, expected: str) -> str:
 
 
 def document_path(location: tuple[int | str, ...], document: Any) -> Path:
-    """Where in the document an error is: pydantic's location without the names of the kinds that it puts between the keys."""
+    """The path of an error in the document: pydantic's location without the kinds that pydantic inserts between the keys."""
     path: list[str | int] = []
     node = document
     for part in location:

@@ -1,4 +1,4 @@
-"""Classes named as ``package.module:Class``: where their modules are, and importing and building them.
+"""Locates, imports and builds classes that are named as ``package.module:Class``.
 
 A name that comes from a recipe is imported only after ``retouch.config.consent`` has allowed its module.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PASSED_ON = ("retouch", "torch")
-"""Packages whose own kinds of errors are never the fault of code that calls them: stopped runs, full devices."""
+"""Packages whose own exception classes are never the fault of the code that calls them: stopped runs, full devices."""
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that is most similar to this one, if any is similar."""
+    """The known word that is most similar to ``word``; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
@@ -36,9 +36,9 @@ def module_of(path: str) -> str:
 
 
 def locate(module: str) -> str | None:
-    """The file or folder of a module's top-level package, found without importing anything; None: there is no such module.
+    """The file or folder of a module's top-level package, found without importing anything; None if there is no such module.
 
-    The current folder is searched last, also if it is not on Python's path.
+    The current folder is searched last, even if it is not on Python's path.
     """
     top = module.partition(".")[0]
     spec = _top_level_spec(top)
@@ -51,9 +51,9 @@ def locate(module: str) -> str | None:
 
 
 def blamed(error: BaseException, what: str) -> ValueError | None:
-    """The error for the user of ``what`` (an import, a call) that code of the user's own raised, with its file and line.
+    """The message for the user about an error that their own code raised in ``what`` (an import, a call), with its file and line.
 
-    None if ``error`` is to be raised as it is: it is no fault of that code (a signal, full memory), or it is a message already.
+    None if ``error`` is to be raised unchanged: that code did not cause it (a signal, full memory), or it is already a message.
     """
     if not isinstance(error, Exception) or isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in _PASSED_ON:
         return None
@@ -72,11 +72,11 @@ def blamed(error: BaseException, what: str) -> ValueError | None:
 
 
 def import_class(path: str) -> type:
-    """The class of that name. ValueError: no such module, no such class in it (and which comes nearest), or a module that fails,
-    with the file and line where it did.
+    """Import the class of that name. Raises ValueError if there is no such module, if it has no such class (with the nearest name),
+    or if the module fails, with the file and line.
 
     A module in the current folder is found too; the folder is then put at the end of Python's path, so that the module can import
-    others beside it.
+    other modules of this folder.
     """
     module_name, _, name = path.partition(":")
     top = module_name.partition(".")[0]
@@ -102,7 +102,7 @@ def import_class(path: str) -> type:
 
 
 def import_function(path: str) -> FunctionType | None:
-    """The function of that name; None if it is a class. Raises ValueError as ``import_class`` does."""
+    """Import the function of that name; None if it is a class. Raises ValueError as ``import_class`` does."""
     try:
         import_class(path)
     except ValueError:
@@ -115,18 +115,18 @@ def import_function(path: str) -> FunctionType | None:
 
 
 def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", what: str, members: Collection[str]) -> Any:
-    """One of the class of that name, made with ``args``; and with ``device``, where its constructor takes one and ``args`` names
-    none.
+    """Build an object of the class of that name with ``args``; also with ``device``, if the constructor takes it and ``args`` does
+    not contain it.
 
-    ``members``: what the class must define or annotate, itself or in a base class, so that it is a ``what``. Raises ValueError if
-    one is missing; nothing is called then.
+    ``members``: names that the class or a base class must define or annotate to be a ``what``. Raises ValueError if one is missing;
+    then nothing is called.
     """
     wanted = import_class(path)
     missing = [name for name in members if not _defines(wanted, name)]
     if missing:
         raise ValueError(
-            f"{path} is no {what}: its class has no {', '.join(missing)}. Declare an attribute that the constructor sets with an "
-            "annotation in the class"
+            f"{path} is no {what}: its class has no {', '.join(missing)}. Define them; if the constructor sets an attribute, "
+            "annotate it in the class"
         )
     takes = "device" in inspect.signature(wanted).parameters
     try:
@@ -152,8 +152,8 @@ def _is_library(file: str) -> bool:
 
 
 def _defines(wanted: type, name: str) -> bool:
-    """Whether the class or a base of it has the attribute or an annotation of it. Every class could be called through its
-    metaclass, so ``getattr`` would find a ``__call__`` on all of them."""
+    """Whether the class or a base class defines or annotates the attribute. ``getattr`` is not used: it would find ``__call__`` on
+    every class, because classes are callable through their metaclass."""
     bases = [base for base in wanted.__mro__ if base is not object]
     return any(name in vars(base) or name in vars(base).get("__annotations__", {}) for base in bases)
 
@@ -165,7 +165,7 @@ def _top_level_spec(top: str) -> ModuleSpec | None:
 def _spec_on_path(top: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(top)
-    except ValueError:  # a module that was loaded without one, like __main__
+    except ValueError:  # a module that was loaded without a spec, like __main__
         return None
 
 

@@ -1,7 +1,7 @@
-"""Which key goes to which server: what the user has bound, and never what a recipe says.
+"""Which API key may be sent to which server. The user decides this by binding keys to addresses; a recipe never does.
 
-A recipe names the address of a judge, a reward server or an engine, and for a judge the environment variable of its key. Somebody
-else's recipe could thus send any variable to any address. Therefore a key is sent only to addresses that it is bound to:
+A recipe names the address of a judge, a reward server or an engine, and for a judge the environment variable of its key. A recipe
+from somebody else could thus send any variable to any address. Therefore a key is sent only to addresses that it is bound to:
 
 * in the environment variable RETOUCH_KEYS: ``OPENAI_API_KEY=https://api.openai.com JUDGE_KEY=https://judge.example:8443``;
 * in ``~/.config/retouch/keys.toml``: ``OPENAI_API_KEY = "https://api.openai.com"``, or a list of addresses;
@@ -38,21 +38,21 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "OPENROUTER_API_KEY": ("https://openrouter.ai",),
     "TOGETHER_API_KEY": ("https://api.together.xyz",),
 }
-"""Where keys go that the user has not bound: to their providers."""
+"""The addresses of keys that the user has not bound: those of their providers."""
 TOKEN = "RETOUCH_TOKEN"
 VLLM_KEY = "VLLM_API_KEY"
 OWN_SERVERS = frozenset({TOKEN, VLLM_KEY})
-"""The keys of servers that users start. They always may go to this machine."""
+"""The keys of servers that users start themselves. They may always be sent to this machine."""
 _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
-_NOT_SECRET = "without https everybody on the way can read it; use https, or a tunnel to 127.0.0.1"
+_NOT_SECRET = "without https everybody on the network path can read it; use https, or a tunnel to 127.0.0.1"
 _BINDING = re.compile(r"(?P<variable>[A-Za-z_]\w*)=(?P<url>\S+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a key may go. ``port``: None allows any."""
+    """An address that a key may be sent to. ``port``: None allows any port."""
 
     scheme: str
     host: str
@@ -74,7 +74,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
-    """Scheme, host and port of a URL; the rest of it is left out. ValueError: it has none."""
+    """Scheme, host and port of a URL; the rest of the URL is ignored. Raises ValueError if it has no such address."""
     any_port = re.fullmatch(r"(\w+://[^/@]+):\*/?", url)
     try:
         parts = urlsplit(any_port[1] if any_port else url)
@@ -88,7 +88,7 @@ def address_of(url: str) -> Address:
 
 
 def bound_addresses(variable: str) -> tuple[Address, ...]:
-    """The addresses that the key in this environment variable may go to. ValueError: a binding that cannot be read."""
+    """The addresses that the key in this environment variable may be sent to. Raises ValueError for an invalid binding."""
     own = _from_environment().get(variable, ()) + _from_file().get(variable, ())
     known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
     return own + tuple(map(address_of, known))
@@ -101,7 +101,7 @@ def is_bound(variable: str, url: str) -> bool:
 
 
 def require_bound(variable: str, url: str) -> None:
-    """Raise ValueError, with the line that binds it, unless the key in this variable may go to this address."""
+    """Raise ValueError, with the command that binds the key, unless the key in this variable may be sent to this address."""
     if is_bound(variable, url):
         return
     address = address_of(url)
@@ -112,7 +112,7 @@ def require_bound(variable: str, url: str) -> None:
 
 
 def binding_command(variable: str, url: str) -> str:
-    """The line to type that binds the key to this address."""
+    """The shell command that binds the key to this address."""
     before = f"${VARIABLE} " if os.environ.get(VARIABLE) else ""
     return f'export {VARIABLE}="{before}{variable}={address_of(url)}"'
 
@@ -145,7 +145,8 @@ def _from_file() -> dict[str, tuple[Address, ...]]:
 
 
 def _checked(variable: str, url: str, where: str) -> Address:
-    """An address that the key may be bound to. ValueError: on another machine, without https or with any port."""
+    """The address of a binding. Raises ValueError for an address of another machine with any port, or without https (which is
+    allowed for ``OWN_SERVERS``)."""
     try:
         address = address_of(url)
     except ValueError as error:

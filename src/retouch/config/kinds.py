@@ -1,4 +1,4 @@
-"""Open sets of alternatives in a recipe: the value of ``kind`` names a class, which is imported when a recipe names it.
+"""Open sets of alternatives in a recipe: the value of ``kind`` selects a class, which is imported only when a recipe selects it.
 
 A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS`` is an instance of
 :class:`Kinds`. The alternatives come from three sources, in this order:
@@ -29,7 +29,7 @@ class Imported(Section):
     class_: ClassPath = Field(alias="class")
     """The class, as ``package.module:Class``."""
     args: dict[str, JsonValue] = Field(default={})
-    """Its fields."""
+    """The fields of the class."""
 
 
 _IMPORTED = frozenset(Imported.model_fields)
@@ -40,7 +40,8 @@ class Kinds:
 
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
     kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but
-    that recipes may import by name. ``renamed``: former to present kinds; a former one is an error that states the present one.
+    that recipes may import by name. ``renamed``: former kind to present kind; a former kind is an error that states the
+    present one.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
@@ -72,9 +73,9 @@ class Kinds:
         yield from dict.fromkeys([*self._table, *self._plugins(), IMPORT])
 
     def load(self, kind: object) -> type[Section] | None:
-        """The class of a kind, imported now; None for an unknown kind and for ``import`` without an entry in the table.
+        """Import the class of a kind; None for an unknown kind, and for ``import`` without an entry in the table.
 
-        ValueError: a plugin whose class cannot be imported.
+        Raises ValueError for a plugin whose class cannot be imported.
         """
         if not isinstance(kind, str):
             return None
@@ -93,9 +94,9 @@ class Kinds:
         return self.load(value.get(self.tag))
 
     def imported(self, path: str) -> type:
-        """The class that a recipe names as ``class``.
+        """Import the class that a recipe names as ``class``.
 
-        Raises ValueError if the user has not allowed its module (nothing is imported then), or if there is no such class.
+        Raises ValueError if the user has not allowed its module (then nothing is imported), or if there is no such class.
         """
         consent.require(path, own=self._own)
         return import_class(path)
@@ -169,7 +170,7 @@ class Kinds:
             return False
 
     def _shared_keys(self, section: type[Section]) -> list[str]:
-        """The keys of the section that are given next to ``args`` where its class is imported."""
+        """The keys of the section that are given next to ``args`` if its class is imported."""
         other = self.load(IMPORT)
         return [] if other is None else [key for key in other.model_fields if key in section.model_fields and key not in _IMPORTED]
 

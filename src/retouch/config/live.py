@@ -1,7 +1,7 @@
 """Objects that exist only in this Python process, such as a function or a loaded pipeline, as parts of a recipe.
 
-A section that stands for such an object holds a name and what identifies the object; the object itself is in a table that is active
-while a run is built. So a recipe stays plain JSON, also in the folder of a run that was started from Python.
+A section that stands for such an object contains the name and the identity of the object; the object itself is in a table that is
+active while a run is built. So a recipe stays plain JSON, also in the folder of a run that was started from Python.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 LIVE = "python:"
-"""How the name of a loaded model begins where a recipe has a path."""
+"""Prefix of the name of a loaded model, which stands in place of a path in a recipe."""
 
 _ACTIVE: ContextVar[Mapping[str, Any] | None] = ContextVar("live_objects", default=None)
 
@@ -30,8 +30,8 @@ def live_objects(objects: Mapping[str, Any]) -> Iterator[None]:
 def live_object(name: str, *, key: str) -> Any:
     """The object of this name.
 
-    ``key``: the recipe's key, for the message. Raises ValueError if it is not in this process: the recipe was written by a run that
-    was started from Python, and has to be opened in the same way.
+    ``key``: the recipe's key, for the message. Raises ValueError if the object is not in this process: the recipe was written by a
+    run that was started from Python, and has to be opened in the same way.
     """
     try:
         return (_ACTIVE.get() or {})[name]

@@ -15,7 +15,7 @@ def packaged_recipes() -> Path:
 
 
 def available() -> list[str]:
-    """Names of the packaged recipes, as ``find`` takes them: ``recipes/quickstart.jsonnet``."""
+    """Names of the packaged recipes, in the form that ``find`` accepts: ``recipes/quickstart.jsonnet``."""
     folder = packaged_recipes()
     return sorted(f"{_FOLDER}/{file.relative_to(folder).as_posix()}" for file in folder.rglob("*") if file.suffix in SUFFIXES)
 
@@ -37,7 +37,7 @@ def near_names(name: str | Path) -> list[str]:
 def find(name: str | Path) -> Path:
     """The recipe file of that name, else the packaged recipe: ``recipes/sd3/ocr-grpo.jsonnet``, or ``sd3/ocr-grpo`` for short.
 
-    Raises ValueError if there is neither; the message has the packaged recipes with similar names.
+    Raises ValueError if there is neither; the message names the packaged recipes with similar names.
     """
     file = Path(name)
     if file.is_file():

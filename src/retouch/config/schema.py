@@ -1,4 +1,4 @@
-"""The recipe's keys as a tree: which section a value belongs to, which keys it takes, and where else a key is known."""
+"""The recipe's keys as a tree: the section class of a value, the keys of a section, and all places where a key is known."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -13,12 +13,13 @@ _TAGS = ("kind", "mode")
 
 
 def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
-    """The keys that the section takes, as a recipe spells them."""
+    """The keys of the section, with the names that a recipe uses."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 def kinds_of(section: type[Section]) -> tuple[str, tuple[str, ...]] | None:
-    """The key that tells the section from its alternatives, and its values there: ("kind", ("lora",))."""
+    """The key that distinguishes the section from its alternatives, and the values of this section: ("kind", ("lora",)). None
+    without such a key."""
     for tag in _TAGS:
         annotation = section.model_fields[tag].annotation if tag in section.model_fields else None
         if get_origin(annotation) is Literal:
@@ -27,13 +28,13 @@ def kinds_of(section: type[Section]) -> tuple[str, tuple[str, ...]] | None:
 
 
 def annotation_of(field: FieldInfo) -> Any:
-    """The field's annotation, with the open set of kinds that pydantic keeps apart as metadata."""
+    """The field's annotation, with the open set of kinds, which pydantic stores separately as metadata."""
     kinds = [entry for entry in field.metadata if isinstance(entry, Kinds)]
     return Annotated[field.annotation, kinds[0]] if kinds else field.annotation
 
 
 def open_kinds(annotation: Any) -> Kinds | None:
-    """The open set of kinds of an annotation, alone, optional, or as entries of a list or map."""
+    """The open set of kinds in an annotation: of the value itself, of an optional value, or of the entries of a list or map."""
     if get_origin(annotation) is Annotated:
         for entry in annotation.__metadata__:
             if isinstance(entry, Kinds):
@@ -53,7 +54,7 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | None:
-    """The section that this value is one of; None if its kind is missing or unknown."""
+    """The section class of this value; None if its kind is missing or unknown."""
     if (open_set := open_kinds(annotation)) is not None:
         return open_set.class_for(value)
     sections = alternatives(annotation)
@@ -70,7 +71,7 @@ def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | No
 def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) -> FieldInfo | None:
     """The field at ``path``, following the kinds that the document chose; the last part need not be in the document.
 
-    An entry of a list or map has the field that holds them all.
+    The field of an entry of a list or map is the field of that list or map.
     """
     section: type[Section] | None = root
     node, field, named = document, None, False
@@ -87,8 +88,9 @@ def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) ->
 
 @cache
 def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
-    """Every key of the schema, and the dotted paths at which it is known. Left out are entries of lists and maps, which repeat
-    others, and sections that stand elsewhere by themselves (of ``watch.judge.reward.combine`` and ``reward.combine`` the first)."""
+    """Every key of the schema, and the dotted paths at which it is known. Entries of lists and maps are left out, because they
+    repeat other sections, and so are paths that end with another path (``watch.judge.reward.combine`` ends with
+    ``reward.combine``)."""
     found: dict[str, list[str]] = {}
     for path in _paths(root, ""):
         known = found.setdefault(path.rpartition(".")[2], [])
@@ -109,12 +111,12 @@ def _paths(section: type[Section], prefix: str) -> Iterator[str]:
 
 
 def is_list(annotation: Any) -> bool:
-    """Whether a field's sections stand in a list."""
+    """Whether a field contains a list of sections."""
     return get_origin(annotation) is tuple or any(is_list(argument) for argument in get_args(annotation))
 
 
 def is_map(annotation: Any) -> bool:
-    """Whether a field's sections stand in a map, under names of the user's choice."""
+    """Whether a field contains a map of sections, under names that the user chooses."""
     if get_origin(annotation) is Annotated:
         return is_map(get_args(annotation)[0])
     return get_origin(annotation) is dict and bool(alternatives(annotation))

@@ -1,4 +1,4 @@
-"""What every part of a recipe is: a frozen, typed record that knows each of its keys and takes no other."""
+"""The base class of every part of a recipe: a frozen, typed record that accepts no unknown keys."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeAlias
@@ -9,11 +9,11 @@ from pydantic._internal._model_construction import ModelMetaclass  # the metacla
 from retouch.config.imports import nearest
 
 UNTAGGED = "(no kind)"
-"""How a section that has no kind is told from its alternatives that have one."""
+"""The tag of a section without a kind, which distinguishes it from alternatives that have a kind."""
 
 
 class SectionType(ModelMetaclass):
-    """Lets a section that is made in Python raise ValueError in the words of a recipe: "Lora: rank: should be ..., not 0"."""
+    """Makes a section that is created in Python raise ValueError with a recipe's messages: "Lora: rank: should be ..., not 0"."""
 
     def __call__(cls, *values: Any, **keys: Any) -> Any:
         try:
@@ -44,10 +44,11 @@ def expected(error: Mapping[str, Any]) -> str:
 
 
 class Section(BaseModel, metaclass=SectionType):
-    """Types are strict (``"3"`` is no number, 3.5 no count), numbers finite, unknown keys refused.
+    """Base class of sections. Types are strict (``"3"`` is not a number, 3.5 is not a count), numbers must be finite, and unknown
+    keys are errors.
 
     The text under a field is its documentation. ``renamed_keys``: former name to present name of keys; a recipe with a former name
-    gets an error that states the present one.
+    gets an error that states the present name.
     """
 
     renamed_keys: ClassVar[Mapping[str, str]] = {}

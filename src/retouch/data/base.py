@@ -28,7 +28,7 @@ from retouch.types import Json, SplitName, Task, TaskContents
 
 
 def _equal_weights(value: Any) -> Any:
-    """A list of numbers is short for equal weights."""
+    """Turn a list of different numbers into a map that gives each number the weight 1."""
     if isinstance(value, list | tuple) and all(isinstance(entry, int) for entry in value) and len(set(value)) == len(value):
         return {str(entry): 1.0 for entry in value}
     return value
@@ -49,12 +49,12 @@ HeldOut: TypeAlias = Share | Count | Literal["all"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataContext:
-    """What a data source must know of the run to build its tasks.
+    """What a data source must know about the run to build its tasks.
 
-    ``seed``: of the run. ``size``: (height, width) in px that the model works at; None keeps every image's size. ``eval_split``,
-    ``eval_tasks`` (most held-out tasks) and ``eval_seed``: the recipe's ``eval`` section. ``eval_source``: the run's data source as
-    evaluation uses it (``DataSource.for_evaluation``). ``required``: what every row must have. ``trains``: False if the policy is
-    only evaluated or used, so that known test sets are allowed and no training task is needed.
+    ``seed``: the seed of the run. ``size``: (height, width) in px at which the model works; None keeps the size of every image.
+    ``eval_split``, ``eval_tasks`` (the largest number of held-out tasks) and ``eval_seed``: from the recipe's ``eval`` section.
+    ``eval_source``: the source of the held-out tasks (``DataSource.for_evaluation``). ``required``: what every row must have.
+    ``trains``: False if the policy is only evaluated or used, so that known test sets are allowed and no training task is needed.
     """
 
     seed: int = 0
@@ -71,8 +71,8 @@ class DataContext:
 class DataSets:
     """The tasks of a run. ``train`` (a sequence, or a stream) and ``heldout`` have no source image in common.
 
-    ``test_sets``: known test sets among the data, where the recipe allows training on them. ``problems``: found while reading, also
-    in rows that were left out.
+    ``test_sets``: known test sets among the data, if the recipe allows training on them. ``problems``: the problems that were found
+    while reading, also in rows that were left out.
     """
 
     train: Drawable
@@ -81,43 +81,45 @@ class DataSets:
     problems: tuple[Problem, ...] = ()
 
     def with_model(self, model: object) -> DataSets:
-        """The same tasks, completed with what only the loaded image model can compute. Raises ValueError if it cannot."""
+        """The same tasks, with the fields added that only the loaded image model can compute. Raises ValueError if the model does
+        not fit the data."""
         return self
 
 
 class DataSource(Section):
-    """Where the tasks of a run come from."""
+    """The ``data`` section of a recipe: it builds the tasks of a run."""
 
     path_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys that hold paths or Hub ids, those of the training data first. A run can be resumed with other values of them."""
+    """Keys that hold paths or Hub ids; the first key holds those of the training data. A run can be resumed with other values of
+    these keys."""
     on_hub: ClassVar[bool] = False
-    """Whether a path that is not on this machine is an id on the Hugging Face Hub."""
+    """Whether a path that does not exist on this machine is an id on the Hugging Face Hub."""
 
     allow_test_sets: bool = False
-    """Train even on data known to be a test set; the run records it."""
+    """Allow training on data that are a known test set; the run records this."""
 
     @abstractmethod
     def build(self, context: DataContext) -> DataSets:
-        """The tasks to train on and the held-out tasks.
+        """The training tasks and the held-out tasks.
 
-        Raises ValueError if rows are unusable, where no task is left, and where a known test set would be trained on.
+        Raises ValueError if rows are unusable, if no task is left, and if a known test set would be trained on.
         """
 
     def objects(self) -> Mapping[str, Any]:
-        """Objects of this process that the section stands for, by their names (see ``retouch.config.live``)."""
+        """The Python objects that the section refers to, by name (see ``retouch.config.live``)."""
         return {}
 
     def contents(self) -> TaskContents:
-        """What the tasks have, as far as it is known before reading them."""
+        """What the tasks contain, as far as this is known before they are read."""
         return TaskContents()
 
     def for_evaluation(self, *, tasks: int, seed: int, split: SplitName, complexity: Mapping[int, float] | None) -> DataSource:
-        """The source that held-out tasks come from. Only generated data differ: they draw ``tasks`` tasks of ``split`` by
-        ``seed``."""
+        """The source of the held-out tasks. Only generated data differ from the source itself: they return a copy that draws
+        ``tasks`` tasks of ``split`` with ``seed`` and, unless it is None, with the weights ``complexity``."""
         return self
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
-        """What is wrong with this section, one line each, as ``key: reason; what to do``.
+        """The problems of this section, one line each, as ``key: reason; what to do``.
 
         ``at``: the section's place in the recipe ("data"). ``eval_split``: the recipe's ``eval.split`` if the run is evaluated on
         the held-out tasks of this source, else None.
@@ -132,36 +134,37 @@ class DataSource(Section):
         raise ValueError(f"data.kind: {self.label} data cannot be tokenized; give data with source images")
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
-        """The keys with which this section reads ``path`` and holds all of its rows out, for evaluation.
+        """The recipe keys with which this section reads ``path`` and holds out all of its rows, for evaluation.
 
-        Raises ValueError if it reads no files.
+        Raises ValueError if this kind of data cannot read other data.
         """
-        raise ValueError(f"data.kind: {self.label} reads no files; use a recipe whose data have the layout of {path}")
+        raise ValueError(f"data.kind: {self.label} cannot read other data; use a recipe whose data have the layout of {path}")
 
     @classmethod
     def rows_at(cls, path: Path) -> Rows | None:
-        """The rows of an existing file or folder in this source's layout, else None."""
+        """The rows of an existing file or folder if it has the layout of this source, else None."""
         return None
 
     @property
     def label(self) -> str:
-        """The kind, or the class of an imported source: its name in messages."""
+        """The name of this source in messages: its kind, or the class of an imported source."""
         return str(getattr(self, "kind", type(self).__name__))
 
     @property
     def image_size(self) -> Pixels | None:
-        """(height, width) in px that this section resizes images to; None leaves it to the model."""
+        """(height, width) in px to which this section resizes images; None uses the size of the model."""
         return None
 
     def paths(self, *keys: str) -> list[str]:
-        """The values of these keys, by default of all ``path_keys``."""
+        """The paths in the given ``keys``, by default in all ``path_keys``."""
         values = [getattr(self, key) for key in keys or self.path_keys]
         return [path for value in values for path in ((value,) if isinstance(value, str) else value)]
 
     def refuse_test_sets(self, *, trains: bool = True) -> tuple[str, ...]:
-        """The known test sets among the training data, one line each, judged by path and by ``split`` where there is such a key.
+        """The known test sets among the training data, one line each, recognised by path and by the key ``split`` if there is one.
 
-        Raises ValueError if there are any and ``allow_test_sets`` is not set. Without training (``trains`` False) there are none.
+        Empty if the run does not train (``trains`` False). Raises ValueError if there are test sets and ``allow_test_sets`` is not
+        set.
         """
         if not trains:
             return ()
@@ -171,22 +174,24 @@ class DataSource(Section):
 
 
 class StoredData(DataSource):
-    """Data that are read row by row and split by their source images."""
+    """Data that are read row by row and are split by source image."""
 
     path_keys: ClassVar[tuple[str, ...]] = ("path",)
 
     held_out: HeldOut = 0.1
-    """Kept for evaluation: a share of the source images (of the prompts, where there are no images), or (a whole number) at least
-    so many rows. All rows of an image stay together. "all" keeps every row: for `retouch eval`, not for training."""
+    """Rows that are held out for evaluation: a share of the source images (of the prompts, if there are no images), or a whole
+    number, the least number of rows. All rows of an image stay together. "all" holds out every row: for `retouch eval`, not for
+    training."""
     tags: tuple[str, ...] = Field(default=(), exclude_if=lambda tags: not tags)
     """Columns whose values become tags of the tasks (``["task_type"]``): evaluations have a row for each value, and
     ``eval.headline`` can name them."""
     limit: Count | None = None
-    """Use so many training rows, drawn by the recipe's seed; null uses all."""
+    """Number of training rows to use, drawn with the recipe's seed; null uses all."""
 
     @abstractmethod
     def rows(self, *, seed: int) -> Rows:
-        """The rows of the data set; nothing is decoded yet. ``seed``: of the run. Raises ValueError if there are none."""
+        """The rows of the data set, with no image decoded yet. ``seed``: the seed of the run. Raises ValueError if there are no
+        rows."""
 
     @property
     def bad_rows(self) -> OnBadRow:
@@ -198,7 +203,7 @@ class StoredData(DataSource):
 
     @property
     def checked_share(self) -> CheckedShare:
-        """The rows whose images are decoded before training."""
+        """Which rows have their images decoded before training."""
         return "all"
 
     def build(self, context: DataContext) -> DataSets:
@@ -218,7 +223,7 @@ class StoredData(DataSource):
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
 
     def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """The tasks; if not all rows were checked, unusable ones are refused or skipped when they are drawn."""
+        """The tasks; if not all rows were checked, an unusable task is refused or skipped when it is drawn."""
         return tasks if self.checked_share == "all" else DrawnTasks(tasks, on_bad_row=self.bad_rows)
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
@@ -226,19 +231,19 @@ class StoredData(DataSource):
 
 
 class ImageData(StoredData):
-    """Data with images in files."""
+    """Data with stored images."""
 
     size: Pixels | None = None
-    """Height and width in pixels that every image is resized to; null takes the model's."""
+    """Height and width in pixels to which every image is resized; null uses the size of the model."""
     on_bad_row: OnBadRow = "refuse"
     """What to do about an unusable row: stop before training, or leave it out with a warning."""
     thought_keys: tuple[str, ...] = Field(default=(), exclude_if=lambda keys: not keys)
-    """Of a column ``thought`` whose values are maps: the keys that make the chain of thought, in this order, as lines
-    "key: value"; empty takes all values without their keys."""
+    """If the values of the column ``thought`` are maps: the keys of the map that make up the chain of thought, in this order, as
+    lines "key: value". An empty list uses all values without their keys."""
     check: Literal["all", "first"] | Count = Field(default="all", exclude_if=lambda check: check == "all")
-    """Rows whose images are decoded before training: all, the first 64, or so many drawn by the recipe's seed. The result is kept,
-    and the next start decodes only new and changed files. With fewer rows than all, an unusable row may be found when it is drawn:
-    the run then stops, or takes the next row if ``on_bad_row`` is "skip"."""
+    """Rows whose images are decoded before training: all, the first 64, or this number of rows, drawn with the recipe's seed. The
+    result is stored, and the next start decodes only new and changed files. If not all rows are checked, an unusable row may be
+    found only when it is drawn: the run then stops, or takes the next row if ``on_bad_row`` is "skip"."""
 
     @property
     def image_size(self) -> Pixels | None:
@@ -257,21 +262,21 @@ class ImageData(StoredData):
 
 
 def usable_tasks(rows: Rows, *, size: tuple[int, int], on_bad_row: OnBadRow) -> Subset:
-    """The tasks of all usable rows, with images resized to ``size``, (height, width) in px. Raises ValueError as ``accept``
-    does."""
+    """The tasks of all usable rows, with images resized to ``size``, (height, width) in px. Raises ValueError under the same
+    conditions as ``accept``."""
     good, _ = accept(rows, on_bad_row=on_bad_row)
     return Subset(Tasks(rows, resize=resize_to(size)), good)
 
 
 def at_most(heldout: Sequence[int], context: DataContext) -> Sequence[int]:
-    """``context.eval_tasks`` of the held-out rows, drawn by the evaluation's seed; all rows if there are no more."""
+    """At most ``context.eval_tasks`` of the held-out rows, drawn with the evaluation's seed."""
     if len(heldout) <= context.eval_tasks:
         return heldout
     return limit(heldout, n=context.eval_tasks, seed=context.eval_seed)
 
 
 def held_out_problems(held_out: float | str, at: str, eval_split: SplitName | None) -> Iterator[str]:
-    """The problems of rows that are held out and never used, and of an evaluation without tasks."""
+    """The problems of a ``held_out`` that holds out rows which no evaluation uses, or that leaves an evaluation without tasks."""
     if eval_split == "train" and held_out:
         yield f"eval.split: train evaluates on training tasks, so none need be held out; use {at}.held_out 0, or another split"
     elif eval_split not in (None, "train") and not held_out:
@@ -279,7 +284,7 @@ def held_out_problems(held_out: float | str, at: str, eval_split: SplitName | No
 
 
 def require_training_rows(held_out: float | str, context: DataContext) -> None:
-    """Raise ValueError if all rows are held out from a run that trains."""
+    """Raise ValueError if a run that trains holds out all rows."""
     if held_out == "all" and context.trains:
         raise ValueError(
             'data.held_out: "all" leaves nothing to train on; it is for `retouch eval`. For training use 0.1, or a number of rows'
@@ -287,5 +292,5 @@ def require_training_rows(held_out: float | str, context: DataContext) -> None:
 
 
 def resize_to(size: tuple[int, int] | None) -> Resize | None:
-    """What resizes images to ``size``, (height, width) in px; None keeps their sizes."""
+    """The rule that resizes images to ``size``, (height, width) in px; None if images keep their sizes."""
     return None if size is None else Exact(width=size[1], height=size[0])

@@ -1,4 +1,4 @@
-"""``retouch data check``: the problems of a data set that is on this machine."""
+"""``retouch data check``: finds the problems of a data set on this machine."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from retouch.data.validation import find_problems
 
 
 def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Problem]:
-    """The errors of a data set and notes on how it is read: about the file first, then row by row.
+    """The errors of a data set and notes on how it is read: first those of the file, then those of each row.
 
-    ``source``: rows, or a path as ``read_path`` takes it. Errors: a line that is not JSON (or CSV, or UTF-8), a missing
-    instruction, a repeated id, an image that is missing, damaged, too large, of another format or outside the folder, a mask of
-    another size than its image. Notes: a byte-order mark, CRLF, keys that look mistyped, images that are not RGB or that EXIF
-    rotates, a mask that is empty or not black and white, a target of another aspect ratio than its source.
+    ``source``: rows, or a path for ``read_path``. Errors: a line that is not JSON (or CSV, or UTF-8), a missing instruction, a
+    repeated id, an image that is missing, damaged, too large, of an unsupported format or outside the folder, a mask whose size
+    differs from its image. Notes: a byte-order mark, CRLF, keys that look mistyped, images that are not RGB or that EXIF rotates, a
+    mask that is empty or not black and white, a target whose aspect ratio differs from its source.
     """
     if isinstance(source, str | Path):
         try:
@@ -27,9 +27,9 @@ def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Pr
 
 
 def read_path(path: str | Path) -> Rows:
-    """The rows of a file or folder: what a data source recognises as its own, else what the ``datasets`` library reads.
+    """The rows of a file or folder. They are read by the first data source that recognises its layout, else by ``datasets``.
 
-    Raises ValueError if nothing is at ``path``, or nothing that can be read.
+    Raises ValueError if ``path`` does not exist or cannot be read.
     """
     where = Path(path)
     if not where.exists():

@@ -1,4 +1,4 @@
-"""Examines rows by reading them and decoding their images, as training would, in several processes."""
+"""Examines rows in several processes: reads them and decodes their images as training does."""
 
 import logging
 import multiprocessing
@@ -19,10 +19,10 @@ from retouch.data.rows import BadRow, Problem, Row, Rows
 from retouch.data.tasks import require_same_size
 
 FileState: TypeAlias = tuple[str, int, int]
-"""Path, size in bytes and time of the last change in ns; size and time are -1 for a file that is not there."""
+"""Path, size in bytes and time of the last change in ns; size and time are -1 for a file that does not exist."""
 BLOCK = 64
 PARALLEL_FROM = 256
-"""Fewer rows than this are examined in this process."""
+"""The smallest number of rows for which further processes are started."""
 _THREADS = 8  # decoding releases the interpreter's lock
 _MAX_PROCESSES = 32
 _FIRST_REPORT, _REPORT_EVERY = 3.0, 10.0
@@ -32,9 +32,9 @@ _log = logging.getLogger("retouch")
 
 @dataclass(frozen=True, slots=True)
 class RowReport:
-    """What is known about a row. ``readable``: its fields make a task. ``decoded``: its images were decoded too.
+    """What is known about a row. ``readable``: whether its fields make a task. ``decoded``: whether its images were decoded too.
 
-    ``files``: the image files that it names. The fields after ``readable`` mean nothing where it is False.
+    ``files``: the image files that the row names. If ``readable`` is False, the fields after it have no meaning.
     """
 
     problems: tuple[Problem, ...]
@@ -54,7 +54,7 @@ class RowReport:
 
 
 def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:
-    """Read one row, and decode its images if ``decode`` is set. Raises nothing for a bad row; its problems are in the report."""
+    """Read one row, and decode its images if ``decode`` is set. A bad row raises no error; its problems are in the report."""
     try:
         row = rows[index]
     except BadRow as bad:
@@ -79,7 +79,7 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
 
 
 def file_state(path: Path | str) -> FileState:
-    """The present size and time of a file."""
+    """The current size and modification time of a file."""
     try:
         found = os.stat(path)
     except OSError:
@@ -90,10 +90,11 @@ def file_state(path: Path | str) -> FileState:
 def examine_all(
     rows: Rows, indices: Sequence[int], *, max_pixels: int, decode: Collection[int], name: str = ""
 ) -> Iterator[tuple[int, RowReport]]:
-    """The reports of these rows, in order. ``decode``: the rows whose images are decoded. ``name``: of the data set, in the log.
+    """The reports of the rows ``indices``, in order. ``decode``: the rows whose images are decoded. ``name``: the name of the data
+    set in the log.
 
-    On Linux, many rows are shared out over processes, one for each CPU that this process may use. Raises ValueError if one of
-    these processes is killed.
+    On Linux, many rows are distributed over several processes, at most one for each CPU that this process may use. Raises
+    ValueError if one of these processes is killed.
     """
     processes = min(available_cpus(), _MAX_PROCESSES, len(indices) // (PARALLEL_FROM // 2))
     blocks = [indices[start : start + BLOCK] for start in range(0, len(indices), BLOCK)]
@@ -106,7 +107,7 @@ def examine_all(
                 yield from zip(block, found, strict=True)
                 progress.add(len(block))
         return
-    # Forked, so that neither the rows are copied nor the user's script imported again. The processes use no lock of this one.
+    # "fork" neither copies the rows nor imports the user's script again. The forked processes use no lock of this process.
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(
@@ -128,7 +129,7 @@ def available_cpus() -> int:
 
 
 _given: tuple[Rows, int, Collection[int]] | None = None
-"""In a process of the pool: the rows, the limit of pixels, and the rows to decode."""
+"""In a process of the pool: the rows, the largest number of pixels, and the indices of the rows whose images are decoded."""
 
 
 def _start_process(rows: Rows, max_pixels: int, decode: Collection[int]) -> None:
@@ -143,7 +144,7 @@ def _examine_block(block: Sequence[int]) -> list[RowReport]:
 
 
 class _Progress:
-    """Logs how far a long check is, and an estimate of what is left."""
+    """Logs the progress of a long check and an estimate of the remaining time."""
 
     def __init__(self, total: int, name: str) -> None:
         self._total, self._name = total, name
@@ -172,7 +173,7 @@ def _images(row: Row) -> Iterator[EncodedImage]:
 
 
 class _Decoded:
-    """The problems of one row, found by decoding its images."""
+    """The problems of one row that are found by decoding its images."""
 
     def __init__(self, row: Row, max_pixels: int) -> None:
         self.problems: list[Problem] = []

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Searched in a lower-case name whose parts are separated by / and have no - _ or space.
+# Each pattern is searched in a lower-case name whose parts are separated by / and have no - _ or space.
 _NAMES = {
     "Complex-Edit": r"^(?!.*gpt(image)?edit).*(^|/)complexedit(/|$)",  # GPT-Image-Edit is training data with a subset of that name
     "ComplexBench-Edit": r"complexbenchedit",
@@ -45,7 +45,7 @@ _TRIPLET = re.compile(r"test\d+_(source|mask|ref)\.png")
 
 @dataclass(frozen=True, slots=True)
 class KnownTestSet:
-    """A recognised test set. ``place``: the path or id it was recognised by."""
+    """A recognised test set. ``place``: the path or id by which it was recognised."""
 
     name: str
     place: str
@@ -55,9 +55,10 @@ class KnownTestSet:
 
 
 def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) -> tuple[KnownTestSet, ...]:
-    """The known test sets among data-set ids and paths. ``split``: the split that is read; a name that starts with "test" is one.
+    """The known test sets among data-set ids and paths. ``split``: the split that is read; a split whose name starts with "test"
+    counts as a test set.
 
-    For a path, the target of links is checked too; a folder is also recognised by the file names of Calligrapher's bench.
+    For a path, the target of links is checked too. A folder is also recognised by the file names of Calligrapher's bench.
     """
     found = []
     for place in places:

@@ -1,4 +1,4 @@
-"""Images from files or bytes in one form: upright, mode RGB (masks: L), with at most a given number of pixels.
+"""Loads images from files or bytes in one form: upright, mode RGB (masks: L), with at most a given number of pixels.
 
 Sizes are (width, height) in pixels. Only PNG, JPEG and WebP are decoded. Colour profiles are not applied.
 """
@@ -24,7 +24,7 @@ _DAMAGED = (OSError, EOFError, SyntaxError, ValueError, OverflowError, struct.er
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image that is not decoded yet. ``name``: its name in messages. ``data``: its file, or its bytes."""
+    """An image that is not decoded yet. ``name``: its name in messages. ``data``: the path or the bytes of its file."""
 
     name: str
     data: Path | bytes
@@ -42,19 +42,19 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Every image becomes ``width`` by ``height``."""
+    """Resizes every image to ``width`` by ``height``."""
 
     width: int
     height: int
 
     def size(self, source: tuple[int, int]) -> tuple[int, int]:
-        """(width, height), for a source of any size."""
+        """The new (width, height), which does not depend on the size of the source."""
         return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Images keep their aspect ratio as far as ``multiple`` allows, and shrink to at most ``max_area`` pixels."""
+    """Shrinks images to at most ``max_area`` pixels and keeps their aspect ratio as far as ``multiple`` allows."""
 
     max_area: int
     multiple: int = 16
@@ -66,7 +66,7 @@ class Area:
             )
 
     def size(self, source: tuple[int, int]) -> tuple[int, int]:
-        """(width, height), each a multiple of ``multiple`` and at least that; width * height <= max_area."""
+        """The new (width, height): both are positive multiples of ``multiple``, and width * height <= max_area."""
         scale = min(1.0, math.sqrt(self.max_area / (source[0] * source[1])))
         units = [max(1, int(side * scale) // self.multiple) for side in source]
         most = self.max_area // self.multiple**2
@@ -79,7 +79,8 @@ Resize: TypeAlias = Exact | Area
 
 
 def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Header:
-    """The header of an image, without decoding its pixels where the format allows. Raises ValueError as ``load_image`` does."""
+    """The header of an image; its pixels are not decoded if the format allows this. Raises ValueError under the same conditions as
+    ``load_image``."""
     with _opened(source, max_pixels=max_pixels) as image:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
         width, height = image.size
@@ -89,13 +90,13 @@ def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXE
 
 
 def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image, rotated as its EXIF says, in mode RGB with 8 bits a channel.
+    """Load the image in mode RGB with 8 bits per channel, rotated as its EXIF data say.
 
-    16-bit files keep their high byte. Greyscale and palettes become RGB. CMYK is converted by the plain formula. Transparency is
-    composited over white. A JPEG with several images gives the first.
+    Of 16-bit files the high byte is used. Greyscale and palettes become RGB. CMYK is converted by the plain formula. Transparent
+    parts are composited over white. Of a JPEG with several images the first is used.
 
-    Raises ValueError, which names the file, for a file that is missing, truncated, damaged, an animation, not PNG, JPEG or WebP, or
-    that has more than ``max_pixels`` according to its header (then nothing is decoded).
+    Raises ValueError with the name of the file if it is missing, truncated, damaged, an animation, not PNG, JPEG or WebP, or if it
+    has more than ``max_pixels`` pixels according to its header (then nothing is decoded).
     """
     with _opened(source, max_pixels=max_pixels) as image:
         upright = _eight_bits(ImageOps.exif_transpose(image))
@@ -103,15 +104,15 @@ def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXEL
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright.convert("RGBA"))
         rgb = upright.convert("RGB")
-    rgb.info.clear()  # a stale profile or rotation would be written back with the pixels
+    rgb.info.clear()  # otherwise saving the image would write a profile or rotation that no longer applies
     return rgb
 
 
 def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A mask in mode L: 255 where the image should change, 0 where it should stay. Colours become their luma; greys stay.
+    """Load a mask in mode L: 255 where the image should change, 0 where it should stay. Colours become their luma; greys stay.
 
-    Raises ValueError as ``load_image`` does, and for a mask with transparent parts: some tools erase the part to change, others the
-    part to keep, so the mask has to be saved as black and white.
+    Raises ValueError under the same conditions as ``load_image``, and for a mask with transparent parts: some tools erase the part
+    to change, others the part to keep, so the mask has to be saved as black and white.
     """
     with _opened(source, max_pixels=max_pixels) as image:
         upright = _eight_bits(ImageOps.exif_transpose(image))
@@ -127,12 +128,12 @@ def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS
 
 
 def fit(image: Image.Image, *, size: tuple[int, int]) -> Image.Image:
-    """The image scaled (Lanczos) to cover ``size``, (width, height), and cropped at the centre; unchanged if it has this size."""
+    """Scale the image (Lanczos) to cover ``size``, (width, height), and crop it at the centre; unchanged if it has this size."""
     return ImageOps.fit(image, size, method=Image.Resampling.LANCZOS)
 
 
 def fit_mask(mask: Image.Image, *, size: tuple[int, int]) -> Image.Image:
-    """The same for a mask, by nearest neighbour, so that no new values appear."""
+    """Scale and crop a mask like ``fit``, but by nearest neighbour, so that no new values appear."""
     return ImageOps.fit(mask, size, method=Image.Resampling.NEAREST)
 
 
@@ -140,7 +141,7 @@ def fit_mask(mask: Image.Image, *, size: tuple[int, int]) -> Image.Image:
 def _opened(source: str | Path | EncodedImage, *, max_pixels: int) -> Iterator[Image.Image]:
     encoded = source if isinstance(source, EncodedImage) else EncodedImage(str(source), Path(source))
     try:
-        if isinstance(encoded.data, Path) and not encoded.data.is_file():  # opening a pipe would block for ever
+        if isinstance(encoded.data, Path) and not encoded.data.is_file():  # opening a pipe would block forever
             raise FileNotFoundError
         data = io.BytesIO(encoded.data) if isinstance(encoded.data, bytes) else encoded.data
         with Image.open(data, formats=FORMATS) as image:
@@ -161,11 +162,11 @@ def _opened(source: str | Path | EncodedImage, *, max_pixels: int) -> Iterator[I
         raise ValueError(f"{encoded.name}: truncated or damaged; get or export it again") from None
     if pixels > max_pixels:
         raise ValueError(f"{encoded.name}: {pixels} pixels, more than the {max_pixels} that are allowed; make it smaller")
-    raise ValueError(f"{encoded.name}: an animation of {frames} frames; keep one")
+    raise ValueError(f"{encoded.name}: an animation of {frames} frames; save one frame as an image")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit greyscale by its high byte, as Pillow reads 16-bit colours; Pillow's own conversion would clip instead."""
+    """Convert 16-bit greyscale to 8 bits by its high byte, as Pillow reads 16-bit colours; Pillow's own conversion would clip."""
     if not image.mode.startswith("I"):
         return image
     import numpy as np

@@ -1,8 +1,9 @@
-"""The result of checking a data set, which is kept for later starts.
+"""The result of checking a data set, which is stored for later starts.
 
-It is one JSON file in ``.retouch`` in the data set's folder, or in the user's cache folder if that cannot be written. Its name
-contains the digest of the row list and of how its columns are read, so another list is another check. Image files are compared by
-size and time, and rows whose files have changed are examined again. A result that cannot be read is ignored.
+It is one JSON file in the folder ``.retouch`` of the data set, or in the user's cache folder if the former is not writable. The
+file name contains a digest of the row list and of how its columns are read, so a changed list is checked again. Image files are
+compared by size and modification time, and rows whose files have changed are examined again. A result that cannot be read is
+ignored.
 """
 
 import fcntl
@@ -26,9 +27,9 @@ from retouch.data.split import limit
 
 FOLDER = ".retouch"
 FIRST = 64
-"""Rows that ``first`` decodes."""
+"""Number of rows whose images ``check="first"`` decodes."""
 _VERSION = 1
-# Bits of a row. The number of its source images is above them.
+# The bits of a row's flags. The bits above them contain the number of its source images.
 _READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR, _IMAGES = 1, 2, 4, 8, 16, 32, 64, 128
 
 _log = logging.getLogger("retouch")
@@ -36,10 +37,10 @@ _log = logging.getLogger("retouch")
 
 @dataclass
 class CheckedRows:
-    """What is known about the rows of a data set, column by column; entry i is about row i.
+    """What is known about the rows of a data set, column by column; entry i belongs to row i.
 
-    ``flags``: what a row has, in bits. ``ids``, ``lines``, ``sources``, ``names`` (of the metadata file): those of readable rows.
-    ``problems``, without repeated ids, and ``files``: by row, of rows that have any.
+    ``flags``: what a row has, as bits. ``ids``, ``lines``, ``sources`` and ``names`` (of the metadata file): set for readable rows.
+    ``problems`` (without those of repeated ids) and ``files``: maps from a row to its problems and files, if it has any.
     """
 
     flags: list[int] = field(default_factory=list)
@@ -52,7 +53,7 @@ class CheckedRows:
 
     @classmethod
     def unknown(cls, count: int) -> "CheckedRows":
-        """Nothing is known about any of ``count`` rows."""
+        """The state in which nothing is known about any of ``count`` rows."""
         return cls([0] * count, [""] * count, [0] * count, [""] * count, [""] * count)
 
     def set(self, index: int, report: RowReport) -> None:
@@ -69,12 +70,12 @@ class CheckedRows:
             self.files[index] = report.files
 
     def known(self, index: int, *, decode: Collection[int]) -> bool:
-        """Whether the row need not be examined. A row that could not be read is read again, as its files may be there now."""
+        """Whether the row need not be examined. A row that could not be read is read again, because its files may exist by now."""
         flags = self.flags[index]
         return bool(flags & _READABLE) and bool(flags & _DECODED or index not in decode)
 
     def changed(self) -> list[int]:
-        """The rows with an image file that has another size or time than when it was examined."""
+        """The rows with an image file whose size or time has changed since it was examined."""
         return [index for index, files in self.files.items() if any(file_state(file[0]) != file for file in files)]
 
     def lacks(self, index: int, required: RowRequirements) -> bool:
@@ -92,7 +93,7 @@ class CheckedRows:
         )
 
     def findings(self) -> Iterator[tuple[int, list[Problem]]]:
-        """The index and the problems of each row, in order. A repeated id is an error of the later row."""
+        """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
         seen: dict[str, tuple[str, int]] = {}
         for index, flags in enumerate(self.flags):
             found = list(self.problems.get(index, ()))
@@ -106,10 +107,10 @@ class CheckedRows:
 
 
 def checked_rows(rows: Rows, *, check: CheckedShare = "all", seed: int = 0, max_pixels: int = MAX_PIXELS) -> CheckedRows:
-    """Examine the rows, except for what is known from an earlier check.
+    """Examine all rows that are not known from an earlier check.
 
-    ``check``: the rows whose images are decoded: "all", the "first" ones, or so many drawn by ``seed``. All rows are read.
-    Raises ValueError as ``examine_all`` does.
+    ``check``: the rows whose images are decoded: "all", the "first" ones, or this number of rows, drawn with ``seed``. All rows are
+    read. Raises ValueError under the same conditions as ``examine_all``.
     """
     count = len(rows)
     decode = _decoded_rows(check, count, seed)
@@ -156,7 +157,7 @@ def _flags(report: RowReport) -> tuple[bool, ...]:
 
 
 class _Kept:
-    """The file of a data set's result."""
+    """The file that stores the result of checking a data set."""
 
     def __init__(self, identity: Identity, count: int, max_pixels: int) -> None:
         self._identity, self._count = identity, count
@@ -174,7 +175,7 @@ class _Kept:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Only one process of this machine checks the data set; the others wait, and find its result."""
+        """While this context is open, no other process of this machine checks the data set; the others wait and read the result."""
         if self._path is None:
             yield
             return
@@ -185,7 +186,7 @@ class _Kept:
             yield
 
     def read(self) -> CheckedRows | None:
-        """The kept result; None if there is none, or none that fits. A folder that cannot be written may have one too."""
+        """The stored result; None if there is none that fits. Folders that are not writable are searched too."""
         for path in self._places:
             try:
                 found = self._decode(json.loads(path.read_text(encoding="utf-8")))
@@ -199,7 +200,7 @@ class _Kept:
         return None
 
     def write(self, found: CheckedRows) -> Path | None:
-        """Replace the kept result. None if it is not kept, because there is no place for it."""
+        """Replace the stored result and return its path; None if the result cannot be stored."""
         file = self._identity.file
         if self._path is None or any(name not in ("", file) for name in found.names):
             return None
@@ -214,7 +215,7 @@ class _Kept:
             "files": [[i, self._short(name), *state] for i, each in sorted(found.files.items()) for name, *state in each],
         }
         try:
-            # Its own name for each process: a file system may have no locks.
+            # Each process writes to a temporary file of its own, because the file system may have no locks.
             handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".tmp-", suffix=".json")
             with os.fdopen(handle, "w", encoding="utf-8") as out:
                 json.dump(content, out, ensure_ascii=True, allow_nan=False)
@@ -230,7 +231,7 @@ class _Kept:
             return None
         columns = [content[name] for name in ("flags", "ids", "lines", "sources")]
         if any(not isinstance(column, list) or len(column) != self._count for column in columns):
-            raise ValueError("columns of another length")
+            raise ValueError("the columns do not have one entry per row")
         _require(columns[0], int)
         _require(columns[1], str)
         _require(columns[2], int)
@@ -239,7 +240,7 @@ class _Kept:
         found = CheckedRows(flags, ids, lines, sources, [self._identity.file if each & _READABLE else "" for each in flags])
         for index, line, what, severity in content["problems"]:
             if severity not in ("error", "note") or not isinstance(line, int) or not isinstance(what, str):
-                raise ValueError("a problem that is none")
+                raise ValueError("an entry of the list of problems is invalid")
             found.problems[_index(index, self._count)] = (
                 *found.problems.get(index, ()),
                 Problem(self._identity.file, line, what, severity),
@@ -250,7 +251,7 @@ class _Kept:
         return found
 
     def _short(self, name: str) -> str:
-        """A file's name relative to the data set, which may be moved."""
+        """The name of a file relative to the data set, so that the data set may be moved."""
         folder = self._identity.folder
         root = "" if folder is None else f"{folder.resolve()}{os.sep}"
         return name.removeprefix(root) if root else name
@@ -262,12 +263,12 @@ class _Kept:
 
 def _require(column: Sequence[Any], kind: type) -> None:
     if any(type(value) is not kind for value in column):
-        raise ValueError(f"a column with other values than {kind.__name__}")
+        raise ValueError(f"a column has values that are not of type {kind.__name__}")
 
 
 def _index(index: Any, count: int) -> int:
     if not isinstance(index, int) or not 0 <= index < count:
-        raise ValueError(f"a row {index!r} of {count}")
+        raise ValueError(f"there is no row {index!r}; the data set has {count} rows")
     return index
 
 

@@ -1,4 +1,4 @@
-"""The data sources that a recipe can choose, one row a kind."""
+"""The data sources that a recipe can select, one row per kind."""
 
 from retouch.config.kinds import Kinds
 

@@ -1,4 +1,4 @@
-"""What a run needs of every row: the images that its model takes, and the text that its reward reads."""
+"""What a run requires of every row: the images that its model takes, and the text that its reward reads."""
 
 import sys
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from typing import Literal, TypeAlias
 from retouch.data.rows import BadRow, Problem, Row, Rows
 
 CheckedShare: TypeAlias = Literal["all", "first"] | int
-"""Rows whose images are decoded before training: all, the first ones, or so many drawn by a seed."""
+"""Rows whose images are decoded before training: all, the first ones, or this number of rows, drawn with a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequirements:
-    """``images``: least and most source images. ``mask``, ``reference``, ``text``: whether every row must have one.
-    ``pairs``: whether every row must have a chosen and a rejected image.
+    """What every row must have. ``images``: the smallest and the largest number of source images. ``mask``, ``reference``,
+    ``text``: whether every row must have one. ``pairs``: whether every row must have a chosen and a rejected image.
 
-    ``model`` and ``takes`` are the words of the error message: "flux-fill takes one image and a mask".
+    ``model`` and ``takes`` are used in the error message: "flux-fill takes one image and a mask".
     """
 
     images: tuple[int, int] = (0, sys.maxsize)
@@ -28,7 +28,7 @@ class RowRequirements:
 
 
 class RequiredRows:
-    """The same rows; indexing also raises BadRow for a row that lacks what is required."""
+    """The given rows; indexing also raises BadRow for a row that does not meet the requirements."""
 
     def __init__(self, rows: Rows, required: RowRequirements) -> None:
         self.problems = rows.problems

@@ -2,10 +2,10 @@
 
 The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``chosen`` and
 ``rejected`` (a pair of results of which people preferred the first), ``text`` (the text that the image should show), ``source``
-(rows of one source stay on one side of a split) and ``thought`` (the chain of thought before the edited image, which goes to
-``meta``). A column map gives the data set's
-names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name reaches inside a nested value:
-``"edit.compound.2.compound_instruction"``. All other columns that are JSON go to ``meta``.
+(all rows of one source are on the same side of a split) and ``thought`` (the chain of thought before the edited image, which goes
+to ``meta``). A column map says which column of the data set contains each field:
+``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name refers to a part of a nested value:
+``"edit.compound.2.compound_instruction"``. All other columns with JSON values go to ``meta``.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from retouch.types import Codes, Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
 LONGEST_THOUGHT = 1750
-"""Characters of a chain of thought; longer ones are truncated (EARL)."""
+"""The largest number of characters of a chain of thought; longer ones are truncated (EARL)."""
 ToImage = Callable[[Any], EncodedImage]
 
 
@@ -31,8 +31,8 @@ ToImage = Callable[[Any], EncodedImage]
 class Problem:
     """An error or a note about a data set.
 
-    ``file``: the metadata file (or the data set's id). ``line``: counted from 1; 0 means the whole file. An ``error`` makes its row
-    unusable. A ``note`` says how the row is read.
+    ``file``: the metadata file (or the id of the data set). ``line``: counted from 1; 0 means the whole file. An ``error`` makes
+    the row unusable. A ``note`` says how the row is read.
     """
 
     file: str
@@ -55,7 +55,8 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A task whose images are not decoded yet. ``source``: rows of one source stay on one side of a split; empty: a row alone."""
+    """A task whose images are not decoded yet. ``source``: all rows of one source are on the same side of a split; if it is empty,
+    the row shares its source with no other row."""
 
     file: str
     line: int
@@ -75,10 +76,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells the rows of a data set from others, so that the result of a check can be kept.
+    """Identifies the rows of a data set, so that the result of a check can be stored for them.
 
-    ``digest``: of the list of rows and of how its columns are read, without the image files that it names. ``file``: the data set's
-    name in messages, the same for all rows. ``folder``: the folder of the data set; None if it is on no disk.
+    ``digest``: a digest of the row list and of how its columns are read, without the contents of the image files. ``file``: the
+    name of the data set in messages, the same for all rows. ``folder``: the folder of the data set; None if it is not on a disk.
     """
 
     digest: str
@@ -90,7 +91,7 @@ class Identity:
 class Rows(Protocol):
     """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises BadRow for an unusable row.
 
-    Rows may have a method ``identity``, which returns an ``Identity``; then the result of their check is kept.
+    Rows may have a method ``identity``; if it returns an ``Identity``, the result of checking the rows is stored.
     """
 
     problems: tuple[Problem, ...]
@@ -102,8 +103,9 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of a data set are read. ``columns``: field to column. ``name``: the prefix of the ids of rows without an id.
-    ``thought_keys``: of a thought that is a map, the keys to use; all of them if there are none."""
+    """How the rows of a data set are read. ``columns``: the column of each field. ``name``: the prefix of the ids that rows without
+    an id get. ``tag_keys``: the columns that become tags. ``thought_keys``: the keys to use of a chain of thought that is a map;
+    all keys if it is empty."""
 
     file: str
     name: str
@@ -118,14 +120,14 @@ class Layout:
         return not self.columns.keys().isdisjoint(("image", "mask", "reference", "target", "chosen", "rejected"))
 
     def digest(self, *content: bytes | str) -> str:
-        """A hash of the row list's ``content`` and of how this layout reads it."""
+        """A hash of the ``content`` of the row list and of how this layout reads it."""
         found = hashlib.sha256(json.dumps([self.name, sorted(self.columns.items()), self.tag_keys, self.thought_keys]).encode())
         for part in content:
             found.update(b"\0" + (part.encode() if isinstance(part, str) else part))
         return found.hexdigest()
 
     def parse(self, fields: Mapping[str, Any], *, line: int) -> Row:
-        """The row that these fields make. Raises BadRow with all of its errors."""
+        """Make a row from the fields of a line. Raises BadRow with all errors of the row."""
         wrong: list[str] = []
         values = {field: dig(fields, column) for field, column in self.columns.items()}
         instruction = _first_phrasing(values.get("instruction"))
@@ -199,8 +201,9 @@ class Layout:
 def thought_of(value: Json, *, keys: Sequence[str] = ()) -> str | None:
     """A chain of thought as text of at most ``LONGEST_THOUGHT`` characters; None for an empty one.
 
-    ``value``: text, or a map (also as JSON text, if there are ``keys``). A map gives its values in order, one a line, or for each
-    of ``keys`` a line "key: value", as EARL's ``--CoT-keys`` does. Raises ValueError for another value, or a map without a key.
+    ``value``: text, or a map (with ``keys`` also as JSON text). Without ``keys``, the text has the values of the map in order, one
+    per line; with ``keys``, it has a line "key: value" for each key, like EARL's ``--CoT-keys``. Raises ValueError for any other
+    value, and for a map that lacks one of ``keys``.
     """
     if keys and isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -223,9 +226,11 @@ def thought_of(value: Json, *, keys: Sequence[str] = ()) -> str | None:
 def find_columns(
     keys: Sequence[str], *, columns: Mapping[str, str], defaults: Mapping[str, Sequence[str]], file: str
 ) -> tuple[dict[str, str], list[Problem]]:
-    """The column of each field, and notes on keys that look mistyped. ``columns`` takes precedence over ``defaults``.
+    """The column of each field, and notes on keys that look mistyped.
 
-    Raises ValueError for an unknown field, for a named column that the data set lacks, and for two columns for one field.
+    ``keys``: the columns of the data set. ``columns``: the column of a field, given by the user; it takes precedence over
+    ``defaults``, the possible names of each field. Raises ValueError for an unknown field, for a column in ``columns`` that the
+    data set lacks, and for two columns that could be the same field.
     """
     for field, column in columns.items():
         if field not in FIELDS:
@@ -252,7 +257,7 @@ def find_columns(
 
 
 def dig(fields: Mapping[str, Any], column: str) -> Any:
-    """The value under a name, or under a dotted path of names and list indices. None if there is none."""
+    """The value under a name, or under a dotted path of names and list indices; None if there is no value."""
     if column in fields:
         return fields[column]
     value: Any = fields
@@ -273,7 +278,7 @@ def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
 
 
 class PromptRows:
-    """Rows whose text to show is taken from the prompt where the row does not give it."""
+    """The given rows; a row without ``text`` gets the quoted text of its prompt (``quoted``)."""
 
     def __init__(self, rows: Rows) -> None:
         self.problems = rows.problems
@@ -287,25 +292,25 @@ class PromptRows:
         return row if row.text is not None else dataclasses.replace(row, text=quoted(row.instruction))
 
     def identity(self) -> Identity | None:
-        """That of the rows, marked as read for prompts."""
+        """The identity of the given rows, with a changed digest, because their texts are read differently."""
         found = self._rows.identity() if hasattr(self._rows, "identity") else None
         return None if found is None else dataclasses.replace(found, digest=f"p{found.digest[1:]}")
 
 
 def quoted(prompt: str) -> str | None:
-    """The text between the first pair of double quotes; None if there is no pair, or nothing in it."""
+    """The text between the first pair of double quotes; None if there is no pair, or no text in it."""
     parts = prompt.split('"', 2)
     return parts[1].strip() or None if len(parts) == 3 else None
 
 
 def _first_phrasing(value: Any) -> str | None:
-    """The instruction; the first one of a list of phrasings."""
+    """The instruction, or the first of a list of phrasings; None if it is missing or empty."""
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, str) and first.strip() else None
 
 
 def _content_key(image: EncodedImage) -> str:
-    """A hash of the image's bytes if they are in memory, else its file name."""
+    """A hash of the bytes of the image if they are in memory, else the name of its file."""
     return image.name if isinstance(image.data, Path) else hashlib.sha256(image.data).hexdigest()
 
 

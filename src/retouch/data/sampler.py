@@ -1,8 +1,9 @@
-"""The tasks of a step, and the samples of them that a rank makes. Pure functions of the step, so resuming needs no state.
+"""Selects the tasks of a step and the rows of each rank. The functions depend only on the step, so resuming needs no state.
 
-The global order of a step's rows is task by task: row ``i * group_size + s`` is sample ``s`` of the step's task ``i``. The rows are
-split into ``minibatches`` equal contiguous parts, and each part into equal contiguous shares, one for each rank. So the minibatches
-do not depend on the number of ranks. A group may span ranks; it stays whole where the tasks of a part divide over the ranks.
+In the global order of a step's rows, the samples of a task are contiguous: row ``i * group_size + s`` is sample ``s`` of the step's
+task ``i``. The rows are split into ``minibatches`` equal contiguous parts, and each part into equal contiguous shares, one for each
+rank. So the minibatches do not depend on the number of ranks. A group may be split over several ranks, but not if the number of
+tasks of a part is a multiple of the number of ranks.
 """
 
 import math
@@ -16,7 +17,7 @@ from retouch.types import Batch, Task
 
 
 class LoadedTasks(Sequence[Task]):
-    """Tasks that are loaded on access. A slice of them loads nothing. Derive from it with ``__len__`` and ``load``."""
+    """Tasks that are loaded on access; taking a slice loads nothing. A subclass implements ``__len__`` and ``load``."""
 
     @abstractmethod
     def load(self, index: int) -> Task:
@@ -50,43 +51,43 @@ class Subset(LoadedTasks):
 
 @runtime_checkable
 class DrawnInOrder(Protocol):
-    """Tasks that cannot be taken by index, such as those of a stream. ``first``: some of them, as examples."""
+    """Tasks that cannot be indexed, such as the tasks of a stream. ``first``: some of the tasks, as examples."""
 
     first: Sequence[Task]
 
     def at_step(self, step: int, *, count: int, places: Sequence[int]) -> Sequence[Task]:
-        """The ``count`` tasks of a step; only those at ``places`` need be loaded."""
+        """The ``count`` tasks of a step; only the tasks at ``places`` need be loaded."""
 
     def state(self) -> Any:
-        """What a checkpoint stores, as JSON."""
+        """The state that a checkpoint stores, as JSON."""
 
     def load_state(self, state: Any) -> None:
-        """Go on from ``state``."""
+        """Continue from a stored ``state``."""
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop all background processes and threads."""
 
 
 Drawable: TypeAlias = "Sequence[Task] | DrawnInOrder"
 
 
 def draw(tasks: Drawable, *, seed: int, step: int, count: int, places: Sequence[int]) -> Sequence[Task]:
-    """The ``count`` tasks of a step, counted from the first step of the phase. Only those at ``places`` can be indexed."""
+    """The ``count`` tasks of a step, counted from the first step of the phase. Only the tasks at ``places`` may be indexed."""
     if isinstance(tasks, DrawnInOrder):
         return tasks.at_step(step, count=count, places=places)
     return Subset(tasks, tasks_for_step(seed=seed, step=step, count=count, size=len(tasks)))
 
 
 def examples(tasks: Drawable) -> Sequence[Task]:
-    """The tasks, or those at the start of a stream."""
+    """All tasks of a sequence, or the first tasks of a stream."""
     return tasks.first if isinstance(tasks, DrawnInOrder) else tasks
 
 
 def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
-    """The ``count`` row numbers, each from 0 to ``size - 1``, that are the tasks of a step.
+    """The row numbers of the ``count`` tasks of a step, each from 0 to ``size - 1``.
 
     Every pass over the data draws each row once; the order of pass k is keyed by (seed, k). A step at the end of a pass continues
-    into the next one, so it may contain a row twice, as two groups. Raises ValueError if ``count`` or ``size`` is below 1.
+    with the next pass, so it may contain a row twice, as two groups. Raises ValueError if ``count`` or ``size`` is below 1.
     """
     import torch
 
@@ -103,10 +104,10 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def further_tasks(*, seed: int, step: int, count: int, size: int, turn: int) -> list[int]:
-    """The ``count`` row numbers that replace tasks of a step in its ``turn``-th refill, from 1; see ``tasks_for_step``.
+    """The row numbers of the ``count`` tasks that replace tasks of a step in its refill number ``turn``, from 1.
 
-    They are drawn without replacement over all turns of the step, keyed by (seed, step), from the rows that the step itself does
-    not have. Where these are used up, or there are none, rows come again.
+    They are drawn without replacement over all refills of the step, keyed by (seed, step), from the rows that ``tasks_for_step``
+    does not give this step. If these rows are used up, they are drawn again; if there are none, all rows are used.
     """
     import torch
 
@@ -118,16 +119,17 @@ def further_tasks(*, seed: int, step: int, count: int, size: int, turn: int) -> 
 
 
 def steps_for_passes(passes: float, *, size: int, count: int) -> int:
-    """The number of steps of ``count`` tasks in ``passes`` over ``size`` rows, rounded up. Raises ValueError if passes <= 0."""
+    """The number of steps of ``count`` tasks in ``passes`` passes over ``size`` rows, rounded up. Raises ValueError if
+    ``passes`` <= 0."""
     if passes <= 0:
         raise ValueError(f"{passes} passes over the data must be above 0")
     return math.ceil(Fraction(str(passes)) * size / count)  # exact in decimal: 0.07 * 100 is above 7 in binary
 
 
 def global_rows(*, rows: int, minibatches: int, rank: int, world: int) -> list[int]:
-    """This rank's row numbers in the step's global order of ``rows``, minibatch after minibatch.
+    """The row numbers of this rank in the global order of the step's ``rows`` rows, minibatch after minibatch.
 
-    This rank's share of a minibatch is ``rows // (minibatches * world)`` rows.
+    Each rank has ``rows // (minibatches * world)`` rows of a minibatch.
     """
     assert rows % (minibatches * world) == 0, "check_arithmetic has checked this"
     part = rows // minibatches
@@ -136,13 +138,13 @@ def global_rows(*, rows: int, minibatches: int, rank: int, world: int) -> list[i
 
 
 def places_in_step(*, count: int, group_size: int, minibatches: int, rank: int, world: int) -> list[int]:
-    """The tasks of a step, each from 0 to ``count - 1``, of which this rank makes samples."""
+    """The numbers of the step's tasks, each from 0 to ``count - 1``, for which this rank makes samples."""
     mine = global_rows(rows=count * group_size, minibatches=minibatches, rank=rank, world=world)
     return sorted({row // group_size for row in mine})
 
 
 def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, minibatches: int, rank: int, world: int) -> Batch:
-    """This rank's rows of a step with these ``tasks``. Loads only the tasks that the rank needs."""
+    """The rows of this rank in a step with the given ``tasks``. Loads only the tasks of these rows."""
     mine = global_rows(rows=len(tasks) * group_size, minibatches=minibatches, rank=rank, world=world)
     groups = sorted({row // group_size for row in mine})
     place = {group: k for k, group in enumerate(groups)}
@@ -157,7 +159,7 @@ def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, mini
 
 
 def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, world: int) -> None:
-    """Raise ValueError, naming legal values nearby, where a step's rows do not divide over minibatches and ranks."""
+    """Raise ValueError, with valid values nearby, if the rows of a step cannot be divided evenly over minibatches and ranks."""
     given = {"tasks_per_step": tasks_per_step, "group_size": group_size, "minibatches": minibatches, "world": world}
     for name, value in given.items():
         if value < 1:
@@ -175,7 +177,7 @@ def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, 
 
 
 def _multiples(unit: int, near: int) -> str:
-    """Three multiples of ``unit``, from the largest that is not above ``near``."""
+    """Three successive multiples of ``unit``; the first is the largest one not above ``near``, but at least ``unit``."""
     first = max(near // unit, 1)
     return f"{first * unit}, {(first + 1) * unit} or {(first + 2) * unit}"
 

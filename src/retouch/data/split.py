@@ -1,6 +1,6 @@
-"""The split into training and held-out rows. Rows of one source image stay on one side.
+"""The split into training and held-out rows. All rows of a source image are on the same side.
 
-The side of a source depends on a hash of the seed and the source's name, so adding rows does not move existing rows.
+The side of a source depends on a hash of the seed and the name of the source, so adding rows does not move existing rows.
 """
 
 import hashlib
@@ -14,20 +14,20 @@ from retouch.core.random import generator
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Row numbers, ascending. Every row is in one of the two."""
+    """The row numbers of both sides, ascending. Every row is on exactly one side."""
 
     train: tuple[int, ...]
     held_out: tuple[int, ...]
 
 
 def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["all"], seed: int) -> Split:
-    """Split rows by ``sources``, one a row. Split before rows are repeated.
+    """Split rows by their ``sources``, one for each row. Split before rows are repeated.
 
     ``held_out``: a float below 1 is the probability that a source is held out, independent of the other sources. A whole number is
-    the least number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace others. "all"
-    holds out every row.
+    the smallest number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace held-out rows.
+    "all" holds out every row.
 
-    Raises ValueError if a side is empty; only with ``held_out`` 0 may the held-out side be empty, and with "all" the other.
+    Raises ValueError if a side is empty, except for the held-out side with ``held_out`` 0 and the training side with "all".
     """
     if held_out == "all":
         return Split((), tuple(range(len(sources))))
@@ -57,9 +57,10 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
 
 
 def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:
-    """``n`` of the indices, drawn without replacement, in their order; all of them if there are no more than ``n``.
+    """``n`` of the indices, drawn without replacement, in their original order; all indices if there are at most ``n``.
 
-    With the same seed, the indices drawn for a smaller ``n`` are among those for a larger one. Raises ValueError if ``n`` < 1.
+    With the same seed, the indices drawn for a smaller ``n`` are a subset of those for a larger ``n``. Raises ValueError if
+    ``n`` < 1.
     """
     if n < 1:
         raise ValueError(f"a limit of {n} rows leaves nothing; use at least 1")
@@ -70,6 +71,6 @@ def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:
 
 
 def _uniform(seed: int, source: str) -> float:
-    """A hash of both as a number in [0, 1)."""
+    """A hash of the seed and the source, as a number in [0, 1)."""
     digest = hashlib.sha256(f"{seed}/{source}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48

@@ -1,4 +1,4 @@
-"""Metadata files, line by line: JSON lines, CSV, and plain text with one prompt a line.
+"""Reads metadata files line by line: JSON lines, CSV, and plain text with one prompt per line.
 
 Files are UTF-8. A byte-order mark and CRLF are accepted and noted. Blank lines are skipped. An unreadable line stays in the table
 as an entry with the reason, so that all bad lines are reported together.
@@ -22,7 +22,8 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line, counted from 1. ``fields`` is None for an unreadable line; then ``what`` is the reason."""
+    """A line of a metadata file. ``line``: its number, from 1. ``fields``: None for an unreadable line; then ``what`` is the
+    reason."""
 
     line: int
     fields: Mapping[str, Json] | None
@@ -31,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A metadata file. ``notes`` are about the file as a whole. ``digest``: of its content."""
+    """A metadata file. ``notes``: about the file as a whole. ``digest``: the SHA-256 digest of its content."""
 
     file: str
     entries: tuple[Entry, ...]
@@ -62,16 +63,16 @@ class TableRows:
         return self._layout.parse(entry.fields, line=entry.line)
 
     def identity(self) -> Identity | None:
-        """What identifies the file, if its rows can have images; results are kept in its folder."""
+        """The identity of the file, if its rows can have images; the result of the check is stored in the folder of the file."""
         if not self._layout.has_images:
             return None
         return Identity(self._layout.digest(self._digest), self._layout.file, Path(self._layout.file).parent)
 
 
 def read_table(path: Path, *, text_field: str = "text") -> Table:
-    """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of text becomes ``{text_field: line}``.
+    """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of a text file becomes ``{text_field: line}``.
 
-    Raises ValueError for another kind of file, a missing file, a CSV header with empty or repeated names, and a file without rows.
+    Raises ValueError for any other file type, a missing file, a CSV header with empty or repeated names, and a file without rows.
     """
     file = str(path)
     if path.suffix not in (".jsonl", ".csv", ".txt"):
@@ -122,7 +123,7 @@ def _json_entry(number: int, text: str) -> Entry:
     except ValueError as error:
         return Entry(number, None, f"not JSON: {error}")
     if not isinstance(fields, dict):
-        return Entry(number, None, f"a JSON {type(fields).__name__} where an object should be")
+        return Entry(number, None, f"should be a JSON object, not {type(fields).__name__}")
     return Entry(number, fields)
 
 
@@ -133,7 +134,7 @@ def _no_constant(name: str) -> None:
 def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits} is too large a number")
+        raise ValueError(f"{digits} is too large for a JSON number")
     return value
 
 
@@ -156,7 +157,7 @@ def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
     while True:
-        number = reader.line_num + 1  # a quoted cell may span lines: a row has the number of its first line
+        number = reader.line_num + 1  # a quoted cell may span several lines: a row is numbered by its first line
         try:
             cells = next(reader)
         except StopIteration:
@@ -165,6 +166,6 @@ def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
             yield Entry(number, None, f"not CSV: {error}")
             continue
         if cells and len(cells) != len(names):
-            yield Entry(number, None, f"{len(cells)} cells under a header of {len(names)}")
+            yield Entry(number, None, f"{len(cells)} cells, but the header has {len(names)}")
         elif cells:
             yield Entry(number, {name: cell for name, cell in zip(names, cells, strict=True) if cell})

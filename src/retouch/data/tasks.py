@@ -1,4 +1,4 @@
-"""Sequences of tasks: rows whose images are decoded and resized on access, and changed copies of sequences."""
+"""Sequences of tasks whose images are decoded and resized on access, and sequences that change the tasks of another sequence."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -17,11 +17,12 @@ _log = logging.getLogger(__name__)
 class Tasks(LoadedTasks):
     """The tasks of a data set, decoded on access. The last ``cache`` tasks stay in memory.
 
-    ``resize``: None keeps every size. Otherwise the first source image (without source images the target, or the chosen image)
-    decides the size of itself, the mask and the target. Further source images are resized by their own size. A reference keeps its
-    size. A chosen and a rejected image always get the size of the first source image (or the target, or the chosen image).
+    ``resize``: None keeps all sizes. Otherwise ``resize`` computes a size from the first source image (without source images from
+    the target, or the chosen image); this image, the mask and the target get this size. The size of each further source image is
+    computed from that image. A reference image keeps its size. A chosen and a rejected image always get the size of the first
+    source image (or the target, or the chosen image).
 
-    Indexing raises ValueError, with file and line, for an unusable row; ``accept`` finds these before training.
+    Indexing raises ValueError, with file and line, for an unusable row; ``accept`` finds these rows before training.
     """
 
     def __init__(self, rows: Rows, *, resize: Resize | None, cache: int = 64) -> None:
@@ -40,7 +41,8 @@ class Tasks(LoadedTasks):
 
 
 def load_task(row: Row, *, resize: Resize | None) -> Task:
-    """The task of a row, with its images decoded and resized as ``Tasks`` does. Raises ValueError, with file and line."""
+    """The task of a row, with its images decoded and resized as in ``Tasks``. Raises ValueError, with file and line, if an image is
+    unusable."""
     try:
         return _load(row, resize)
     except ValueError as error:
@@ -80,10 +82,10 @@ def _load(row: Row, resize: Resize | None) -> Task:
 
 
 class DrawnTasks(LoadedTasks):
-    """Tasks of which some may be unusable, which is found when they are drawn.
+    """Tasks that were not all checked, so that an unusable task may be found only when it is drawn.
 
-    ``on_bad_row``: "refuse" raises ValueError for such a task; "skip" logs it and takes the next usable one instead, which depends
-    only on the data.
+    ``on_bad_row``: "refuse" raises ValueError for such a task; "skip" logs it and takes the next usable task instead. The
+    replacement depends only on the data.
     """
 
     def __init__(self, tasks: Sequence[Task], *, on_bad_row: Literal["refuse", "skip"]) -> None:
@@ -107,7 +109,7 @@ class DrawnTasks(LoadedTasks):
                 if place % len(self) not in self._logged:
                     self._logged.add(place % len(self))
                     _log.warning("skipped an unusable row, and took the next one: %s", error)
-        raise ValueError(f"{_MOST_IN_A_ROW} rows in a row cannot be used; check the data set with `retouch data check`")
+        raise ValueError(f"{_MOST_IN_A_ROW} successive rows cannot be used; check the data set with `retouch data check`")
 
 
 class MappedTasks(LoadedTasks):
@@ -125,6 +127,6 @@ class MappedTasks(LoadedTasks):
 
 
 def require_same_size(mask: tuple[int, int], image: tuple[int, int]) -> None:
-    """Raise ValueError where the sizes, (width, height), of a mask and its image differ."""
+    """Raise ValueError if the sizes, (width, height), of a mask and its image differ."""
     if mask != image:
         raise ValueError(f"the mask is {mask[0]}x{mask[1]} but its image {image[0]}x{image[1]}; they must be equal")

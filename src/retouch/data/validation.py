@@ -1,7 +1,7 @@
-"""Finds the problems of a data set by reading every row and every pixel, as training would.
+"""Finds the problems of a data set by reading every row and every pixel, as training does.
 
-Training calls ``accept`` before its first step, so that it meets no bad row later. What was found is kept for later starts
-(``kept_check.py``).
+Training calls ``accept_rows`` before its first step, so that no row turns out to be bad later. The result is stored for later
+starts (``kept_check.py``).
 """
 
 import logging
@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AcceptedRows:
-    """The rows that a run uses. ``indices``: ascending. ``sources``: one each, for ``split_by_source``. ``problems``: of all."""
+    """The rows that a run uses. ``indices``: their numbers, ascending. ``sources``: the source of each of them, for
+    ``split_by_source``. ``problems``: the problems of all rows of the data set."""
 
     indices: tuple[int, ...]
     sources: tuple[str, ...]
@@ -29,7 +30,8 @@ class AcceptedRows:
 
 
 def accept(rows: Rows, *, on_bad_row: OnBadRow) -> tuple[tuple[int, ...], list[Problem]]:
-    """The indices of the usable rows, and all problems found. Raises ValueError as ``accept_rows`` does."""
+    """The indices of the usable rows, and all problems that were found. Raises ValueError under the same conditions as
+    ``accept_rows``."""
     found = accept_rows(rows, on_bad_row=on_bad_row)
     return found.indices, list(found.problems)
 
@@ -44,11 +46,11 @@ def accept_rows(
 ) -> AcceptedRows:
     """The usable rows of a data set.
 
-    ``required``: what every row must have. ``check``: the rows whose images are decoded now: "all", the "first" ones, or so many
-    drawn by ``seed``; all other rows are only read.
+    ``required``: what every row must have. ``check``: the rows whose images are decoded: "all", the "first" ones, or this number of
+    rows, drawn with ``seed``; all other rows are only read.
 
-    ``on_bad_row`` "refuse" raises ValueError if any row is bad, with the number of bad rows and the first few by file and line.
-    "skip" leaves bad rows out and logs them. Both raise ValueError when no row is left.
+    ``on_bad_row``: "refuse" raises ValueError if any row is bad; the message has the number of bad rows, and the first few of them
+    by file and line. "skip" leaves bad rows out and logs them. Both raise ValueError if no row is left.
     """
     if on_bad_row not in ("refuse", "skip"):
         raise ValueError(f'on_bad_row must be "refuse" or "skip", not {on_bad_row!r}')
@@ -88,7 +90,7 @@ def _lacking(rows: RequiredRows, index: int) -> list[Problem]:
 
 
 def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS) -> Iterator[tuple[int, list[Problem]]]:
-    """The index and the problems of each row, in order. A repeated id is an error of the later row."""
+    """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
     from retouch.data.kept_check import checked_rows
 
     yield from checked_rows(rows, max_pixels=max_pixels).findings()

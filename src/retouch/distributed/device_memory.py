@@ -1,4 +1,4 @@
-"""Peak memory of a run's devices per step."""
+"""Measures the peak memory of a run's devices in each step."""
 
 import resource
 import sys
@@ -24,9 +24,10 @@ class DeviceMemory:
         self.names = [f"/{parts[device]}" if len(self.devices) > 1 else "" for device in self.devices]
 
     def after_step(self, done: int) -> dict[str, float]:
-        """Peak memory in GB of the step that ended as number ``done``, by metric name. All ranks call it.
+        """Return the peak memory in GB during the step after which ``done`` steps are finished. All ranks must call it.
 
-        The name is ``PEAK``, followed by the part of the run if there are several devices, and the rank if there are several ranks.
+        A metric's name is ``PEAK``, followed by the part of the run if the rank has several devices, and by the rank if there are
+        several ranks.
         """
         peaks = torch.tensor([[peak_bytes(device) / _GB for device in self.devices]], dtype=torch.float64)
         if self.empty_every and done % self.empty_every == 0 and torch.cuda.is_available():
@@ -39,7 +40,7 @@ class DeviceMemory:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """On CUDA the largest number of bytes of tensors since the last call; elsewhere the largest memory this process ever used."""
+    """Return the peak bytes of tensors on a CUDA device since the last call; elsewhere, the peak memory of this process so far."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

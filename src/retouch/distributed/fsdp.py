@@ -1,9 +1,9 @@
 """FSDP2 (torch's ``fully_shard``): weights, gradients and optimizer state are sharded over the ranks.
 
-Each block of the trained model is gathered when it computes; the other weights of the model's forward are gathered together.
-Submodules that are called on their own, and possibly more often on one rank than on another, stay replicated: the head and the
-embeddings of a language model, its vision tower, the projection of an IP-Adapter. All ranks must make the same number of forward
-passes through the sharded modules; the policies ensure it.
+The weights of each block of the trained model are gathered when the block computes; the other weights of the model's forward are
+gathered together. Submodules that are called separately, and possibly more often on one rank than on another, stay replicated: the
+head and the embeddings of a language model, its vision tower, the projection of an IP-Adapter. All ranks must make the same number
+of forward passes through the sharded modules; the policies ensure this.
 """
 
 import math
@@ -23,10 +23,11 @@ from retouch.models.common.sharded import called_separately, sharded_root
 
 
 def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> None:
-    """Shard the blocks of a model over the ranks, in place. Add LoRA before. Raises ValueError if the blocks are unknown.
+    """Shard the blocks of a model over the ranks, in place. Add LoRA first. Raises ValueError if the blocks are unknown.
 
-    ``weights_wait``: this rank's share of the weights is kept in CPU memory, page-locked beside a GPU. The weights of a block are
-    copied to the device when it computes, their gradients to the CPU after it, and the optimizer steps there.
+    ``weights_wait``: keep this rank's shard of the weights in CPU memory (page-locked if the device is a GPU). The weights of a
+    block are copied to the device when the block computes, its gradients are then copied to the CPU, and the optimizer runs on the
+    CPU.
 
     Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277) in its per-parameter form, ``fully_shard``.
     """
@@ -38,18 +39,18 @@ def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> Non
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     on_gpu = ranks.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=on_gpu) if weights_wait else OffloadPolicy()
-    # Reshard after every forward, also the last: weights may be swapped in between and must then be gathered again.
+    # Reshard after every forward, including the last: weights may be swapped between forwards and must then be gathered again.
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "offload_policy": policy}
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(root, **options, ignored_params=called_separately(module))
     if weights_wait and on_gpu:
         # Copies from page-locked memory are asynchronous, and the host may write to the weights as soon as the forward returns.
-        # After a backward pass torch waits for the gradients itself.
+        # After a backward pass, torch waits for the gradients itself.
         root.register_forward_hook(lambda *_: torch.cuda.synchronize(ranks.device))
     for inner in root.modules():
         if isinstance(inner, FSDPModule):
-            # Losses are shares of one global loss, so sum their gradients, with an operation that every backend supports.
+            # Losses are shares of one global loss, so gradients are summed, with an operation that every backend supports.
             inner.set_gradient_divide_factor(1.0)
             inner.set_force_sum_reduction_for_comms(True)
 
@@ -57,14 +58,14 @@ def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> Non
 class FsdpStepper(ReplicatedStepper):
     """AdamW over sharded weights; call ``shard`` on the module first.
 
-    ``state`` and ``load`` use unsharded tensors, of which ``state`` gathers one at a time, and are called by all ranks; a run can
-    resume with any number of ranks.
+    ``state`` and ``load`` use unsharded tensors, so a run can resume with any number of ranks; ``state`` gathers one tensor at a
+    time. All ranks must call them.
 
     Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277).
     """
 
     def step(self, learning_rate: float) -> float:
-        """As ``ReplicatedStepper.step``."""
+        """Like ``ReplicatedStepper.step``."""
         nonfinite = self.ranks.any(self._nonfinite_loss)
         self._nonfinite_loss = False
         norm = self._reduced_norm()
@@ -83,7 +84,7 @@ class FsdpStepper(ReplicatedStepper):
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
-        """As ``retouch.distributed.stepper.MeasuresGradients``."""
+        """Implements ``retouch.distributed.stepper.MeasuresGradients``."""
         self.optimizer.zero_grad(set_to_none=True)
         self._accumulate(loss)
         norm = self._reduced_norm()

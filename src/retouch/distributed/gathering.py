@@ -1,7 +1,7 @@
-"""State that is spread over ranks, gathered one tensor at a time: while a tensor is gathered, a device holds one rank's part of it.
+"""Gathers sharded state one tensor at a time. During a gather, a device holds only one rank's part of the tensor at a time.
 
-Every rank holds a contiguous part of each tensor, in row-major order: rows of a tensor that FSDP2 has sharded, a slice of the
-concatenated weights of ZeRO.
+Every rank holds a contiguous part of each tensor, in row-major order: some rows of a tensor that FSDP2 has sharded, or a slice of
+ZeRO's concatenated weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,8 @@ from retouch.distributed.ranks import Ranks
 class Part:
     """This rank's part of a tensor.
 
-    ``local``: its elements, (counts[rank],). ``counts``: the number of elements on each rank. ``shape``: that of the whole tensor.
+    ``local``: the elements of the part, (counts[rank],). ``counts``: the number of elements on each rank. ``shape``: the shape of
+    the full tensor.
     """
 
     local: Tensor
@@ -26,7 +27,7 @@ class Part:
     ranks: Ranks
 
     def gather(self) -> Tensor:
-        """The whole tensor, in CPU memory. All ranks call it or ``send``."""
+        """Return the full tensor, in CPU memory. Every rank must call ``gather`` or ``send``."""
         whole = torch.empty(self.shape, dtype=self.local.dtype)
         pieces = whole.view(-1).split(list(self.counts))  # type: ignore[no-untyped-call]
         for piece, content in zip(pieces, self.ranks.parts(self.local, self.counts), strict=True):
@@ -40,10 +41,10 @@ class Part:
 
 
 class GatheredTensors(Mapping[str, Tensor]):
-    """Tensors by name, each gathered when it is read and not kept. Reading twice gives the values of two moments.
+    """Tensors by name. Each read gathers the tensor's current values; the result is not kept, so a later read may differ.
 
-    All ranks must read the same tensors in the same order. A rank that needs no values calls ``send_unread`` instead, where the
-    others read in the order of ``in_file_order``.
+    All ranks must read the same tensors in the same order. A rank that needs no values calls ``send_unread`` instead, if the other
+    ranks read in the order of ``in_file_order``.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor | Part]) -> None:
@@ -62,7 +63,7 @@ class GatheredTensors(Mapping[str, Tensor]):
         return len(self.tensors)
 
     def send_unread(self) -> None:
-        """Take part in gathering, for other ranks, every tensor that this rank has not read."""
+        """Take part in the other ranks' gathers of every tensor that this rank has not read."""
         for name in in_file_order(self):
             part = self.tensors[name]
             if isinstance(part, Part) and name in self._unread:
@@ -71,23 +72,23 @@ class GatheredTensors(Mapping[str, Tensor]):
 
 
 def ungathered(state: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
-    """The tensors of a state as this rank holds them, without gathering any."""
+    """Return the tensors of a state as this rank holds them, without gathering."""
     return state.tensors if isinstance(state, GatheredTensors) else state
 
 
 def merged(*states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors of several states, without gathering any."""
+    """Merge the tensors of several states, without gathering."""
     tensors = {name: tensor for state in states for name, tensor in ungathered(state).items()}
     return GatheredTensors(tensors)
 
 
 def forms(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Type and shape of every tensor, without gathering any."""
+    """Return the dtype and full shape of every tensor, without gathering."""
     held = ungathered(state)
     return {name: ((each.local if isinstance(each, Part) else each).dtype, each.shape) for name, each in held.items()}
 
 
 def in_file_order(state: Mapping[str, Tensor]) -> list[str]:
-    """The names, those of the widest types first, so that every tensor in a file is aligned."""
+    """Return the names, those of the widest dtypes first, so that every tensor in a file is aligned."""
     found = forms(state)
     return sorted(found, key=lambda name: (-found[name][0].itemsize, str(found[name][0]), name))

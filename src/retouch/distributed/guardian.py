@@ -1,7 +1,7 @@
-"""Ranks do not outlive their launcher, even if it is killed with SIGKILL; nor the agent of torchrun.
+"""Kills the ranks of a run when their launcher, or torchrun's agent, dies, even by SIGKILL.
 
-A small guardian process reads a pipe from the launcher. When the pipe closes without the launcher's last word, it kills every
-rank together with the rank's own child processes. On Linux each rank also asks the kernel to be killed when its parent dies, in
+A small guardian process reads a pipe from the launcher. If the pipe closes before the launcher wrote "done", the guardian kills
+every rank together with the rank's child processes. On Linux each rank also asks the kernel to kill it when its parent dies, in
 case the guardian was killed too.
 """
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 LAUNCHER = "RETOUCH_LAUNCHER"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""Set by torchrun's agent, which starts its ranks itself."""
+"""The variable that torchrun's agent sets in the ranks that it starts."""
 _PR_SET_PDEATHSIG = 1
 _DONE = b"done\n"
 _PROGRAM = """
@@ -34,9 +34,10 @@ if "done" not in lines:
 
 @contextmanager
 def guardian() -> Iterator[Callable[["subprocess.Popen[bytes]"], "subprocess.Popen[bytes]"]]:
-    """A function that puts a process with its own process group under guard, and returns it.
+    """Start the guardian. Yields a function that registers a process, which leads its own process group, and returns the process.
 
-    If this process dies inside the block, the groups are killed. Leaving the block, also by an exception, ends the guard.
+    If this process dies inside the block, the guardian kills the registered process groups. Leaving the block, also by an
+    exception, ends the guardian.
     """
     reader = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _PROGRAM],
@@ -66,11 +67,11 @@ def guardian() -> Iterator[Callable[["subprocess.Popen[bytes]"], "subprocess.Pop
 
 
 def die_with_launcher() -> None:
-    """In a rank: ask the kernel for SIGKILL when the launcher or torchrun's agent dies (Linux); otherwise nothing.
+    """In a rank: ask the kernel to send SIGKILL when the launcher or torchrun's agent dies (only on Linux).
 
-    torchrun's own ranks would train on after their agent was killed, and the other machines with them.
+    Otherwise the ranks of torchrun would continue to train after their agent was killed, and so would those on other machines.
     """
-    launcher = os.environ.pop(LAUNCHER, None)  # so that the rank's own children do not take the launcher for their parent
+    launcher = os.environ.pop(LAUNCHER, None)  # otherwise the rank's children would expect the launcher to be their parent
     if (launcher is None and _TORCHRUN not in os.environ) or sys.platform != "linux":
         return
     parent = os.getppid()

@@ -1,4 +1,4 @@
-"""The stepper of a policy with a value head: one backward pass for both, but separate optimizers, learning rates and clipping."""
+"""The stepper of a policy with a value head: one backward pass, but separate optimizers, learning rates and gradient clipping."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,11 +12,12 @@ _WEIGHTS = "weights/"
 
 
 class HeadStepper:
-    """The policy's stepper together with the value head's (implements ``retouch.distributed.stepper.Stepper``).
+    """Combines the steppers of the policy and of the value head (implements ``retouch.distributed.stepper.Stepper``).
 
     The head is replicated on every rank and has a constant learning rate. Its weights are part of ``state``, because only training
     uses them; weight copies, exports and inference do not contain the head. ``loss_times``: the factor by which the policy's
-    stepper multiplies losses in its backward pass. ``module`` is the policy's module; the head has no wrapper.
+    stepper multiplies losses in its backward pass; the head's gradients are divided by it. ``module`` is the policy's module; the
+    head is not wrapped.
     """
 
     def __init__(self, policy: Stepper, head: ReplicatedStepper, *, learning_rate: float, loss_times: int = 1) -> None:
@@ -27,21 +28,21 @@ class HeadStepper:
         self.loss_times = loss_times
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's share of the loss to policy and head."""
+        """Add the gradients of ``loss``, this rank's share of the global loss, to the policy and the head."""
         self.policy.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """As ``ReplicatedStepper.step``. The returned norm is that of the policy's gradient only."""
+        """Like ``ReplicatedStepper.step``. The returned norm is the norm of the policy's gradient only."""
         gradients = [parameter.grad for parameter in self.head.parameters.values() if parameter.grad is not None]
-        if gradients:  # a phase without a value loss has none
+        if gradients:  # a phase without a value loss gives the head no gradient
             for gradient in gradients:
                 gradient.div_(self.loss_times)
-            # The head steps first, so that a loss that is not finite changes neither.
+            # The head steps first, so a non-finite loss changes neither the head nor the policy.
             self.head.step(self.learning_rate)
         return self.policy.step(learning_rate)
 
     def state(self) -> Mapping[str, Tensor]:
-        """The policy's state, and under ``value_head/`` the head's weights and optimizer state."""
+        """Return the policy's state, and under ``value_head/`` the head's weights and optimizer state."""
         weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
         return merged(self.policy.state(), weights, {f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()})
 
@@ -54,7 +55,7 @@ class HeadStepper:
         self.head.load(own)
 
     def snapshot(self) -> Callable[[], None]:
-        """As ``ReplicatedStepper.snapshot``, with the head's weights."""
+        """Like ``ReplicatedStepper.snapshot``; includes the head's weights."""
         policy, head = self.policy.snapshot(), self.head.snapshot()
         weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.head.module.state_dict().items()}
 

@@ -1,9 +1,9 @@
-"""The launcher of several ranks on this machine: one process per rank, with torchrun's environment variables.
+"""Launches several ranks on this machine: one process per rank, with torchrun's environment variables.
 
-If one rank fails, all are terminated, and if the launcher itself is killed, the ranks are killed too. Each rank has its own
-process group, so Ctrl-C in the terminal reaches only the launcher, which forwards it once. torchrun's agent does not fit: after the
-first signal it kills ranks that need more than 30 s to save a checkpoint, signals the ranks' own worker processes too, and always
-exits with 1.
+If one rank fails, all ranks are terminated; if the launcher is killed, the ranks are killed too. Each rank has its own process
+group, so Ctrl-C in the terminal reaches only the launcher, which forwards it once. torchrun's agent is not used, because after the
+first signal it kills ranks that need more than 30 s to save a checkpoint, also signals the worker processes of the ranks, and
+always exits with 1.
 """
 
 import os
@@ -31,9 +31,9 @@ _STDOUT = 1
 def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path, owner: Owner | None = None) -> int:
     """Run ``retouch <argv>`` on ``nproc`` ranks and return the exit code of the first rank that failed, or 0.
 
-    ``gpus``: the CUDA devices to use, the same number per rank; None lets each rank choose. ``logs``: the folder of ``rank-N.log``;
-    the output of rank 0 also goes to the terminal. ``owner``: the ownership of the run's folder, which the ranks share.
-    Raises ValueError if the number of ranks or devices is impossible, or if this process is already a rank of a launcher.
+    ``gpus``: the CUDA devices to use, the same number for each rank; None lets each rank choose. ``logs``: the folder of
+    ``rank-N.log``; the output of rank 0 also goes to the terminal. ``owner``: the ownership of the run's folder, which the ranks
+    share. Raises ValueError if the number of ranks or devices is impossible, or if this process is already a rank of a launcher.
     """
     if nproc < 1:
         raise ValueError(f"--nproc {nproc}: give 1 or more")
@@ -44,13 +44,13 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
         require_gpus(gpus)
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
-    # -P: modules in the current folder do not come before installed ones.
+    # -P: modules in the current folder must not shadow installed modules.
     command = [sys.executable, "-P", "-m", "retouch.cli", *argv]
     return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
 
 
 def require_gpus(gpus: Sequence[int]) -> None:
-    """Raise ValueError if this machine lacks one of the CUDA devices of ``--gpus``; the CPU would otherwise be used in silence."""
+    """Raise ValueError if this machine lacks one of the CUDA devices of ``--gpus``; otherwise the CPU would be used silently."""
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -65,7 +65,7 @@ def require_gpus(gpus: Sequence[int]) -> None:
 
 
 def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
-    """The environment of each rank: this process's own, torchrun's variables, and OMP_NUM_THREADS = cores / ranks unless set."""
+    """Return each rank's environment: this process's variables, torchrun's, and OMP_NUM_THREADS = cores / ranks unless set."""
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -82,12 +82,12 @@ def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dic
 def run_ranks(
     command: Sequence[str], environments: Sequence[Mapping[str, str]], *, logs: Path, grace: float, owner: Owner | None = None
 ) -> int:
-    """Run the command once under each environment until all have ended; return the exit code of the first that failed, or 0.
+    """Run the command in one process per environment until all have ended. Returns the exit code of the first failure, or 0.
 
-    If a rank fails, the others get SIGTERM, and after ``grace`` seconds SIGKILL together with their child processes. The first
+    If a rank fails, the others receive SIGTERM, and after ``grace`` seconds SIGKILL, together with their child processes. The first
     SIGINT or SIGTERM sent to this process is forwarded to the ranks, which may take as long as they need to stop (``grace`` seconds
-    once one has failed); a second one kills them. A rank that dies of signal n has the exit code 128 + n. If this process is
-    killed, so are the ranks and their child processes. The ranks share the ownership of a run folder, ``owner``.
+    after one has failed); a second signal kills them. A rank that dies of signal n has the exit code 128 + n. If this process is
+    killed, the ranks and their child processes are killed too. ``owner``: the ownership of a run's folder, which the ranks share.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -103,7 +103,7 @@ def run_ranks(
             code = _wait(ranks, stop, grace)
         finally:
             _kill(ranks)
-    # A process that rank 0 left behind may keep its output open forever.
+    # A child process of rank 0 that is still running may keep rank 0's output open forever.
     copier.join(timeout=5.0)
     return code
 
@@ -124,7 +124,7 @@ def _start(
 
 
 def _tee(source: IO[bytes], log: Path) -> None:
-    """Copy rank 0's output to its log and to the terminal as it arrives; only to the log once the terminal is closed."""
+    """Copy rank 0's output to its log and to the terminal as it arrives; after the terminal is closed, only to the log."""
     with source, open(log, "wb", buffering=0) as file:
         while block := os.read(source.fileno(), 65536):
             file.write(block)
@@ -140,7 +140,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], stop: list[int], grace: floa
             first_failure = next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
             if first_failure:
                 deadline = time.monotonic() + grace
-                # Ranks that have already been told to stop are saving a checkpoint; a second signal would interrupt it.
+                # Ranks that were already asked to stop are saving a checkpoint, which a second signal would interrupt.
                 if not forwarded:
                     _send(running, signal.SIGTERM)
         if len(stop) > forwarded:
@@ -160,13 +160,13 @@ def _exit_code(rank: subprocess.Popen[bytes]) -> int:
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Signal the ranks only: their child processes (data loading workers, for example) are theirs to stop."""
+    """Signal only the ranks; each rank stops its own child processes (for example, data loading workers)."""
     for rank in ranks:
         rank.send_signal(number)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Kill the ranks that still run, with all their child processes."""
+    """Kill the ranks that are still running, with all their child processes."""
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signal.SIGKILL)
@@ -175,7 +175,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINTs and SIGTERMs received inside the block, in order. SIGHUP counts as SIGTERM, unless ignored (nohup)."""
+    """Yield the list of signals received inside the block, in order. SIGHUP counts as SIGTERM, unless it is ignored (nohup)."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,10 @@
-"""AdamW whose two moments are not stored as fp32 on the device, where they take 8 bytes per trained weight: in 8 bits, in blocks
-with a scale each (2 bytes), or in CPU memory, from which they come one weight at a time.
+"""AdamW that stores its two moments in less device memory than fp32, which takes 8 bytes per trained weight.
 
-Source of 8 bits: Block-wise Quantization (Dettmers et al. 2022, arXiv 2110.02861): blocks, a dynamic map of 256
-values, and small tensors that keep fp32.
+The moments are stored in 8 bits, in blocks with one scale each (2 bytes per weight), or in CPU memory, from which they are copied
+to the device one weight at a time.
+
+Source of the 8-bit format: Block-wise Quantization (Dettmers et al. 2022, arXiv 2110.02861): blocks, a dynamic map of 256 values,
+and fp32 for small tensors.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +23,7 @@ _EXPONENTS = 7
 
 @cache
 def dynamic_map(*, signed: bool) -> Tensor:
-    """The 256 values, ascending, from -1 (or 0) to 1: seven decades, with more values in the larger ones."""
+    """Return the 256 values of the codes, ascending, from -1 (or 0) to 1: seven decades, with more values in larger decades."""
     bits = 7 if signed else 8
     found = [0.0, 1.0]
     for exponent in range(_EXPONENTS):
@@ -33,9 +35,10 @@ def dynamic_map(*, signed: bool) -> Tensor:
 
 
 def quantise(x: Float[Tensor, "..."], *, signed: bool) -> tuple[UInt8[Tensor, " n"], Float[Tensor, " blocks"]]:
-    """The index of the nearest value of the map for each element over the largest magnitude of its block, and these magnitudes.
+    """Quantise ``x`` to 8 bits. Returns the codes and the scales.
 
-    ``n`` is the number of elements, rounded up to whole blocks.
+    A scale is the largest magnitude of a block; a code is the index of the map's value nearest to element / scale. ``n``: the
+    number of elements, rounded up to whole blocks.
     """
     flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = flat.abs().amax(dim=1)
@@ -46,16 +49,16 @@ def quantise(x: Float[Tensor, "..."], *, signed: bool) -> tuple[UInt8[Tensor, " 
 
 
 def dequantise(codes: UInt8[Tensor, " n"], scales: Float[Tensor, " blocks"], like: Tensor, *, signed: bool) -> Tensor:
-    """What ``quantise`` stands for, in the shape of ``like``."""
+    """Return the fp32 values of the codes and scales of ``quantise``, in the shape of ``like``."""
     values = dynamic_map(signed=signed).to(codes.device)[codes.long()].view(-1, BLOCK) * scales[:, None]
     return values.flatten()[: like.numel()].view(like.shape)
 
 
 class StoredMomentsAdamW(torch.optim.Optimizer):
-    """AdamW with ``moments`` in 8 bits or in CPU memory; its update is torch's, in fp32.
+    """AdamW with ``moments`` in 8 bits or in CPU memory; the update is the same as torch's, in fp32.
 
-    ``local``: this rank's part of a sharded tensor, with the same storage. Tensors below ``SMALLEST`` elements have fp32 moments
-    where others have 8 bits.
+    ``local``: returns this rank's shard of a sharded tensor, with the same storage. With 8 bits, tensors with fewer than
+    ``SMALLEST`` elements keep fp32 moments.
 
     Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); 8 bits (Dettmers et al. 2022, arXiv 2110.02861); CPU memory
     (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840).
@@ -78,7 +81,7 @@ class StoredMomentsAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step."""
+        """Take one optimizer step."""
         for group in self.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None:
@@ -106,11 +109,11 @@ class StoredMomentsAdamW(torch.optim.Optimizer):
         elif moment.numel() < SMALLEST:
             state[name] = moment
         else:
-            state.pop(name, None)  # of a checkpoint with fp32 moments
+            state.pop(name, None)  # an fp32 moment from a checkpoint
             state[f"{name}_codes"], state[f"{name}_scales"] = quantise(moment, signed=signed)
 
     def _read(self, state: dict[str, Tensor], name: str, weight: Tensor, *, signed: bool) -> Tensor:
-        """The moment in fp32 on the weight's device."""
+        """Return the moment in fp32, on the weight's device."""
         if name in state:
             return state[name].to(weight.device)
         return dequantise(state[f"{name}_codes"], state[f"{name}_scales"], weight, signed=signed)

@@ -1,5 +1,5 @@
-"""How a rank is set up from the recipe: the devices of its parts (policy, renderer, rewards), the limit of their memory, and the
-sharding, which must agree with accelerate's configuration."""
+"""Sets up a rank as the recipe says: the devices of its parts (policy, renderer, rewards), the memory limit, and the sharding,
+which must agree with accelerate's configuration."""
 
 import os
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ _SHIPPED = "recipes/accelerate/"
 class Placement:
     """The devices of one rank's parts.
 
-    ``offload``: the renderer is kept in CPU memory while nothing is rendered. ``copies``: the device that stores a weight copy
-    while it is not used, by the copy's name; other copies stay on the policy's device. ``weights_wait``: sharded weights are in
-    CPU memory while they do not compute.
+    ``offload``: keep the renderer in CPU memory while nothing is rendered. ``copy_devices``: by the name of a weight copy, the
+    device that stores the copy while it is not used; other copies stay on the policy's device. ``weights_wait``: keep sharded
+    weights in CPU memory while they do not compute.
     """
 
     policy: torch.device
@@ -38,7 +38,7 @@ class Placement:
 
 
 def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
-    """The devices of this rank; the policy's is ``ranks.device``."""
+    """Return the devices of this rank's parts. The device of the policy is ``ranks.device``."""
     devices = recipe.devices or Devices()
     renderer, reward = (
         ranks.device if name is None else resolve_device(name, devices, local_rank=_local_rank())
@@ -49,8 +49,10 @@ def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
 
 
 def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
-    """Join the process group as the recipe's ``device`` or ``devices`` say, and compute as its ``deterministic`` and ``tf32`` say.
-    Raises ValueError if a device does not exist."""
+    """Join the process group with the recipe's ``device`` or ``devices``, and apply its ``deterministic`` and ``tf32``.
+
+    Raises ValueError if a device does not exist.
+    """
     set_numerics(recipe)
     devices = recipe.devices
     if devices is None:
@@ -72,7 +74,7 @@ def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
 
 
 def set_numerics(recipe: Recipe) -> None:
-    """Choose the algorithms of this process's GPU. Call it before anything is computed there.
+    """Choose the GPU algorithms of this process from ``tf32`` and ``deterministic``. Call it before anything runs on the GPU.
 
     Source: PyTorch's notes on reproducibility and on numerical accuracy.
     """
@@ -80,16 +82,16 @@ def set_numerics(recipe: Recipe) -> None:
     torch.backends.cudnn.allow_tf32 = recipe.tf32
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Without warn_only: with it, memory-efficient attention keeps its atomic sums.
+        # Do not set warn_only: with it, memory-efficient attention would keep its non-deterministic atomic sums.
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # Filling costs time and changes no result.
+        # Filling uninitialised memory costs time and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def resolve_device(name: str, devices: Devices, *, local_rank: int) -> torch.device:
-    """The device that ``name`` in the recipe's ``devices`` means on the rank with this number on its machine."""
+    """Return the device that ``name`` in the recipe's ``devices`` means on a rank. ``local_rank``: its number on its machine."""
     device = torch.device(name)
     if device.type != "cuda":
         return device
@@ -97,7 +99,7 @@ def resolve_device(name: str, devices: Devices, *, local_rank: int) -> torch.dev
 
 
 def gpus_per_rank(devices: Devices) -> int:
-    """The number of GPUs that each rank uses."""
+    """Return the number of GPUs that each rank uses."""
     named = [torch.device(name) for name in devices.named.values()]
     return max((1 + (device.index or 0) for device in named if device.type == "cuda"), default=1)
 
@@ -112,7 +114,8 @@ def limit_memory(devices: Devices | None, placement: Placement) -> None:
 
 
 def _policy_device(devices: Devices, *, fallback: str) -> str:
-    """The policy's device in ``devices``; if not given, the rank's first GPU where ``device`` is "auto" and there is a GPU."""
+    """Return ``devices.policy``; if it is not given, the rank's first GPU if ``fallback`` is "auto" and there is a GPU, otherwise
+    ``fallback``."""
     if devices.policy is not None:
         return devices.policy
     return "cuda:0" if fallback == "auto" and torch.cuda.is_available() else fallback
@@ -125,8 +128,8 @@ def _local_rank() -> int:
 def check_sharding(recipe: Recipe, environment: Mapping[str, str]) -> None:
     """Raise ValueError if the sharding needs a library that is not installed, or contradicts ``accelerate launch``.
 
-    ``environment``: the process's environment variables, in which ``accelerate launch`` describes its configuration. A
-    configuration contradicts the recipe if it shards in another way, or in a way that is not supported.
+    ``environment``: the environment variables of the process, through which ``accelerate launch`` passes its configuration. A
+    configuration contradicts the recipe if it sets another sharding, or one that is not supported.
     """
     if recipe.sharding == "zero2" and int(environment.get("WORLD_SIZE", "1")) > 1:
         from retouch.distributed.zero import require_deepspeed
@@ -135,7 +138,8 @@ def check_sharding(recipe: Recipe, environment: Mapping[str, str]) -> None:
     waits = recipe.devices is not None and recipe.devices.weights is not None
     if waits and environment.get("WORLD_SIZE", "1") == "1":
         raise ValueError(
-            "devices.weights: one rank alone shards nothing, so no weights wait in CPU memory; start more ranks, or remove it"
+            "devices.weights: a single rank does not shard weights, so they cannot be kept in CPU memory; start more ranks, or "
+            "remove this key"
         )
     launched = _sharding(environment)
     if launched is not None and launched != recipe.sharding:
@@ -145,11 +149,14 @@ def check_sharding(recipe: Recipe, environment: Mapping[str, str]) -> None:
             + (f"with {_SHIPPED}{recipe.sharding}.yaml" if recipe.sharding else "with a configuration without sharding")
         )
     if launched == "fsdp2" and _enabled(environment, "FSDP_OFFLOAD_PARAMS") and not waits:
-        raise ValueError("accelerate's configuration offloads FSDP's parameters: add --set devices.weights=cpu, or set it to false")
+        raise ValueError(
+            "accelerate's configuration offloads FSDP's parameters: add --set devices.weights=cpu, or set fsdp_offload_params "
+            "to false"
+        )
 
 
 def _sharding(environment: Mapping[str, str]) -> str | None:
-    """The sharding that accelerate's configuration sets, named as in a recipe; None if it sets none."""
+    """Return the sharding that accelerate's configuration sets, with its name in a recipe; None if it sets no sharding."""
     if _enabled(environment, "ACCELERATE_USE_DEEPSPEED"):
         if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
             raise ValueError(f"accelerate's configuration names a DeepSpeed file, which is ignored; use {_SHIPPED}zero2.yaml")

@@ -1,4 +1,4 @@
-"""Process group and collectives of a run's ranks. A single rank needs no process group."""
+"""The process group and the collectives of a run's ranks. A single rank needs no process group."""
 
 import atexit
 import os
@@ -48,8 +48,10 @@ class Ranks:
         return torch.cat(parts).cpu()
 
     def parts(self, mine: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
-        """The flat tensor of each rank in turn, with ``counts[rank]`` elements, of which this rank's is ``mine``. One of them is on
-        this rank's device at a time. All ranks read them to the end."""
+        """Yield the flat tensor of each rank in turn, with ``counts[rank]`` elements. ``mine``: the tensor of this rank.
+
+        Only one of them is on this rank's device at a time. All ranks must iterate to the end.
+        """
         for rank, count in enumerate(counts):
             if self.world == 1 or count == 0:
                 yield mine[:count]
@@ -63,11 +65,11 @@ class Ranks:
             del content
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on the device of ``values``."""
+        """Return the sum over ranks, on the device of ``values``."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """The maximum over ranks, on the device of ``values``."""
+        """Return the maximum over ranks, on the device of ``values``."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
@@ -91,8 +93,8 @@ def init_distributed(device: str) -> Ranks:
     """Join the process group that the environment variables of torchrun or accelerate describe, and choose this rank's device.
 
     ``device``: "auto" chooses CUDA, then MPS, then CPU; "cpu", "cuda" and "cuda:N" are used as given. The environment variable
-    ``RETOUCH_RANK_TIMEOUT`` sets how many seconds a rank waits for the others before it gives up (torch's default: 30 minutes, with
-    NCCL 10). Raises ValueError if the device does not exist.
+    ``RETOUCH_RANK_TIMEOUT`` sets the seconds that a rank waits for the others before it fails (torch's default: 30 minutes; with
+    NCCL, 10 minutes). Raises ValueError if the device does not exist.
     """
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -105,15 +107,15 @@ def init_distributed(device: str) -> Ranks:
 
 
 def lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank ended, or did not answer within the time limit of the process group."""
+    """Return whether a collective failed because another rank ended, or did not answer within the process group's time limit."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and bool(_LOST.search(str(error)))
 
 
 def destroy_distributed() -> None:
-    """Destroy the process group. At interpreter exit gloo's threads would still hold tensors and abort the process.
+    """Destroy the process group. Otherwise gloo's threads would still hold tensors at interpreter exit and abort the process.
 
-    After FSDP2, torch keeps references to the group, and its threads stay. A thread that releases the tensors of the last
-    collective needs the interpreter's lock, and gets time for it here: a thread that has to wait for it at exit aborts the process.
+    After FSDP2, torch keeps references to the group, and its threads stay alive. The thread that releases the tensors of the last
+    collective needs the interpreter lock. The sleep gives it time: a thread that waits for the lock at exit aborts the process.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -121,7 +123,7 @@ def destroy_distributed() -> None:
 
 
 def find_device(device: str) -> torch.device:
-    """The torch device for ``device``; "auto" chooses CUDA, then MPS, then CPU. Raises ValueError if the device does not exist."""
+    """Return the torch device for ``device``; "auto": CUDA, then MPS, then CPU. Raises ValueError if the device does not exist."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

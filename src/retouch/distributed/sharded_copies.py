@@ -1,4 +1,4 @@
-"""Weight copies of a model that FSDP2 has sharded, and conversions between sharded and whole tensors."""
+"""Weight copies of a model that FSDP2 has sharded, and conversions between sharded and full tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ from retouch.policies.weights import WeightCopies
 class ShardedCopies(WeightCopies):
     """Copies of sharded weights, with the same sharding.
 
-    Sharded weights are swapped by content, because FSDP gathers from storage of its own that a parameter's ``data`` does not reach.
-    Replicated weights are swapped by ``data``, because autograd may have saved them. ``state`` and ``load`` use whole tensors, of
-    which ``state`` gathers one at a time. All ranks call them.
+    Sharded weights are swapped by copying values, because FSDP gathers from its own storage, which assigning a parameter's ``data``
+    does not change. Replicated weights are swapped by assigning ``data``, because autograd may have saved them. ``state`` and
+    ``load`` use full tensors; ``state`` gathers one tensor at a time. All ranks must call them.
     """
 
     def __init__(self, module: nn.Module, ranks: Ranks) -> None:
@@ -63,22 +63,22 @@ class ShardedCopies(WeightCopies):
 
 
 def gathered_state(state: Mapping[str, Tensor], ranks: Ranks, *, like: Mapping[str, Tensor] | None = None) -> GatheredTensors:
-    """The tensors of ``state``, each gathered from its shards when it is read.
+    """Return the tensors of ``state``, each gathered from its shards when it is read.
 
-    ``like``: by name, the sharded weight of a plain tensor that is this rank's shard, such as a moment in CPU memory.
+    ``like``: the sharded weights of plain tensors that hold this rank's shard (such as moments in CPU memory), by tensor name.
     """
     weights = {} if like is None else like
     return GatheredTensors({name: _part(tensor, ranks, like=weights.get(name, tensor)) for name, tensor in state.items()})
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, gathered from all ranks. All ranks call it."""
+    """Gather the full tensor from all ranks. All ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def fill_shards(tensor: Tensor, content: Tensor) -> None:
-    """Write the whole ``content`` into ``tensor``, each rank its own shard of it."""
+    """Write the full tensor ``content`` into ``tensor``; each rank writes its own shard."""
     shard = local_shard(tensor)
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
@@ -97,6 +97,6 @@ def _part(tensor: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor | Part:
 
 
 def _rows(tensor: DTensor, world: int) -> int:
-    """The rows of a shard. FSDP2 gives rows as ``torch.chunk`` does: as many to each rank, and fewer or none to the last ones."""
+    """Return the number of rows per shard. FSDP2 splits like ``torch.chunk``: the last ranks may get fewer rows or none."""
     assert tuple(tensor.placements) == (Shard(0),), f"weights are sharded as {tensor.placements}"
     return -(-tensor.shape[0] // world)

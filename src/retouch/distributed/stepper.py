@@ -1,4 +1,4 @@
-"""Steppers: they own the backward pass, gradient clipping and the optimizer step, for any kind of sharding."""
+"""Steppers run the backward pass, gradient clipping and the optimizer step, for any kind of sharding."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from retouch.distributed.ranks import Ranks
 
 MASTER = "master"
-"""The key of fp32 master weights in the state of an optimizer."""
+"""The key of fp32 master weights in the optimizer state."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -36,11 +36,11 @@ class Stepper(Protocol):
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """The optimizer state, by ``<parameter>/<name>``: the tensors of now, or ``GatheredTensors``. All ranks call it."""
+        """Return the optimizer state by ``<parameter>/<name>``: live tensors, or ``GatheredTensors``. All ranks must call it."""
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``. All ranks call it."""
+        """Restore the result of ``state``. All ranks must call it."""
         ...
 
     def snapshot(self) -> Callable[[], None]:
@@ -50,23 +50,23 @@ class Stepper(Protocol):
 
 @runtime_checkable
 class MeasuresGradients(Protocol):
-    """A stepper over sharded weights: their gradients exist only after a backward pass, and not in ``torch.autograd.grad``."""
+    """A stepper over sharded weights: gradients exist only after a backward pass; ``torch.autograd.grad`` cannot return them."""
 
     def gradient_norm(self, loss: Tensor) -> float:
-        """The gradient norm of ``loss``. Clears all gradients, also those accumulated before."""
+        """Return the gradient norm of ``loss``. Clears all gradients, including those accumulated before."""
         ...
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, or all of a replicated one, with the same storage as ``tensor``."""
+    """Return this rank's shard of a sharded tensor, or the whole of a replicated one. It shares storage with ``tensor``."""
     detached = tensor.detach()
     local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
     return local
 
 
 def adamw(weights: Collection[Tensor], *, fused: bool, **options: Any) -> torch.optim.AdamW:
-    """AdamW over ``weights``. ``fused``: in one kernel; otherwise one per operation, and on the CPU a loop over weights."""
-    # On an accelerator, both take lists of weights, in which sharded and replicated ones may not be mixed.
+    """Return AdamW over ``weights``. ``fused``: update in one kernel; otherwise one kernel per operation (on the CPU, a loop)."""
+    # On an accelerator, both variants take lists of weights, which must not mix sharded and replicated weights.
     groups: dict[bool, dict[str, Any]] = {}
     for weight in weights:
         groups.setdefault(hasattr(weight, "to_local"), {"params": []})["params"].append(weight)
@@ -74,7 +74,7 @@ def adamw(weights: Collection[Tensor], *, fused: bool, **options: Any) -> torch.
 
 
 def step_count(count: Tensor, optimizer: torch.optim.Optimizer, weight: Tensor) -> Tensor:
-    """A copy of a stored number of steps, where the optimizer keeps it: a fused one beside the weight, others on the CPU."""
+    """Copy a stored step count to where the optimizer keeps it: the weight's device if it is fused, otherwise the CPU."""
     return count.to(weight.device if optimizer.param_groups[0].get("fused") else "cpu", copy=True)
 
 
@@ -82,12 +82,12 @@ class ReplicatedStepper:
     """AdamW over weights that are replicated on every rank.
 
     Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce per step. DDP does the same
-    if all backward passes but the last run under ``no_sync``; unlike DDP this needs no list of the parameters that take part.
+    if all backward passes except the last run under ``no_sync``; unlike DDP, this stepper needs no list of unused parameters.
 
-    Weights in 16 bits have fp32 master weights, which the optimizer steps and rounds into them: most updates of a bf16 weight are
-    smaller than its rounding. Their gradients are added up, reduced and clipped in fp32.
+    Weights in 16 bits have fp32 master weights. The optimizer updates the master weights, which are then rounded to 16 bits:
+    most updates of a bf16 weight are smaller than its rounding error. Gradients are accumulated, reduced and clipped in fp32.
 
-    ``moments``: they are stored in 8 bits or in CPU memory (``retouch.distributed.moments``); None keeps fp32 on the device.
+    ``moments``: store the moments in 8 bits or in CPU memory (``retouch.distributed.moments``); None: in fp32 on the device.
 
     Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); master weights (Micikevicius et al. 2018, arXiv 1710.03740).
     """
@@ -109,7 +109,7 @@ class ReplicatedStepper:
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters: dict[str, nn.Parameter] = {}
         self.weights: dict[str, Tensor] = {}
-        """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
+        """The tensors that the optimizer updates: the parameters, or fp32 master weights of parameters in 16 bits."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 self.parameters[name] = parameter
@@ -126,12 +126,12 @@ class ReplicatedStepper:
             accelerated = ranks.device.type != "cpu"
             if accelerated or fused:
                 self.optimizer = adamw(self.weights.values(), fused=fused is not False, **settings)
-            else:  # on the CPU, torch steps one weight after the other, of either kind
+            else:  # on the CPU, torch updates one weight after the other, so sharded and replicated weights may be mixed
                 self.optimizer = torch.optim.AdamW(self.weights.values(), **settings)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
-        # clamp passes a NaN on in the value but not in the gradient, so checking the gradient alone is not enough.
+        # clamp propagates a NaN in its value but not in its gradient, so checking only the gradient is not enough.
         self._nonfinite_loss = self._nonfinite_loss or not bool(torch.isfinite(loss))
         self._accumulate(loss)
 
@@ -145,7 +145,7 @@ class ReplicatedStepper:
                 parameter.grad = None
 
     def step(self, learning_rate: float) -> float:
-        """Reduce over ranks, clip, take the optimizer step, clear the gradients. Returns the norm before clipping.
+        """Reduce gradients over ranks, clip, take the optimizer step and clear gradients. Returns the norm before clipping.
 
         Raises NonFiniteGradient if the loss or the norm is not finite; the weights are then unchanged.
         """
@@ -180,7 +180,7 @@ class ReplicatedStepper:
     def _reduce(self) -> None:
         if self.ranks.world == 1:
             return
-        # A parameter without a gradient must keep None on all ranks: AdamW would apply weight decay to a zero gradient.
+        # A parameter without a gradient must keep None on all ranks: with a zero gradient, AdamW would apply weight decay.
         touched = [weight for weight in self.weights.values() if weight.grad is not None]
         gradients = [weight.grad for weight in touched if weight.grad is not None]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -189,7 +189,7 @@ class ReplicatedStepper:
             weight.grad = part.view_as(weight)
 
     def state(self) -> Mapping[str, Tensor]:
-        """The optimizer's tensors, by ``<parameter>/<name>``; empty before the first step."""
+        """Return the optimizer's tensors by ``<parameter>/<name>``; empty before the first step."""
         found: dict[str, Tensor] = {}
         for name, weight in self.weights.items():
             entries = self.optimizer.state.get(weight, {})
@@ -199,9 +199,9 @@ class ReplicatedStepper:
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``, also of a stepper with another sharding. The weights are those of the module now.
+        """Restore the result of ``state``, also from a stepper with another sharding. Load the module's weights first.
 
-        Raises ValueError if it names a parameter that does not train here.
+        Raises ValueError if ``state`` contains a parameter that is not trained in this run.
         """
         self.optimizer.state.clear()
         for name, weight in self.weights.items():
@@ -217,7 +217,7 @@ class ReplicatedStepper:
                     self._fill(weight, tensor)
             elif key == "step":
                 self.optimizer.state[weight][key] = step_count(tensor, self.optimizer, weight)
-            elif key.endswith(("_codes", "_scales")):  # of moments in 8 bits
+            elif key.endswith(("_codes", "_scales")):  # the tensors of 8-bit moments
                 self.optimizer.state[weight][key] = tensor.to(weight.device, copy=True)
             else:
                 moment = torch.empty_like(weight, requires_grad=False)
@@ -250,9 +250,9 @@ class ReplicatedStepper:
         return restore
 
     def _stored(self, moment: Tensor) -> Tensor:
-        """A moment of a checkpoint, where the optimizer stores moments."""
+        """Return a moment of a checkpoint on the device where the optimizer stores moments."""
         return local_shard(moment).cpu() if self.moments == "cpu" else moment
 
     def _fill(self, tensor: Tensor, content: Tensor) -> None:
-        """Write a tensor of a checkpoint into one of the optimizer's."""
+        """Write a full tensor of a checkpoint into a tensor of the optimizer."""
         local_shard(tensor).copy_(content)

@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO-2: optimizer state and gradients are sharded over the ranks; every rank still holds all weights.
 
-ZeRO-2 changes no forward pass, so DeepSpeed is given the trainable parameters and every loss, but not the model. Its state is
-saved unsharded in the format of ``ReplicatedStepper``, so that a run can resume with another stepper or number of ranks.
+ZeRO-2 does not change the forward pass, so DeepSpeed receives the trainable parameters and every loss, but not the model. The
+optimizer state is saved unsharded in the format of ``ReplicatedStepper``, so a run can resume with another stepper or number of
+ranks.
 """
 
 import importlib
@@ -25,7 +26,7 @@ _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 class _Losses(nn.Module):
-    """The module given to DeepSpeed: the trainable parameters, and a forward that returns the loss and so sees every backward."""
+    """The module for DeepSpeed. It holds the trainable parameters; its forward returns the loss, so DeepSpeed sees every loss."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class ZeroStepper:
         self.engine.backward(self.engine(loss * self.ranks.world))
 
     def step(self, learning_rate: float) -> float:
-        """As ``ReplicatedStepper.step``."""
+        """Like ``ReplicatedStepper.step``."""
         nonfinite = self.ranks.any(self._nonfinite_loss)
         self._nonfinite_loss = False
         if nonfinite:
@@ -110,8 +111,10 @@ class ZeroStepper:
         return float(self.engine.get_global_grad_norm())
 
     def state(self) -> Mapping[str, Tensor]:
-        """The unsharded optimizer tensors by ``<parameter>/<name>``, gathered one at a time; empty before the first step. All ranks
-        call it."""
+        """Return the unsharded optimizer tensors by ``<parameter>/<name>``, gathered one at a time when they are read.
+
+        Empty before the first step. All ranks must call it.
+        """
         flat = self._flat
         kept = self._zero.optimizer.state.get(flat, {})
         shares = {key: value for key, value in kept.items() if value.shape == flat.shape}
@@ -125,7 +128,7 @@ class ZeroStepper:
         return GatheredTensors(state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``, from any number of ranks; the weights are those of the module now. All ranks call it."""
+        """Restore the result of ``state``, from any number of ranks. Load the module's weights first. All ranks must call it."""
         self._zero.refresh_fp32_params()
         self._zero.optimizer.state.clear()
         by_key: dict[str, dict[str, Tensor]] = {}
@@ -145,7 +148,7 @@ class ZeroStepper:
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
-        """As ``ReplicatedStepper.snapshot``: this rank's share of moments and fp32 weights."""
+        """Like ``ReplicatedStepper.snapshot``: copies this rank's shard of the moments and the fp32 weights."""
         share = self._flat.to("cpu", copy=True)
         kept = {key: value.to("cpu", copy=True) for key, value in self._zero.optimizer.state.get(self._flat, {}).items()}
 
@@ -170,12 +173,12 @@ class ZeroStepper:
         return flat
 
     def _ranges(self) -> dict[str, tuple[int, int]]:
-        """Where each parameter begins and ends in the concatenated shards of all ranks; the last shard may end with padding."""
+        """The begin and end of each parameter in the concatenated shards of all ranks; the last shard may end with padding."""
         ends = list(itertools.accumulate(parameter.numel() for parameter in self.parameters.values()))
         return dict(zip(self.parameters, itertools.pairwise([0, *ends]), strict=True))
 
     def _within(self, rank: int, first: int, last: int) -> slice:
-        """The elements of a rank's shard that belong to ``first`` to ``last`` of the concatenated shards."""
+        """Return the slice of a rank's shard that overlaps the elements ``first`` to ``last`` of the concatenated shards."""
         size = self._flat.numel()
         begin, end = (min(max(at - rank * size, 0), size) for at in (first, last))
         return slice(begin, end)
@@ -186,7 +189,7 @@ class ZeroStepper:
         return Part(share.detach()[places[self.ranks.rank]], counts, self.parameters[name].shape, self.ranks)
 
     def _shard(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's shard of ``tensors``; 0 for a parameter that is not in them."""
+        """Return this rank's shard of ``tensors``, with 0 for the parameters that are not in ``tensors``."""
         shard = torch.zeros_like(self._flat)
         for name, (first, last) in self._ranges().items():
             place = self._within(self.ranks.rank, first, last)
@@ -209,6 +212,6 @@ def _deepspeed(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed = importlib.import_module("deepspeed")  # a slow import that logs a lot
     if device.type == "cpu":
-        # Shared-memory communication between CPU ranks would have to be compiled first; gloo works without.
+        # Shared-memory communication between CPU ranks would have to be compiled first; gloo works without it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -30,7 +30,7 @@ _LISTED_PROBLEMS = 5
 
 
 def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
-    """Whether the rows of each phase's steps can be divided over ``world`` ranks, and the rows per rank and optimizer step."""
+    """Check whether ``world`` ranks can divide the rows of each phase's steps; report the rows per rank and optimizer step."""
     try:
         check_ranks(recipe, world)
     except ValueError as error:
@@ -47,7 +47,7 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
 
 
 def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
-    """Whether the recipe's ``sharding`` is installed, and agrees with the configuration of the launcher."""
+    """Check whether the recipe's ``sharding`` is installed, and agrees with the configuration of the launcher."""
     try:
         check_sharding(recipe, {**os.environ, "WORLD_SIZE": str(world)})
     except ValueError as error:
@@ -63,7 +63,7 @@ def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
 
 
 def check_trackers(recipe: Recipe) -> Finding:
-    """Whether the recipe's trackers are installed."""
+    """Check whether the recipe's trackers are installed."""
     try:
         require_trackers(recipe.trackers)
     except ValueError as error:
@@ -72,7 +72,7 @@ def check_trackers(recipe: Recipe) -> Finding:
 
 
 def check_push(recipe: Recipe) -> Iterator[Finding]:
-    """Whether the recipe's uploads are possible. Sends no request to the Hub."""
+    """Check whether the recipe's uploads are possible. Sends no request to the Hub."""
     if recipe.push is None:
         return
     if (reason := why_not_pushable()) is not None:
@@ -83,7 +83,7 @@ def check_push(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_folder(recipe: Recipe) -> Finding:
-    """Whether the run's folder is unused, or contains a run that this recipe can resume."""
+    """Check whether the run's folder is unused, or contains a run that this recipe can resume."""
     folder = RunFolder(recipe.folder)
     if not folder.recipe.exists():
         return ok("run folder", f"{folder.root}, a new run")
@@ -102,7 +102,7 @@ def check_folder(recipe: Recipe) -> Finding:
 
 
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, DataSets | None]]:
-    """Each data set of the recipe, read as in training; the data sets are None if that failed."""
+    """Read each data set of the recipe as in training; the data sets are None if this failed."""
     size = recipe.image_size
     done: list[DataSource] = []
     for phase in recipe.resolved_phases():
@@ -149,7 +149,7 @@ def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
 
 
 def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
-    """Whether the disk has room for the checkpoints that are kept, and for one more while it is written.
+    """Check whether the disk has room for the checkpoints that are kept, and for one more while it is written.
 
     ``bytes_each``: size of a checkpoint.
     """
@@ -168,7 +168,7 @@ def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
 
 
 def check_prompt_embeddings(recipe: Recipe) -> Iterator[Finding]:
-    """The size of the prompt embeddings that are kept, if the recipe keeps them, and whether the disk has room for the rest."""
+    """The size of the stored prompt embeddings, if the recipe stores them, and whether the disk has room up to their limit."""
     if not isinstance(recipe.policy, DenoisingPolicyKeys) or recipe.policy.prompt_embeddings == "live":
         return
     from retouch.models.offloading.store import FOLDER_VARIABLE, LIMIT_VARIABLE, EmbeddingStore
@@ -179,10 +179,10 @@ def check_prompt_embeddings(recipe: Recipe) -> Iterator[Finding]:
         yield failed("prompts", str(error), fix=f"export {LIMIT_VARIABLE}=100")
         return
     count, size = store.usage()
-    text = f"{count} kept prompt embeddings, {gigabytes(size)} of at most {gigabytes(store.limit)}, in {store.folder}"
+    text = f"{count} stored prompt embeddings, {gigabytes(size)} of at most {gigabytes(store.limit)}, in {store.folder}"
     free = shutil.disk_usage(next(parent for parent in (store.folder, *store.folder.parents) if parent.exists())).free
     if free < store.limit - size:
-        room = f"{gigabytes(free)} are free there, less than they may take; set {FOLDER_VARIABLE} or {LIMIT_VARIABLE}"
+        room = f"{gigabytes(free)} are free there, less than the embeddings may take; set {FOLDER_VARIABLE} or {LIMIT_VARIABLE}"
         yield note("prompts", f"{text}\n{room}")
         return
     yield ok("prompts", text)

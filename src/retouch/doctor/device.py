@@ -1,4 +1,4 @@
-"""The device that memory is planned for: one of this machine, or a GPU by name."""
+"""The device that memory is planned for: a device of this machine, or a GPU by name."""
 
 import os
 import re
@@ -53,12 +53,12 @@ def require_known(name: str) -> None:
 
 
 def local_name(name: str) -> str:
-    """The device of this machine to use: ``name`` itself, or ``auto`` for the name of a GPU to plan for."""
+    """The device of this machine that checks use: ``name`` itself, or ``auto`` if ``name`` is a GPU that is only planned for."""
     return "auto" if name in GPUS or name.endswith(PROFILE) else name
 
 
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
-    """The device that ``name`` means, or None if it is not available. ``device``: the one that the rank has joined with, if any.
+    """The device that ``name`` means; None if it is not available. ``device``: the device that the rank joined with, if any.
 
     Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here.
     """
@@ -81,7 +81,7 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
 
 
 def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Finding]:
-    """Whether the attention backend that the recipe names can train on the device, and whether its blocks can be compiled there."""
+    """Check whether the attention backend of the recipe can train on the device, and whether the blocks can be compiled there."""
     policy = recipe.policy
     chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.writes_tokens else {}
     chosen |= {f"policy.{key}": getattr(policy, key, None) for key in ("attention", "compile")}
@@ -89,7 +89,7 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
     if not named or target is None:
         return
     if target.device is None:
-        yield note("kernels", f"{named}: not tried, because {target.name} is another machine's")
+        yield note("kernels", f"{named}: not tried, because {target.name} is not in this machine")
         return
     try:
         policy.require_kernels(target.device)
@@ -101,7 +101,8 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
 
 
 def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice:
-    """The device of a part that the recipe places on ``name``. If the policy's device is only planned for, all GPUs are like it."""
+    """The device of a part that the recipe places on ``name``. If the policy's device is not in this machine, every part gets the
+    same kind of device."""
     if policy_device.device is None or name in ("auto", str(policy_device.device), policy_device.device.type):
         return policy_device
     return local_device(torch.device(name))
@@ -116,7 +117,7 @@ def local_device(device: torch.device) -> PlannedDevice:
 
 
 def _used(device: torch.device) -> str:
-    """The GPU memory that other processes use."""
+    """Text with the GPU memory that is in use; empty for other devices."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""`retouch doctor`: every check that needs no long computation, as an aligned list that ends with ready or not ready.
+"""`retouch doctor`: all checks that need no long computation, printed as an aligned list that ends with ready or not ready.
 
 A finding is ok, a note or a failure. Under a launcher, every rank runs the checks, the ranks exchange their failures, and rank 0
 prints the result.
@@ -57,11 +57,11 @@ _QUICKSTART = ("recipes/quickstart.jsonnet",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the user wants to know of a recipe, besides whether it is ready.
+    """What the user asks `retouch doctor` for, besides the checks of a recipe.
 
-    ``device``: a device of this machine, or the name of a GPU ("h200") or a measured profile of one, to plan for instead of the
-    recipe's. ``base``: folder or Hugging Face id of a model with the size of weights that do not exist yet. ``estimate``: time and
-    cost, on GPUs that cost ``price`` dollars an hour.
+    ``device``: plan for this device instead of the recipe's: a device of this machine, the name of a GPU ("h200"), or the file of a
+    GPU's measured profile. ``base``: folder or Hugging Face id of a model with the size of weights that do not exist yet.
+    ``estimate``: estimate time and cost, on GPUs that cost ``price`` dollars an hour.
     """
 
     device: str | None = None
@@ -70,7 +70,7 @@ class Wishes:
     price: float | None = None
 
     def options(self) -> list[str]:
-        """The options of `retouch doctor` that say the same, one string each."""
+        """The same wishes as options of `retouch doctor`, one string each."""
         named = {
             "--device": self.device,
             "--base": self.base,
@@ -151,7 +151,7 @@ class _Report:
         return 0
 
     def _train_command(self, recipe: Recipe | None) -> list[str]:
-        """The command that trains: on the launched ranks, or on as many as the recipe names."""
+        """The command that trains: on the launched ranks, or on the number of ranks in the recipe."""
         ranks = self.world or (1 if recipe is None else recipe.ranks or 1)
         words = self.arguments or (_QUICKSTART if recipe is None else ("RECIPE",))
         return ["retouch", "launch", "--nproc", str(ranks), *words] if ranks > 1 else ["retouch", "train", *words]
@@ -163,9 +163,9 @@ class _Report:
 
 
 def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: Sequence[str] = ()) -> Iterator[str]:
-    """What to do: the commands for the failures, and last this command with all options that they need.
+    """Yield what to do: the commands for the failures, and last this command with all options that the failures need.
 
-    ``options``: those of this command besides ``arguments``; what a failure needs replaces them.
+    ``options``: the options of this command besides ``arguments``; an option that a failure needs replaces the given one.
     """
     failures = list(failures)
     needed = dict.fromkeys(failure.fix for failure in failures if failure.fix.startswith("--"))
@@ -179,7 +179,7 @@ def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: S
 
 
 def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, wishes: Wishes) -> None:
-    """The checks of this rank; then, if nothing failed on any rank, the trial step on all ranks; last, time and cost."""
+    """Run the checks of this rank; then, if nothing failed on any rank, the trial step on all ranks; last, time and cost."""
     report.add(check_install())
     if recipe is None:
         report.add([check_playground(playground_weights())])
@@ -204,10 +204,10 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
-    """What the checks found that load no weights.
+    """The results of the checks that load no weights.
 
-    ``recipe``: as memory is planned. ``sets``: None if the data cannot be read here. ``device``: for the trial step; None if
-    weights or device are missing. ``gpu``: to estimate time for.
+    ``recipe``: the recipe whose memory is planned. ``sets``: the data sets; None if they cannot be read here. ``device``: the
+    device of the trial step; None if weights or device are missing. ``gpu``: the GPU for which time is estimated.
     """
 
     recipe: Recipe
@@ -217,7 +217,7 @@ class _Checked:
 
 
 def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, wishes: Wishes) -> _Checked:
-    """The checks that load no weights."""
+    """Run the checks that load no weights."""
     world = report.world or recipe.ranks or 1
     report.add(check_batch(recipe, world=world))
     report.add(check_sharding_settings(recipe, world=world))
@@ -249,8 +249,8 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
 
 
 def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe whose memory is planned, and a failure for weights that do not exist yet: then a model of their size is planned,
-    or nothing (None) if none is known."""
+    """The recipe whose memory is planned, and a failure if its weights do not exist yet. In that case, the recipe has a model of
+    the same size in their place, or is None if no such model is known."""
     path = getattr(recipe.policy.model, "path", None)
     try:
         _, here = _weights(recipe)
@@ -265,7 +265,8 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
 
 
 def _memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:
-    """The memory plan of each device, and the bytes of a checkpoint. A plan that does not fit has the changes that make it fit."""
+    """The finding of the memory plan of each device, and the bytes of a checkpoint. The finding of a plan that does not fit
+    suggests the changes with which it fits."""
 
     def plans(changed: Recipe) -> tuple[list[Finding], int | None]:
         if isinstance(changed.policy, DenoisingPolicyKeys):

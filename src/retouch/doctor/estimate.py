@@ -24,12 +24,12 @@ from retouch.rehearsal.step import Rehearsed, rehearse
 def check_estimate(
     recipe: Recipe, machine: Machine, *, world: int, price: float | None, calls: Sequence[Calls], planned_to_fit: bool
 ) -> list[Finding]:
-    """Rehearse the recipe's step as one of ``world`` ranks on ``machine``; time and cost of the run, and whether it fits.
+    """Rehearse the recipe's step as one of ``world`` ranks on ``machine``; report time and cost of the run, and whether it fits.
 
-    Takes half a minute to some minutes of CPU time, in a process of its own: a rehearsal adds a fake device, and autograd knows
-    only the devices that existed at the first backward pass of a process, such as that of the trial step. ``price``: dollars per
-    hour of one GPU. ``calls``: those of all judges. ``planned_to_fit``: whether the memory plan has found that the recipe fits; if
-    it has not, no changes are searched for again.
+    This takes half a minute to some minutes of CPU time, in a process of its own: a rehearsal adds a fake device, and autograd
+    knows only the devices that existed at the first backward pass of a process, such as the one of the trial step. ``price``:
+    dollars per hour of one GPU. ``calls``: the calls to all judges. ``planned_to_fit``: whether the recipe fits according to the
+    memory plan; if it does not, no changes are searched for again.
     """
     given = {"world": world, "price": price, "calls": calls, "planned_to_fit": planned_to_fit}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -63,7 +63,7 @@ def _estimate(
 
 
 def time_of(found: Rehearsed, machine: Machine) -> Finding:
-    """Modelled time of a step of each phase, and of the run."""
+    """The modelled time of a step of each phase, and of the run."""
     each = []
     for index, phase in enumerate(found.phases):
         of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
@@ -74,7 +74,7 @@ def time_of(found: Rehearsed, machine: Machine) -> Finding:
 
 
 def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence[Calls]) -> Finding:
-    """GPU hours, their price, and the price of the calls of judges. ``price``: dollars per hour of one GPU."""
+    """GPU hours, their price, and the price of the calls to judges. ``price``: dollars per hour of one GPU."""
     devices = "GPU" if gpus == 1 else "GPUs"
     priced = [each.dollars for each in calls if each.dollars is not None]
     lines = [f"{run_hours * gpus:,.1f} GPU hours"]
@@ -85,7 +85,7 @@ def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence
     if priced:
         lines.append(f"judges: ${sum(priced):,.2f}")
     if unpriced := [each.path for each in calls if each.dollars is None]:
-        lines.append(f"without a price in the recipe, and not counted: the calls of {', '.join(unpriced)}")
+        lines.append(f"without a price in the recipe, and not counted: the calls to {', '.join(unpriced)}")
     if price is not None and priced:
         lines.append(f"together: ${run_hours * gpus * price + sum(priced):,.2f}")
     return note("cost", "\n".join(lines))

@@ -1,5 +1,4 @@
-"""Weights that do not exist yet, because the run that will make them has not been exported: which run it is, and the base whose
-size its export will have."""
+"""Finds the run that will train weights that do not exist yet because it was not exported, and a base model of their size."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class FutureWeights:
     """Weights that a recipe names and that do not exist yet.
 
     ``base``: folder or Hugging Face id of a model of the same size; None if it is not known. ``text``: what is missing. ``fix``:
-    the command that makes them, or an option of ``retouch doctor``.
+    the command that makes the weights, or an option of ``retouch doctor``.
     """
 
     base: str | None
@@ -34,10 +33,10 @@ class FutureWeights:
 
 
 def future_weights(path: str, *, base: str | None = None) -> FutureWeights:
-    """What is known of the weights of ``policy.model.path``, which do not exist yet.
+    """Describe the weights of ``policy.model.path``, which do not exist yet.
 
-    The base is ``base`` if it is given; else that of the run in whose folder they will be; else, where ``path`` has the form
-    RUN/exported, that of the packaged recipe with the name of the run.
+    The base is ``base`` if it is given; else, if ``path`` is in the folder of a run, the model that the run starts from; else, if
+    ``path`` has the form RUN/exported, the model that the packaged recipe with the name of the run starts from.
     """
     run = _run(Path(path))
     if run is None:
@@ -77,6 +76,6 @@ def _maker(run: str) -> tuple[str, Recipe] | None:
 
 
 def _start(document: Any) -> str | None:
-    """Folder or Hugging Face id of the model that a recipe starts from. It is not parsed, because it may name classes."""
+    """Folder or Hugging Face id of the model that a recipe starts from. The recipe is not parsed: it may name classes to import."""
     path = document["policy"]["model"].get("path")
     return path if isinstance(path, str) else None

@@ -24,17 +24,17 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
-    """A check that passed."""
+    """The finding of a check that passed."""
     return Finding("ok", subject, text)
 
 
 def note(subject: str, text: str) -> Finding:
-    """Something to know that does not prevent the run."""
+    """Information for the user that does not prevent the run."""
     return Finding("note", subject, text)
 
 
 def failed(subject: str, text: str, *, fix: str) -> Finding:
-    """A check that failed; the run would fail too."""
+    """The finding of a check that failed; the run would fail too."""
     return Finding("FAILED", subject, text, fix)
 
 
@@ -44,7 +44,7 @@ def gigabytes(count: float) -> str:
 
 
 def duration(hours: float) -> str:
-    """A duration in hours, in the unit that fits it."""
+    """Text of a duration that is given in hours, in h, min or s."""
     for size, unit in ((1.0, "h"), (1 / 60, "min")):
         if hours >= size:
             return f"{hours / size:.1f} {unit}"

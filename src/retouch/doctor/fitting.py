@@ -1,4 +1,4 @@
-"""The smallest change of a recipe with which it fits into memory, among changes that cost only time."""
+"""Finds the smallest change of a recipe with which the run fits into memory, among changes that cost only time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Settings = Mapping[str, tuple[str, ...]]
 
 
 def smallest_fit(recipe: Recipe, fits: Callable[[Recipe], bool]) -> tuple[str, ...] | None:
-    """The fewest ``--set`` changes with which ``fits`` holds, each as mild as possible; None if none do.
+    """The fewest ``--set`` changes with which ``fits`` is true, each as small as possible; None if no changes suffice.
 
-    A single change is preferred to several. They change memory and time only, apart from rounding.
+    A single change is preferred to several. The changes affect only memory, time and rounding.
     """
 
     def fit(changes: Iterable[str]) -> bool:
         try:
             return fits(parse(recipe.document(), tuple(changes)))
-        except ValueError:  # a combination that the recipe's checks refuse
+        except ValueError:  # the recipe's checks refuse this combination
             return False
 
     settings = _settings(recipe)
@@ -45,7 +45,8 @@ def _written(chosen: Mapping[str, str]) -> Iterator[str]:
 
 
 def _settings(recipe: Recipe) -> Settings:
-    """What can be lowered, the cheapest first: fewer rows at once, recomputed activations, weights in CPU memory, sharding."""
+    """The settings that need less memory, the cheapest first: fewer rows at once, recomputed activations, weights in CPU memory,
+    sharding."""
     document = recipe.document()
     found: dict[str, tuple[str, ...]] = {}
     for key in ("rollout.chunk", "eval.batch", "renderer.batch", "renderer.encoder_batch"):
@@ -57,7 +58,7 @@ def _settings(recipe: Recipe) -> Settings:
     if (recipe.ranks or 1) > 1 and recipe.sharding != "fsdp2":
         found["sharding"] = ("fsdp2",)
     if (recipe.ranks or 1) > 1 and (recipe.devices is None or recipe.devices.weights is None):
-        found["devices.weights"] = ("cpu",)  # once the weights are sharded
+        found["devices.weights"] = ("cpu",)  # only accepted together with sharding
     return {key: values for key, values in found.items() if values}
 
 
@@ -69,7 +70,7 @@ def _halved(value: object) -> tuple[str, ...]:
 
 
 def _value(document: object, key: str) -> object:
-    """The value of a key in the recipe's document; None if it has none."""
+    """The value of a key in the recipe's document; None if the document has no such key."""
     for part in key.split("."):
         document = document.get(part) if isinstance(document, dict) else None
     return document

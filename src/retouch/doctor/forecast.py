@@ -1,7 +1,8 @@
-"""A forecast of the time to a target: the images in which a published or measured run reached it, at this recipe's cost per step.
+"""A forecast of the time to a target: the number of images after which a published or measured run reached it, multiplied by the
+time that this recipe takes per image.
 
-A target belongs to one model, task and algorithm. Nothing is forecast for a recipe that has another one, because a curve of a small
-model, or of another task, does not carry over.
+A target belongs to one model, task and algorithm. Nothing is forecast for a recipe with another model, task or algorithm, because
+a curve of a small model, or of another task, does not carry over.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Target:
     """A score that a run has reached.
 
     ``where``: keys of a recipe's document, such as ``policy.model.path``, each with a pattern that is searched in the JSON of its
-    value; a recipe has this target if all are found. ``images``: the fewest and the most that training may have taken; ``rows``:
-    those of one of its steps. ``basis``: who has reached it, and what is not known.
+    value; a recipe has this target if all patterns are found. ``images``: the smallest and the largest number of images that
+    training may have taken; ``rows``: images per training step. ``basis``: who reached the score, and what is not known.
     """
 
     target: str
@@ -95,9 +96,9 @@ TARGETS = (
 
 
 def forecast_of(recipe: Recipe, step_hours: float, ranks: str, *, targets: Sequence[Target] = TARGETS) -> Finding:
-    """Hours to the recipe's target, or hours of 1000 steps if no known target is the recipe's.
+    """Hours to the recipe's target, or hours of 1000 steps if the recipe has no known target.
 
-    ``step_hours``: the modelled time of a step of the last phase. ``ranks``: what it was modelled for, as in "8 x h100".
+    ``step_hours``: the modelled time of a step of the last phase. ``ranks``: the GPUs that it was modelled for, as in "8 x h100".
     """
     rows = recipe.resolved_phases()[-1].rows
     found = next((each for each in targets if each.fits(recipe)), None)
@@ -105,7 +106,7 @@ def forecast_of(recipe: Recipe, step_hours: float, ranks: str, *, targets: Seque
         return note(
             "forecast",
             f"1000 steps take {duration(1000 * step_hours)} on {ranks}. How many steps a target takes is not known: there is no "
-            "published or measured curve of this model, task and algorithm, and those of others do not carry over",
+            "published or measured curve of this model, task and algorithm, and other curves do not carry over",
         )
     steps = [images / rows for images in found.images]
     span = " to ".join(duration(each * step_hours) for each in steps)
@@ -116,5 +117,5 @@ def forecast_of(recipe: Recipe, step_hours: float, ranks: str, *, targets: Seque
         f"from {found.basis}",
     ]
     if rows != found.rows:
-        lines.append(f"its steps have {found.rows:,} images and this recipe's {rows:,}: images are compared, not steps")
+        lines.append(f"a step of that run has {found.rows:,} images, one of this recipe {rows:,}: images are compared, not steps")
     return note("forecast", "\n".join(lines))

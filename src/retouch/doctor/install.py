@@ -1,4 +1,4 @@
-"""Whether the libraries that Retouch requires are installed, and whether the built-in model works."""
+"""Checks that the libraries that Retouch requires are installed, and that the built-in model works."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -66,9 +66,8 @@ def _check_version(name: str, installed: str, supported: SpecifierSet, *, fix: s
 
 
 def check_playground(folder: Path) -> Finding:
-    """Whether the built-in model in ``folder`` loads, samples with finite log-probabilities, and makes images that can be scored.
-
-    Runs on the CPU.
+    """Check on the CPU whether the built-in model in ``folder`` loads, samples with finite log-probabilities, and makes images that
+    can be scored.
     """
     try:
         model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))

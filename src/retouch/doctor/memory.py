@@ -1,5 +1,5 @@
-"""The memory plan of a denoising policy's run, and the size of its checkpoints, computed from the model's configuration: from its
-folder, or for weights that are not on this machine from the packaged copy of the published one."""
+"""The memory plan of a denoising policy's run, and the size of its checkpoints, computed from the model's configuration. The
+configuration is in the model's folder; if the weights are not on this machine, a packaged copy of the published one is used."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,10 +41,10 @@ class Footprint:
 
 
 def describe(recipe: Recipe, folder: Path | None) -> Described | None:
-    """Class and configuration of each part of the recipe's image model; None if they are not known before it is loaded.
+    """Class and configuration of each part of the recipe's image model; None if they are not known before the model is loaded.
 
-    ``folder``: the folder of its weights; None if they are not on this machine. Raises ValueError for a folder without such a
-    model."""
+    ``folder``: the folder of the model's weights; None if they are not on this machine. Raises ValueError for a folder without such
+    a model."""
     model = recipe.image_model
     if isinstance(model, LanguageModel):
         return model.describe(folder)
@@ -63,7 +63,7 @@ def _with_encoder(described: Described, path: str) -> Described | None:
 
 
 def footprint(recipe: Recipe, described: Described) -> Footprint:
-    """The memory of the recipe's run. Raises ValueError if it cannot be planned, for example for LoRA targets without a layer."""
+    """Plan the memory of the recipe's run. Raises ValueError if it cannot be planned, e.g. for LoRA targets without a layer."""
     assert isinstance(recipe.policy, DenoisingPolicyKeys), "writers are planned in writer_memory"
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
@@ -107,7 +107,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     checkpoint = (1 + copies) * trained + moments + masters + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     if waiting:
-        counts += f"; {gigabytes(waiting)} of the transformer's training in CPU memory"
+        counts += f"; {gigabytes(waiting)} of the transformer's training state in CPU memory"
     return Footprint(planned, tokens, checkpoint, counts)
 
 
@@ -119,7 +119,7 @@ def _in_cpu_memory(policy: DenoisingPolicyKeys, devices: Devices | None, describ
 
 
 def _value_head_inputs(described: Described, shape: Shape) -> int:
-    """Number of inputs of a value head, at most: mean and deviation of the channels of latents, source latents and text, the pooled
+    """Largest number of inputs of a value head: mean and deviation of each channel of latents, source latents and text, the pooled
     text, the embedding of an IP-Adapter's reference image, and sigma. Source latents have no more channels than the latents."""
     pooled: int = described["transformer"]["config"].get("pooled_projection_dim", 0)
     reference = embed_width(described[_ENCODER]) if _ENCODER in described else 0
@@ -127,7 +127,7 @@ def _value_head_inputs(described: Described, shape: Shape) -> int:
 
 
 def check_memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[Finding, int | None]:
-    """Whether the plan fits into the memory of ``target``, and the bytes of a checkpoint.
+    """Check whether the plan fits into the memory of ``target``, and the bytes of a checkpoint.
 
     ``folder``: the folder of the weights; None if they are not on this machine. ``target``: None if the device is not available.
     """
@@ -156,14 +156,14 @@ def _fits(recipe: Recipe, subject: str, found: Footprint, target: PlannedDevice 
     adding = [phase.objective.label for phase in recipe.resolved_phases() if phase.objective.differentiates_reward]
     if adding:
         adds = "its steps with gradient, the decoder's backward pass and the model of objective.reward"
-        return note("memory", f"{subject} needs {needed}, and what {adding[0]} adds, which is not planned: {adds}{lines}")
+        return note("memory", f"{subject} needs {needed}, plus what {adding[0]} adds, which is not planned: {adds}{lines}")
     if total > (1 - FREE_SHARE) * target.bytes:
         return note("memory", f"{subject} fits with little room: it needs {needed}; a tenth should stay free{lines}")
     return ok("memory", f"{subject} needs {needed}{lines}")
 
 
 def _suggested_fix(recipe: Recipe) -> str:
-    """The setting that saves most activation memory, if one is left; otherwise a larger device."""
+    """The setting that saves the most activation memory, if one is left; otherwise a larger device."""
     if recipe.microbatch > 1:
         return "--set microbatch=1"
     if not recipe.policy.gradient_checkpointing:

@@ -20,8 +20,8 @@ _LISTED_DIFFERENCES = 8
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks, and a gloo process group for texts, which works even if communication between their GPUs does not; None for one
-    rank."""
+    """The ranks, and a gloo process group for texts (None for one rank), which works even if communication between the GPUs
+    fails."""
 
     ranks: Ranks
     group: "dist.ProcessGroup | None" = None
@@ -59,7 +59,7 @@ def join_ranks(device: str) -> RankGroup:
 
 
 def check_rank_group(group: RankGroup, recipe: Recipe | None) -> Iterator[Finding]:
-    """The checks between ranks, with the same findings on every rank. Ends after a failure that would make the next check hang."""
+    """Run the checks between ranks; all ranks get the same findings. Ends after a failure that would make the next check hang."""
     yield ok("rendezvous", f"{group.ranks.world} rank{'s' * (group.ranks.world > 1)} connected")
     devices = check_devices(group.gather_texts(_device_name(group.ranks.device)))
     yield devices
@@ -75,7 +75,7 @@ def check_rank_group(group: RankGroup, recipe: Recipe | None) -> Iterator[Findin
 
 
 def check_devices(names: Sequence[str]) -> Finding:
-    """Whether each rank has a CUDA device of its own. ``names``: the result of ``_device_name`` of each rank, in rank order."""
+    """Check whether each rank has a CUDA device of its own. ``names``: ``_device_name`` of each rank, in rank order."""
     users: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         users.setdefault(name, []).append(rank)
@@ -95,7 +95,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def check_all_reduce(ranks: Ranks) -> Finding:
-    """Whether sum, maximum and gather of known values are right on the ranks' devices."""
+    """Check whether sum, maximum and gather of known values are right on the ranks' devices."""
     values = (ranks.rank + 1) * torch.arange(1.0, 5.0)
     try:
         total, highest, rows = ranks.sum(values), ranks.max(values), ranks.gather(values)
@@ -114,7 +114,7 @@ def check_all_reduce(ranks: Ranks) -> Finding:
 
 
 def check_same(subject: str, documents: Sequence[str]) -> Finding:
-    """Whether all ranks have the same values. ``documents``: a JSON object of texts from each rank, in rank order."""
+    """Check whether all ranks have the same values. ``documents``: a JSON object of texts from each rank, in rank order."""
     by_rank = [json.loads(document) for document in documents]
     names = sorted({name for each in by_rank for name in each})
     differing = [name for name in names if len({each.get(name) for each in by_rank}) > 1]

@@ -23,8 +23,7 @@ from retouch.watch.measures import build_measures
 
 
 def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
-    """All checks of the reward. Unless its judges have their API keys, and may be sent them, neither the reward nor the watch is
-    built."""
+    """Run all checks of the reward. The reward and the watch are built only if all API keys of judges are set and may be sent."""
     found = [*check_keys(recipe), *check_key_addresses(recipe)]
     yield from found
     yield from check_calls(recipe, sets)
@@ -45,7 +44,7 @@ def check_keys(recipe: Recipe) -> Iterator[Finding]:
 
 
 def check_key_addresses(recipe: Recipe) -> Iterator[Finding]:
-    """Which key goes where; a failure for one that may not go to the address that the recipe names."""
+    """The address that each key is sent to; a failure for a key that may not be sent to the address that the recipe names."""
     sent = dict.fromkeys(pair for _, part in rewards_of(recipe) for pair in part.keys_sent())
     for variable, url in sent:
         try:
@@ -72,7 +71,7 @@ def calls_of(recipe: Recipe, sets: DataSets | None) -> list[Calls]:
 
 
 def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
-    """Whether the reward can be built, has the columns that are combined, and scores an unedited source image."""
+    """Check whether the reward can be built, has the columns that are combined, and scores an unedited source image."""
     if isinstance(recipe.reward, NoReward):
         return ok("reward", "none: the run learns from pairs of the data and is evaluated on held-out pairs")
     fix = "fix the recipe's reward section"
@@ -100,13 +99,13 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
 
 
 def _columns_of_groups(recipe: Recipe) -> set[str]:
-    """The columns of rewards that give no score to an image alone."""
+    """The columns of rewards that compare the images of a group, and so cannot score a single image."""
     parts = [(prefix, part) for _, prefix, part in recipe.reward.parts() if part.compares_groups]
     return {f"{prefix}{name}" for prefix, part in parts for name in part.known_columns() or ()}
 
 
 def check_watch(watch: Watch, device: torch.device) -> Finding:
-    """Whether the rewards of the watch can be built. They score no image."""
+    """Check whether the rewards of the watch can be built. They score no image here."""
     try:
         with without_waiting():
             measures = build_measures(watch, device=device)

@@ -13,8 +13,8 @@ from retouch.rewards.base import RewardSection
 
 
 def reward_rows(reward: RewardSection, *, device: str) -> Iterator[tuple[str, MemoryRow]]:
-    """Device and weights, in bytes, of each reward model in the training process. ``device``: of models without one of their
-    own."""
+    """Yield the device and the bytes of the weights of each reward model in the training process. ``device``: the device of models
+    for which none is set."""
     models = dict.fromkeys(model for _, _, part in reward.parts() for model in part.loaded_models())
     for model in models:
         if (described := _described(model.path)) is not None:

@@ -44,7 +44,7 @@ class DevicePlan:
 
 
 def check_writer_memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:
-    """Whether each device has enough memory for its plan, and the bytes of a checkpoint.
+    """Check whether each device has enough memory for its plan, and the bytes of a checkpoint.
 
     ``folder``: the folder of the image model; None if it is not on this machine. ``target``: the device of the policy; None if it
     is not available."""
@@ -69,7 +69,7 @@ def check_writer_memory(recipe: Recipe, folder: Path | None, target: PlannedDevi
     findings += _cpu_memory(recipe, sum(stored_count(part) for part in described.values()) * _image_dtype(recipe).itemsize)
     if waiting := _waiting(recipe, policy, writer, described):
         findings.append(
-            note("memory", f"{gigabytes(waiting)} of the writer's training in CPU memory, for each rank of the machine")
+            note("memory", f"{gigabytes(waiting)} of the writer's training state in CPU memory, for each rank of the machine")
         )
     return findings, _checkpoint_bytes(recipe, policy, writer)
 
@@ -86,7 +86,7 @@ def _cpu_memory(recipe: Recipe, weights: int) -> list[Finding]:
 
 
 def _waiting(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: Mapping[str, Any], described: Described) -> int:
-    """Bytes of weights, gradients and moments in CPU memory, with ``devices.weights``."""
+    """Bytes of the training state (weights, copies, gradients, moments) in CPU memory, with ``devices.weights``."""
     setup = writer_setup(recipe, policy, described)
     if not setup.weights_wait:
         return 0
@@ -166,7 +166,7 @@ def _device_label(device: str, target: PlannedDevice) -> str:
 
 
 def _suggested_fix(recipe: Recipe, planned: DevicePlan, target: PlannedDevice) -> str:
-    """The one change that helps most: a smaller largest phase if that can be enough, otherwise a larger or another device."""
+    """The change that helps most: a setting for the largest phase if that may suffice, otherwise a larger device or sharding."""
     kept = sum(row.bytes for row in planned.plan.rows) + planned.offloaded
     most = max(planned.plan.phases, key=lambda row: row.bytes, default=MemoryRow("nothing", 0))
     if kept < target.bytes:
@@ -207,7 +207,7 @@ def _hidden_size(writer: Mapping[str, Any]) -> int:
 
 
 def _image_dtype(recipe: Recipe) -> torch.dtype:
-    """The type of the image model's weights."""
+    """The dtype of the image model's weights."""
     model = recipe.image_model
     assert isinstance(model, DiffusersModel | PretrainedLanguageModel)
     return DTYPES[model.dtype]

@@ -49,12 +49,12 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
 
 
 def rank_rows(recipe: Recipe) -> int:
-    """Samples per rank and step, at most."""
+    """Largest number of samples per rank and step."""
     return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
 
 
 def held_out_rows(recipe: Recipe) -> int:
-    """Held-out tasks that a rank samples at once."""
+    """Number of held-out tasks that a rank samples at once."""
     return min(recipe.eval.batch, math.ceil(recipe.eval.tasks / (recipe.ranks or 1)))
 
 

@@ -1,7 +1,7 @@
-"""A reward function for TRL's GRPOTrainer: any renderer of Retouch renders the completions, and any reward scores the images.
+"""A reward function for TRL's GRPOTrainer: a renderer of Retouch renders the completions, and a reward scores the images.
 
-TRL owns the policy, its sampling and its update. It calls a reward function with lists, one entry per row: ``completion_ids`` as
-sampled, ``completions`` as text, and the columns of the data set. The rows of a group are those of one task.
+TRL runs the policy, its sampling and its updates. It calls a reward function with lists, one entry per row: the sampled
+``completion_ids``, the ``completions`` as text, and the columns of the data set. The rows of a group belong to one task.
 """
 
 import hashlib
@@ -25,23 +25,23 @@ NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Completions:
-    """The part of a trajectory that a renderer of completions reads."""
+    """The part of a trajectory that renderers of completions read."""
 
     outputs: tuple[Completion, ...]
 
 
 class RetouchReward:
-    """Renders and scores completions: a float for each, or None if it could not be scored (TRL ignores such a row).
+    """Renders and scores completions. Returns a float for each, or None if it could not be scored (TRL ignores such a row).
 
-    ``writer``: the adapter of the model that TRL trains; it knows which ids end a completion and how to decode ids. Images are
-    rendered from the ids. TRL's text is not used, because encoding it again may give other ids. ``combine``: the columns of the
-    reward that train, and how. ``task``: makes the task of a row from the row's columns. Rows of a group must give tasks with the
-    same ``id``, which also keys the noise of their images, together with ``seed`` and the optimizer step. ``max_missing``: the
-    largest fraction of missing scores over all ranks; above it, TooManyMissing stops the training on all ranks.
+    ``writer``: wraps the model that TRL trains; it knows which ids end a completion and how to decode ids. Images are rendered from
+    the ids. TRL's text is not used, because encoding it again may give other ids. ``combine``: how the columns are combined into
+    the reward. ``task``: makes the task of a row from the row's columns. The rows of a group must give tasks with the same
+    ``id``, which also keys the noise of their images, together with ``seed`` and the optimizer step. ``max_missing``: the largest
+    allowed fraction of missing scores over all ranks; above it, TooManyMissing stops the training on all ranks.
 
-    A completion that cannot be rendered is the policy's fault and gets the declared minimum of every column. The means of the
-    columns and the fractions of missing scores and faults are logged as metrics of the trainer. Raises ValueError as
-    ``RewardScorer`` and ``task`` do."""
+    A completion that cannot be rendered is the policy's fault and gets the worst value of every column. The means of the columns
+    and the fractions of missing scores and faults are logged as metrics of the trainer. Raises the ValueErrors of ``RewardScorer``
+    and ``task``."""
 
     __name__ = "retouch"  # the name in TRL's metrics
 
@@ -64,7 +64,7 @@ class RetouchReward:
         self.max_missing = max_missing
 
     def __call__(self, *, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
-        """The rewards of TRL's rows, in order."""
+        """Return the rewards of TRL's rows, in order."""
         ranks, state = _ranks(), columns.get("trainer_state")
         step = 0 if state is None else int(state.global_step)
         tasks = self._tasks({name: values for name, values in columns.items() if name not in NOT_COLUMNS}, len(completion_ids))
@@ -77,7 +77,7 @@ class RetouchReward:
         return [None if reward != reward else reward for reward in judged.rewards.tolist()]
 
     def _tasks(self, columns: Mapping[str, Sequence[Any]], rows: int) -> list[Task]:
-        """Each row's task. Rows of a task share one object, so that its images and prompt are prepared once."""
+        """Return the task of each row. Rows of a task share one object, so its images and prompt are prepared once."""
         known: dict[str, Task] = {}
         tasks = [self.task({name: values[row] for name, values in columns.items()}) for row in range(rows)]
         return [known.setdefault(task.id, task) for task in tasks]
@@ -105,7 +105,7 @@ class RetouchReward:
 
 
 def _ranks() -> Ranks:
-    """The ranks of the trainer, which has already initialised the process group."""
+    """Return the ranks of the trainer, which has already initialised the process group."""
     if not dist.is_initialized():
         return Ranks()
     state = PartialState()
@@ -113,5 +113,5 @@ def _ranks() -> Ranks:
 
 
 def _number(task: str) -> int:
-    """A number for a task that is the same on every rank: TRL spreads the rows of a group over ranks and does not number groups."""
+    """Return a number for a task that is equal on all ranks: TRL spreads a group's rows over ranks and does not number groups."""
     return int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")

@@ -1,7 +1,7 @@
-"""The prompts of TRL's trainer, such that the writer reads exactly the context that the renderer conditions on.
+"""Prompts for TRL's trainer that give the writer exactly the context that the renderer conditions on.
 
-By default TRL and transformers use the model's own chat template and images at their native size. An editor's pipeline has another
-template and resizes images.
+By default, TRL and transformers use the model's own chat template and images at their native size. The pipeline of an editing model
+uses another template and resizes images.
 """
 
 import copy
@@ -20,7 +20,7 @@ from retouch.types import Task
 
 
 class WriterProcessor(ProcessorMixin):
-    """Qwen's tokenizer and image processor together, without videos, for which transformers would need torchvision."""
+    """Combines Qwen's tokenizer and image processor. It has no video processor, which would need torchvision."""
 
     return_mm_token_type_ids = True
 
@@ -42,9 +42,9 @@ class WriterProcessor(ProcessorMixin):
 
 
 def processor_for(writer: QwenWriter) -> WriterProcessor:
-    """The trainer's ``processing_class``: it turns the prompts of ``dataset_of`` into the ids that ``writer.encode`` gives.
+    """Build the trainer's ``processing_class``: it encodes the prompts of ``dataset_of`` to the same ids as ``writer.encode``.
 
-    From then on the writer's model ends a completion with the same ids as the writer. Raises ValueError if the writer takes no
+    Also sets the end-of-sequence ids of the writer's model to the writer's stop ids. Raises ValueError if the writer takes no
     images.
     """
     template = writer.template
@@ -61,13 +61,13 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
     )
     chat = f"{{{{ {_literal(template.head)} }}}}{block}{{{{ {_literal(template.tail)} }}}}"
     tokenizer = copy.deepcopy(template.tokenizer)
-    # TRL pads ids on the left itself, but takes the token types as padded here.
+    # TRL pads ids on the left itself, but uses the token types as this tokenizer pads them.
     tokenizer.padding_side = "left"
     return WriterProcessor(template.image_processor, tokenizer, chat_template=chat)
 
 
 def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
-    """The trainer's ``train_dataset``: each task's ``prompt``, its ``images`` as the writer takes them, and its number in ``task``.
+    """Build the trainer's ``train_dataset``: each task's ``prompt``, its ``images`` resized for the writer, and its index ``task``.
 
     Images are prepared when a row is read. A reward finds the task with ``task=lambda row: tasks[row["task"]]``.
     """
@@ -75,7 +75,7 @@ def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
 
 
 class _Prompts:
-    """Makes rows from task numbers. It holds no model, because ``datasets`` pickles this object to fingerprint the data set."""
+    """Makes rows from task indices. It holds no model, because ``datasets`` pickles this object to fingerprint the data set."""
 
     def __init__(self, tasks: Sequence[Task], area: Area) -> None:
         self.tasks = tasks
@@ -91,5 +91,5 @@ class _Prompts:
 
 
 def _literal(text: str) -> str:
-    """The text as a Jinja string literal."""
+    """Return the text as a Jinja string literal."""
     return json.dumps(text, ensure_ascii=False)

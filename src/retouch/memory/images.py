@@ -22,7 +22,7 @@ _META = torch.device("meta")
 def image_model_plan(
     model: DiffusersModel, described: Described, batch: ImageBatch, *, without: tuple[str, ...] = ()
 ) -> MemoryPlan:
-    """The plan of the renderer's device. ``without``: names of parts that are on another device."""
+    """The memory plan of the renderer's device. ``without``: names of parts that are on another device."""
     rows = [
         MemoryRow(part if part != "transformer" else "image model", stored_count(made) * batch.dtype.itemsize)
         for part, made in described.items()
@@ -38,7 +38,7 @@ def image_model_plan(
 
 
 def codes_plan(autoencoder: Part, *, decoded: int, encoded: int, size: tuple[int, int]) -> MemoryPlan:
-    """The plan of an image tokenizer that decodes ``decoded`` images and encodes ``encoded`` images at once, in fp32.
+    """The memory plan of an image tokenizer that decodes ``decoded`` images and encodes ``encoded`` images at once, in fp32.
 
     ``size``: (height, width) in pixels.
     """

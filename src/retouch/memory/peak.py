@@ -1,4 +1,4 @@
-"""The peak memory of a computation, measured by running it on the meta device. Its tensors have shapes but no data, so even the
+"""The peak memory of a computation, measured by running it on the meta device. Tensors there have shapes but no data, so even the
 largest published models take only seconds.
 
 The result is the memory requested from the allocator. Workspaces of kernels, rounding to blocks and fragmentation are not included.

@@ -17,8 +17,9 @@ from retouch.models.base import Described, Part, Shape
 Moments: TypeAlias = Literal["8bit", "cpu"] | None
 """How AdamW's two moments are stored: None is fp32 on the device."""
 LORA_SHARE = 0.755
-"""What a block saves if only LoRA of its own dtype trains, as a share of what it saves if all weights train: a frozen layer keeps
-no input for the gradient of its weight. Measured by rehearsing Stable Diffusion 3.5 Medium."""
+"""Activations that a block saves for the backward pass if only LoRA weights of the block's dtype are trained, as a share of those
+that it saves if all weights are trained: a frozen layer saves no input for the gradient of its weight. Measured by rehearsing
+Stable Diffusion 3.5 Medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
+        """Peak bytes."""
         return sum(row.bytes for row in self.rows) + max((phase.bytes for phase in self.phases), default=0)
 
 
@@ -60,8 +62,8 @@ class Setup:
     type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
     ``moment_bytes``. ``copies``: further copies of the trained weights (average, old policy, the reference of full fine-tuning).
     ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the
-    transformer's weights. ``weights_wait``: what "fsdp" shares is in CPU memory while it does not compute. ``without``: parts that
-    are not on this GPU.
+    transformer's weights. ``weights_wait``: the weights that "fsdp" shards are in CPU memory while they are not used, with their
+    gradients, moments and copies. ``without``: parts that are not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """
@@ -89,9 +91,9 @@ class Setup:
 
 
 def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPlan:
-    """The memory plan of a model with these parts, whose transformer has this shape.
+    """The memory plan of a model with the parts ``described``. ``shape``: the shape of its transformer.
 
-    Raises ValueError for a name in ``setup.without`` that is no part, and for a LoRA target without a layer.
+    Raises ValueError for a name in ``setup.without`` that is not a part, and for a LoRA target without a layer.
     """
     unknown = [part for part in setup.without if part not in described or part == "transformer"]
     if unknown:
@@ -121,7 +123,7 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
     if setup.sharding == "zero2":
         shares = _share(trained * (setup.trained_dtype.itemsize + 4), setup.ranks)
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", shares))
-        # The gradient of the largest layer exists beside DeepSpeed's bucket for all of them.
+        # The gradient of the largest layer exists in addition to DeepSpeed's bucket for all gradients.
         rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize))
     elif setup.trained_dtype.itemsize < 4:
         rows.append(MemoryRow("fp32 master weights and gradients", here * _share(8 * (trained - whole), share) + 8 * whole))
@@ -137,9 +139,10 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
 
 
 def moment_bytes(weights: int, moments: Moments, *, saved: bool = False) -> int:
-    """Bytes on the device of AdamW's two moments of as many weights, or in a checkpoint (``saved``).
+    """Bytes of AdamW's two moments for this number of weights, on the device or in a checkpoint (``saved``).
 
-    ``8bit`` has a code for each number and an fp32 scale for each block of 256; small tensors, which stay fp32, are not counted.
+    ``8bit`` stores a code for each number and an fp32 scale for each block of 256. Small tensors, whose
+    moments stay fp32, are not counted separately.
     """
     if moments == "8bit":
         return math.ceil(weights * 2 * (1 + 4 / 256))
@@ -149,8 +152,8 @@ def moment_bytes(weights: int, moments: Moments, *, saved: bool = False) -> int:
 def activation_bytes(shape: Shape, setup: Setup) -> int:
     """Estimated bytes that autograd keeps of one forward pass.
 
-    Without gradient checkpointing all activations of every block; with it the input of every block and all activations of one
-    (sublinear memory, Chen et al., arXiv 1604.06174).
+    Without gradient checkpointing, these are all activations of every block; with it, the input of every block and all activations
+    of one block (sublinear memory, Chen et al., arXiv 1604.06174).
     """
     size = setup.dtype.itemsize
     numbers = setup.rows * setup.tokens * shape.width

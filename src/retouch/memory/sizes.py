@@ -23,7 +23,7 @@ _MODELS = Path(str(files("retouch.models")))
 
 
 def known_models() -> list[str]:
-    """The names of models with a packaged configuration, as ``parts`` takes them."""
+    """The names of models with a packaged configuration, in the form that ``parts`` accepts."""
     return sorted(file.stem for file in _MODELS.glob("*/*.json"))
 
 
@@ -36,9 +36,9 @@ def parts(name: str) -> dict[str, dict[str, Any]]:
 
 
 def parts_in(folder: Path, *, loaded_as: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """The parts of a model in a local diffusers folder, in the same form. Raises ValueError if it has no transformer.
+    """The parts of a model in a local diffusers folder, in the form of ``parts``. Raises ValueError if it has no transformer.
 
-    ``loaded_as``: classes of parts that are loaded as another class than their configuration names.
+    ``loaded_as``: part to class, for parts that are loaded as another class than their configuration names.
     """
     described = {}
     for place in sorted(folder.glob("*/config.json")):
@@ -70,12 +70,12 @@ def _packaged(kind: str, name: str) -> dict[str, Any] | None:
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
-    """The part on the meta device: shapes without storage. Raises ValueError for a class of neither diffusers nor transformers."""
+    """Build the part on the meta device, without storage. Raises ValueError for a class of neither diffusers nor transformers."""
     return _build(json.dumps(part, sort_keys=True))
 
 
 def parameter_count(part: Mapping[str, Any]) -> int:
-    """Number of parameters of a part; shared ones count once."""
+    """Number of parameters of a part; shared parameters count once."""
     return sum(weight.numel() for weight in build_meta(part).parameters())
 
 

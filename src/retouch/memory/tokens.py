@@ -33,10 +33,9 @@ class WriterSetup:
     ``rollout``: (tasks, completions) that are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``:
     positions whose logits exist at the same time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
     activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: further
-    copies of the trained weights.
-    ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used. ``grammar_sets``: number of
-    token sets of the grammar. ``sharding``: what is sharded over ``ranks``. ``weights_wait``: what "fsdp2" shares is in CPU memory
-    while it does not compute."""
+    copies of the trained weights. ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used.
+    ``grammar_sets``: number of token sets of the grammar. ``sharding``: what is sharded over ``ranks``. ``weights_wait``: the
+    weights that "fsdp2" shards are in CPU memory while they are not used, with their gradients, moments and copies."""
 
     lora: LoraShape | None
     prompt: int
@@ -72,13 +71,14 @@ def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
 
 
 def _permanent(setup: WriterSetup, frozen: int, trained: int, *, whole: int) -> list[MemoryRow]:
-    """``whole``: the number of the model's own weights that FSDP2 does not share. They train if all weights do."""
+    """The permanent rows of the plan. ``whole``: number of the model's own weights that FSDP2 does not shard; they are trained if
+    all weights are trained."""
     ranks, here = setup.ranks if setup.sharding == "fsdp2" else 1, 0 if setup.weights_wait else 1
     size, copies = setup.trained_dtype.itemsize, setup.copies - setup.offload_reference
     whole_frozen, whole_trained = (0, whole) if setup.lora is None else (whole, 0)
 
     def of_trained(each: int) -> int:
-        """Bytes on the device where every trained weight needs ``each``."""
+        """Bytes on the device if every trained weight needs ``each`` bytes."""
         return here * math.ceil((trained - whole_trained) * each / ranks) + whole_trained * each
 
     frozen_shared = here * math.ceil((frozen - whole_frozen) * setup.dtype.itemsize / ranks)
@@ -89,7 +89,7 @@ def _permanent(setup: WriterSetup, frozen: int, trained: int, *, whole: int) -> 
     rows = [
         MemoryRow("writer, frozen weights", frozen_shared + whole_frozen * setup.dtype.itemsize),
         MemoryRow("writer, trained weights", of_trained(size)),
-        # DeepSpeed has gradients during a backward pass alone.
+        # DeepSpeed has gradients only during a backward pass.
         MemoryRow("gradients", 0 if setup.sharding == "zero2" else of_trained(size)),
         MemoryRow("AdamW's two moments", moments),
         MemoryRow("copies of the trained weights", of_trained(copies * size)),
@@ -194,7 +194,7 @@ def _layer_bytes(writer: Part) -> int:
 
 
 def _shallow(writer: Part) -> dict[str, Any]:
-    """The same language model with a single layer."""
+    """The description of the language model with a single layer."""
     config = copy.deepcopy(dict(writer["config"]))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = 1

@@ -1,5 +1,5 @@
-"""The built-in world of small images in which every recipe has a twin, and the packaged weights of its models.
+"""The playground: a built-in world of small images, for the twins of the full-size recipes, and the packaged weights of its models.
 
-Its tasks are in ``data.playground``, its exact judges in ``rewards.playground`` and its models in ``models.playground``; the models
-are trained in ``pretraining``. It may import ``types``, ``config`` and ``core``.
+The tasks of the playground are in ``data.playground``, its exact judges in ``rewards.playground`` and its models in
+``models.playground``; the models are trained in ``pretraining``. This package may import ``types``, ``config`` and ``core``.
 """

@@ -1,4 +1,4 @@
-"""`retouch playground build`: trains the playground's base models from a seed and writes them where the package finds them."""
+"""`retouch playground build`: trains the playground's editor and its autoencoder from a seed; with `--large`, a deeper editor."""
 
 import math
 from dataclasses import replace
@@ -28,7 +28,7 @@ EDITOR = EditorTraining(
 )
 LARGE = EditorTraining(rounds=(EditorRound(steps=300, learning_rate=1e-3, impossible=0.6),))
 DEPTH = 4
-"""How many times as many blocks the large editor has."""
+"""Number of blocks of the large editor for each block of the packaged editor."""
 LARGE_FOLDER = Path("runs/playground/editor-large")
 PARTS = {
     "processor": ("transformers", "Qwen2VLProcessor"),
@@ -45,9 +45,9 @@ EVAL_STEPS = 6
 def build_editor(
     out: Path | None, *, seed: int, autoencoder: AutoencoderTraining = AUTOENCODER, editor: EditorTraining = EDITOR
 ) -> dict[str, float]:
-    """Train autoencoder and editor and write them to ``out`` (None: into the package). Returns held-out means.
+    """Train the autoencoder and the editor and write them to ``out`` (None: into the package). Returns held-out means.
 
-    About an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    It takes about an hour on one core of a laptop. It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed)
     with one_thread():
@@ -58,10 +58,10 @@ def build_editor(
 
 
 def build_large_editor(out: Path | None, *, seed: int, editor: EditorTraining = LARGE) -> dict[str, float]:
-    """Make the packaged editor four times as deep, train it on, and write it to ``out`` (None: `LARGE_FOLDER`). Returns held-out
-    means.
+    """Make the packaged editor four times as deep, continue to train it, and write it to ``out`` (None: `LARGE_FOLDER`). Returns
+    held-out means.
 
-    Its tasks are others than those of the packaged editor. About a quarter of an hour on one core.
+    The packaged editor was trained on different tasks. It takes about a quarter of an hour on one core.
     """
     record = BuildRecord(seed=seed, command="retouch playground build --large")
     with one_thread():
@@ -73,7 +73,7 @@ def build_large_editor(out: Path | None, *, seed: int, editor: EditorTraining = 
 
 
 def _finished(model: QwenImageEdit, folder: Path, record: BuildRecord) -> dict[str, float]:
-    """Write and measure the editor."""
+    """Write the editor and measure it. Returns held-out means."""
     write(model, folder)
     scores = measure(model)
     record.finish(scores, folder)
@@ -81,7 +81,7 @@ def _finished(model: QwenImageEdit, folder: Path, record: BuildRecord) -> dict[s
 
 
 def write(model: QwenImageEdit, folder: Path) -> None:
-    """Write the editor in diffusers' layout (its transformer in half precision), and the settings of its adapter."""
+    """Write the editor in diffusers' layout (its transformer in half precision), and its settings as ``adapter.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
@@ -94,7 +94,7 @@ def write(model: QwenImageEdit, folder: Path) -> None:
 
 
 def measure(model: QwenImageEdit) -> dict[str, float]:
-    """Held-out means of the editor and of the true targets through its autoencoder, by complexity."""
+    """Held-out means of the editor by complexity, and of the true targets after encoding and decoding them (the ceiling)."""
     sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)

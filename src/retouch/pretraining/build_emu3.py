@@ -1,4 +1,4 @@
-"""`retouch playground build --emu3`: trains the base editors that generate image tokens, and their autoencoder."""
+"""`retouch playground build --emu3`: trains the base editors that generate image tokens and their autoencoder, from a seed."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,9 +30,9 @@ STARTS = {
     "s": Emu3Training(complexity={1: 1.0}, rounds=(2200, 2200)),
     "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
 }
-"""Trained on single edits, or also on some instructions with two and three."""
+"""Two base editors: "s" is trained on single edits, "sc" also on some instructions with two or three edits."""
 UNFINISHED = replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)
-"""The third start continues from the second, on complex edits whose demonstrations mostly lack one of the edits."""
+"""The third base editor continues from "sc", with demonstrations of complex edits most of which lack one of the edits."""
 
 
 def build_emu3(
@@ -43,9 +43,9 @@ def build_emu3(
     starts: Mapping[str, Emu3Training] = STARTS,
     further: Emu3Training = UNFINISHED,
 ) -> dict[str, float]:
-    """Train autoencoder and editors and write them to ``out`` (None: into the package). Returns held-out means.
+    """Train the autoencoder and the editors and write them to ``out`` (None: into the package). Returns held-out means.
 
-    One thread, so that the bits do not depend on how many cores there are.
+    It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed, command=COMMAND)
     folder = playground_weights("emu3") if out is None else out
@@ -66,7 +66,8 @@ def build_emu3(
 
 
 def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
-    """Continue from the start ``sc`` in ``folder``, and write the third start there. Returns held-out means."""
+    """Continue to train the base editor ``sc`` in ``folder``, and write the result there as the third one. Returns held-out
+    means."""
     section = Emu3Model(
         path=str(folder / "sc"),
         tokenizer=str(folder / "tokenizer"),
@@ -82,7 +83,8 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
 
 
 def measure(editor: Emu3Editor) -> dict[str, float]:
-    """Held-out means of greedily generated images, and of the true targets through the image tokenizer, by complexity."""
+    """Held-out means of greedily generated images by complexity, and of the true targets after encoding and decoding them (the
+    ceiling)."""
     sampling = TokenRollout(max_new_tokens=LONGEST)
     policy = AutoregressivePolicy(editor, sampling=sampling, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     ceiling, edited = held_out(

@@ -1,4 +1,4 @@
-"""`retouch playground build --text-to-image`: trains the playground's text-to-image model, and the base enhancer in front of it,
+"""`retouch playground build --text-to-image`: trains the playground's text-to-image model, and the base prompt enhancer for it,
 from a seed."""
 
 from dataclasses import replace
@@ -36,9 +36,9 @@ EVAL_STEPS = 6
 def build_text_to_image(
     out: Path | None, *, seed: int, text_to_image: TextToImageTraining = TEXT_TO_IMAGE, enhancer: EnhancerTraining = ENHANCER
 ) -> dict[str, float]:
-    """Train both and write them to ``out``/painter and ``out``/enhancer (None: into the package). Returns held-out means.
+    """Train both models and write them to ``out``/painter and ``out``/enhancer (None: into the package). Returns held-out means.
 
-    About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    It takes about half an hour on one core of a laptop. It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed, command=COMMAND)
     folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
@@ -55,7 +55,7 @@ def build_text_to_image(
 
 
 def write_text_to_image(model: QwenImage, folder: Path) -> None:
-    """Write the text-to-image model in diffusers' layout, in half precision, and the settings of its adapter."""
+    """Write the text-to-image model in diffusers' layout, in half precision, and its settings as ``adapter.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     halved(model.latents.vae).save_pretrained(folder / "vae")
@@ -69,7 +69,7 @@ def write_text_to_image(model: QwenImage, folder: Path) -> None:
 
 
 def write_enhancer(writer: QwenWriter, folder: Path) -> None:
-    """Write the enhancer in transformers' layout, in half precision, and its template."""
+    """Write the enhancer in transformers' layout, in half precision, and its template as ``adapter.json``."""
     halved(writer.module).save_pretrained(folder)
     writer.template.tokenizer.save_pretrained(folder)
     qwen_parts.image_processor().save_pretrained(folder)
@@ -82,7 +82,7 @@ def _remove_path(config: Path) -> None:
 
 
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
-    """Held-out means of images from the right prompts, from users' requests, and from the enhancer's greedy completions."""
+    """Held-out means of images from the correct prompts, and of images from the greedy completions of the enhancer."""
     policy = AutoregressivePolicy(
         writer, sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )

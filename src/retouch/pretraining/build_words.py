@@ -1,4 +1,4 @@
-"""`retouch playground build --words`: trains the playground's model that renders words and its autoencoder from a seed."""
+"""`retouch playground build --words`: trains the playground's text-rendering model and its autoencoder from a seed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +42,10 @@ EVAL_STEPS = 6
 def build_words(
     out: Path | None, *, seed: int, autoencoder: WordAutoencoderTraining = AUTOENCODER, words: WordTraining = WORDS
 ) -> dict[str, float]:
-    """Train both and write them to ``out`` (None: into the package). Returns held-out means. The OCR model measures them, so
-    the extra ``ocr`` must be installed.
+    """Train the autoencoder and the model and write them to ``out`` (None: into the package). Returns held-out means. An OCR model
+    computes these, so the extra ``ocr`` must be installed.
 
-    About 20 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    It takes about 20 minutes on one core of a laptop. It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed, command=COMMAND)
     folder = playground_weights("words") if out is None else out
@@ -60,7 +60,7 @@ def build_words(
 
 
 def write(model: FluxFill, folder: Path) -> None:
-    """Write the model in diffusers' layout, its transformer in half precision, and the settings of its adapter."""
+    """Write the model in diffusers' layout (its transformer in half precision), and its settings as ``adapter.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
@@ -74,7 +74,8 @@ def write(model: FluxFill, folder: Path) -> None:
 
 
 def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
-    """Held-out means of the model, and of the true targets through its autoencoder, by the length of the word."""
+    """Held-out means of the model by the length of the word, and of the true targets after encoding and decoding them (the
+    ceiling)."""
     sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)

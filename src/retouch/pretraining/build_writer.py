@@ -1,4 +1,4 @@
-"""`retouch playground build --writer`: trains the base writer in front of the playground's editor, from a seed."""
+"""`retouch playground build --writer`: trains the base writer for the playground's editor, from a seed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ EVAL_STEPS = 6
 def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER) -> dict[str, float]:
     """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means.
 
-    About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    It takes about 25 minutes on one core of a laptop. It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed)
     folder = playground_weights("writer") if out is None else out
@@ -54,7 +54,8 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
 
 def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
-    """Held-out means of edits from the writer's greedy completions and from the right ones, by encoder and complexity."""
+    """Held-out means of the edited images for the writer's greedy completions and for the correct completions, by the encoder that
+    reads the completion and by complexity."""
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
         writer_for(editor, module),

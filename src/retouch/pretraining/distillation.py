@@ -1,5 +1,5 @@
-"""An objective for a writer whose hidden states condition an editor: cross-entropy plus distillation of the text encoder's
-states."""
+"""An objective for a writer whose hidden states condition an editor: cross-entropy plus distillation of the hidden states of the
+editor's text encoder."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,14 +15,15 @@ from retouch.models.qwen_image.text import QwenText
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.types import Loss, Minibatch, Task
 
-STRIDE = 2  # distil the states of every second task, which is enough and halves the cost
+STRIDE = 2  # distil the states of only every second task, which halves the cost and is sufficient
 
 
 class HiddenStateDistillation:
-    """Cross-entropy plus the distance of the writer's hidden states from those of the editor's text encoder for the same dialogues.
+    """Cross-entropy plus the distance between the hidden states of the writer and of the editor's text encoder for the same
+    dialogues.
 
     The distance is the squared error divided by the variance, after the editor's text norm and projection. So the writer may use
-    the directions that the editor ignores to predict its next token.
+    the directions that the editor ignores in order to predict its next token.
     """
 
     def __init__(self, editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration, *, weight: float) -> None:
@@ -42,7 +43,8 @@ class HiddenStateDistillation:
         yield Loss(self.weight * distance, {"policy/distance": distance.detach()})
 
     def distance(self, tasks: tuple[Task, ...]) -> Float[Tensor, ""]:
-        """The distance for these tasks with their completions (``completion`` in their meta); 0 for the editor's own encoder."""
+        """The distance for the given tasks and their completions (``completion`` in ``meta``). It is 0 if the writer is the
+        editor's own text encoder."""
         bodies = [task.instruction + self._turn.format(task.meta["completion"]) for task in tasks]
         tokens = self._editor_text.tokenise(bodies, [task.images for task in tasks])
         with torch.no_grad():
@@ -52,7 +54,7 @@ class HiddenStateDistillation:
         return (projected - target).square().mean() / (target - target.mean(dim=0)).square().mean()
 
     def after_step(self, policy: Any, step: int) -> None:
-        """Nothing: there is no second policy."""
+        """Does nothing, because there is no second policy to update."""
 
     def _projected(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
         projected: Tensor = self._project(self._norm(states))

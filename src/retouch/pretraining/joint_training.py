@@ -1,4 +1,4 @@
-"""Training an image model of the Qwen-Image family together with its text encoder, through the project's own loop and objective.
+"""Trains an image model together with its text encoder, with the library's own training loop and objective.
 
 Unlike in a run, the text encoder is trained too. The result is the running average of the weights.
 """
@@ -66,11 +66,12 @@ def train_jointly(
     average_decay: float,
     log: Callable[[str], None],
 ) -> None:
-    """Train on ``steps`` batches of ``rows`` tasks. The final weights are those that a folder stores (the transformer's are rounded
-    to half precision), so that training can continue from a folder.
+    """Train on ``steps`` batches of ``rows`` tasks. The final weights equal the weights that are saved to a folder (the transformer
+    is rounded to half precision), so that training can continue from a folder.
 
     ``joint``: a model whose module has the ``transformer`` and the other trained modules, as in ``JointModel``. ``learning_rate``:
-    the peak, after ``warmup`` steps; then a cosine to 0. ``log``: called with each line of progress."""
+    the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine. ``log``: called with each
+    line of progress."""
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
     copies.snapshot("average")
@@ -96,6 +97,6 @@ def train_jointly(
 
 
 def with_blank_instructions(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
-    """The tasks, with a blank instruction for a share of them, as classifier-free guidance needs."""
+    """The tasks, a ``share`` of them with a blank instruction, which training for classifier-free guidance needs."""
     blank = torch.rand(len(tasks), generator=random) < share
     return [replace(task, instruction=NO_INSTRUCTION) if empty else task for task, empty in zip(tasks, blank, strict=True)]

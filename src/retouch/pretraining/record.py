@@ -1,4 +1,4 @@
-"""The common parts of all builds of base models besides training: one thread, held-out means, and a record of the build."""
+"""What all builds of base models share in addition to training: one thread, held-out means, and the record of the build."""
 
 import copy
 import json
@@ -24,7 +24,8 @@ log = logging.getLogger("retouch")
 
 
 class BuildRecord:
-    """A build from ``seed``, which logs its progress to the standard output. ``command``: stored with the scores, if given."""
+    """The record of a build from ``seed``; its progress is logged to the standard output. ``command``: stored with the scores, if
+    given."""
 
     def __init__(self, *, seed: int, command: str | None = None) -> None:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
@@ -34,7 +35,7 @@ class BuildRecord:
         self._began = time.perf_counter()
 
     def finish(self, scores: Mapping[str, float], *folders: Path) -> None:
-        """Write held-out means, seed and command to each folder's ``build.json``, and log them."""
+        """Write the held-out means, the seed and the command to ``build.json`` in each folder, and log the means."""
         for folder in folders:
             files.write_json(folder / "build.json", {**self._origin, "held_out": scores})
         log.info("built in %.0f s: %s", time.perf_counter() - self._began, ", ".join(map(str, folders)))
@@ -63,9 +64,10 @@ def held_out(
     column: str,
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
 ) -> tuple[EvaluationResult, EvaluationResult]:
-    """The scores of the tasks' own targets or completions (the ceiling), and those of the policy's outputs.
+    """The scores of the targets or completions of the tasks (the ceiling), and the scores of the policy's outputs.
 
-    ``column``: the column of ``reward`` that is the reward. All tasks are one batch, and each must have a target or completion.
+    ``column``: the column of ``reward`` that is used as the reward. All tasks are one batch, and each must have a target or a
+    completion.
     """
     evaluate = Evaluator(
         tasks=tasks,
@@ -82,7 +84,7 @@ def held_out(
 
 
 def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """Write diffusers' ``model_index.json`` of a pipeline's folder: library and class of each part."""
+    """Write diffusers' ``model_index.json`` into the folder of a pipeline. ``parts``: the library and the class of each part."""
     index = {"_class_name": pipeline, "_diffusers_version": "0.40.0", **parts}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 

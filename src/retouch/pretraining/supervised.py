@@ -1,4 +1,4 @@
-"""Supervised training of the base models, by the library's own training loop and objectives."""
+"""Supervised training of the base models with the library's own training loop and objectives."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -33,10 +33,11 @@ def train_on_demonstrations(
     log: Callable[[str], None],
     average: Callable[[int], None] = lambda taken: None,
 ) -> None:
-    """Train all of the policy's weights on ``steps`` batches of ``rows`` tasks.
+    """Train all weights of the policy on ``steps`` batches of ``rows`` tasks.
 
-    ``learning_rate``: the peak, after ``warmup`` steps; then a cosine to 0. ``second_beta``: AdamW's. ``average``: called after
-    each step with the number of steps so far. ``log``: called with each line of progress."""
+    ``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
+    ``second_beta``: the second beta of AdamW. ``average``: called after each step with the number of steps so far. ``log``: called
+    with each line of progress."""
     ranks = Ranks()
     run = Run(
         policy=policy,
@@ -82,10 +83,11 @@ def train_on_completions(
     log: Callable[[str], None],
     objective: SupportsLosses | None = None,
 ) -> None:
-    """Train all of the writer's weights on ``rows`` tasks a step, in their order.
+    """Train all weights of the writer on ``rows`` tasks per step, in the order of the tasks.
 
-    ``learning_rate``: the peak, after ``warmup`` steps; then a cosine to 0. ``longest``: maximum number of tokens of a completion.
-    ``objective``: None is cross-entropy. ``log``: called with each line of progress.
+    ``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
+    ``longest``: the largest number of tokens of a completion. ``objective``: None uses cross-entropy. ``log``: called with each
+    line of progress.
     """
     module = writer.module.requires_grad_(True)
     sampling = TokenRollout(max_new_tokens=longest)
@@ -105,13 +107,13 @@ def train_on_completions(
 
 
 def ungrouped_batch(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
-    """A batch of tasks that are not compared with one another."""
+    """A batch in which every task is a group of one sample."""
     ids = tuple(range(len(tasks)))
     return Batch(seed=seed, step=step, tasks=tuple(tasks), group_ids=ids, group=ids, slot=(0,) * len(tasks))
 
 
 def warmup_cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
-    """Learning rate of a step: linear to the peak in ``warmup`` steps, times a cosine that falls to 0 at ``steps``."""
+    """The learning rate of a step: a linear rise to the peak in ``warmup`` steps, times a cosine that falls to 0 at ``steps``."""
     return peak * min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 

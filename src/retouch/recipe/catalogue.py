@@ -31,7 +31,7 @@ class RecipeSummary:
 
     @property
     def hardware(self) -> str:
-        """What it is made for, in words."""
+        """The hardware that the recipe is made for, as text."""
         return "CPU" if self.gpus == 0 else f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
 
 
@@ -78,7 +78,7 @@ def _variables(text: str, shared: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _evaluate(file: Path, variables: tuple[str, ...]) -> dict[str, Any]:
-    """The recipe with its variables' names as their values. In this process, because packaged recipes end."""
+    """Evaluate the recipe with the name of each variable as its value. No child process is needed: packaged recipes terminate."""
     import rjsonnet
 
     made: dict[str, Any] = json.loads(
@@ -90,7 +90,7 @@ def _evaluate(file: Path, variables: tuple[str, ...]) -> dict[str, Any]:
 def _trained(policy: Mapping[str, Any], variables: tuple[str, ...]) -> str:
     model, how = policy["model"], policy["train"]["kind"]
     path = str(model.get("path") or "")
-    local = not path or path.startswith(variables)  # a folder of the user's, whose name says nothing
+    local = not path or path.startswith(variables)  # the name of a user's folder says nothing about the model
     name = str(model.get("class", "")).rpartition(":")[2] or (model["kind"] if local else Path(path).name)
     return f"{name}, {_TRAINED.get(how, how)}"
 

@@ -1,4 +1,4 @@
-"""Checks between the keys of a recipe, before anything is loaded. Each message says what is wrong and what to do."""
+"""Checks that the keys of a recipe fit together, before anything is loaded. Each message says what is wrong and what to do."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
         if phase.objective.needs_pairs and phase.tasks_per_step % parts:
             raise ValueError(
                 f"tasks_per_step: {phase.tasks_per_step} pairs do not divide over {recipe.minibatches} minibatches on {world} "
-                f"ranks, and both images of a pair belong into one; use a multiple of {parts}"
+                f"ranks, and both images of a pair must be in one minibatch; use a multiple of {parts}"
             )
 
 
@@ -92,7 +92,7 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def _outputs(recipe: "RecipeKeys") -> Iterator[str]:
-    """What a run keeps, uploads and reports."""
+    """Check the checkpoints, the uploads and the trackers of a run."""
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
         yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
@@ -158,7 +158,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """A group is a pair of images of the data."""
+    """Check a phase in which each group is a pair of images of the data."""
     if phase.data.contents().pairs is False:
         why = f"{phase.data.label} has no columns `chosen` and `rejected`, which {at['objective']}.pairs 'data' compares"
         yield f"{at['data']}: {why}; name them in columns, or give folder, hub or table data that have them"
@@ -167,7 +167,7 @@ def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
 
 
 def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """The samples of a group must be able to differ, and advantages must be able to be other than 0."""
+    """Check that the samples of a group can differ, and that advantages can differ from 0."""
     if phase.objective.differentiates_reward:
         pass
     elif phase.group_size < (smallest := recipe.advantage.smallest_group):
@@ -181,7 +181,7 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
 
 
 def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Whether the actions of stale rollouts can be weighted."""
+    """Check that the actions of stale rollouts can be weighted."""
     key, objective = f"{at['rollout']}.staleness", phase.objective
     if not objective.needs_log_probs:
         yield f"{key}: {objective.label} has no probabilities that stale samples could be weighted by; use 0, or policy_gradient"
@@ -194,7 +194,7 @@ def _staleness(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -
 
 
 def _refill(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Whether groups of equal rewards are without a signal, and known before the next step is sampled."""
+    """Check that groups of equal rewards give no gradient, and that they are known before the next step is sampled."""
     key = f"{at['rollout']}.refill"
     if phase.objective.differentiates_reward:
         yield f"{key}: {phase.objective.label} also learns from groups of equal rewards; remove it"
@@ -207,7 +207,7 @@ def _refill(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> I
 
 
 def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
-    """What the phase's objective may know about the recipe."""
+    """The settings of the recipe that the objective of the phase may check."""
     rollout, lora = phase.rollout, recipe.policy.train.lora
     chain = rollout if isinstance(rollout, DenoisingRollout) else None
     return ObjectiveContext(

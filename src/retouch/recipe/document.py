@@ -1,6 +1,6 @@
-"""From a file to a JSON document: Jsonnet evaluated, ``a.b=value`` overrides applied, and secrets of the environment refused.
+"""Reads a file as a JSON document: evaluates Jsonnet, applies ``a.b=value`` overrides, and refuses secrets of the environment.
 
-Of the environment only variables whose names begin with ``APP__`` can be read by a recipe, through ``std.extVar``.
+A recipe can read only those environment variables whose names begin with ``APP__``, through ``std.extVar``.
 """
 
 import copy
@@ -21,9 +21,9 @@ _MEANING = re.compile(r"^\s*// (\w+__\w+): (.+)$", re.MULTILINE)
 
 
 def evaluate(file: Path) -> dict[str, Any]:
-    """The object that a Jsonnet (or JSON) file describes. Imports are looked for beside the file, then among the packaged recipes.
+    """Evaluate a Jsonnet (or JSON) file to an object. Imports are searched next to the file, then among the packaged recipes.
 
-    ValueError: it does not evaluate, or is no object.
+    Raises ValueError if the file cannot be evaluated, or does not describe an object.
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     try:
@@ -39,9 +39,9 @@ def evaluate(file: Path) -> dict[str, Any]:
 
 
 def _missing_variables(file: Path, variables: Mapping[str, str], error: str) -> list[str]:
-    """A line for every environment variable that a recipe reads and that is not set; empty if the ``error`` is another one.
+    """A line for each environment variable that a recipe reads and that is not set; empty if ``error`` has another cause.
 
-    What a variable means is in a comment of the recipe, or of a library that comes with the package: ``// APP__NAME: meaning``.
+    The meaning of a variable is in a comment of the recipe, or of a library that comes with the package: ``// APP__NAME: meaning``.
     """
     missing: dict[str, str] = {}
     while (found := _UNDEFINED.search(error)) and found[1] not in missing:
@@ -66,10 +66,10 @@ def _missing_variables(file: Path, variables: Mapping[str, str], error: str) -> 
 
 
 def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The document with each ``path=value`` set in turn; entries of a list by number (``phases.0.steps=3``).
+    """The document after each ``path=value`` was set, in this order. Entries of a list have numbers (``phases.0.steps=3``).
 
-    Whether the recipe has such a key is for the schema to say. ValueError: no ``=``, no such entry of a list, or a key below a
-    plain value.
+    Only the schema checks whether the recipe has such a key. Raises ValueError for an override without ``=``, for an entry that a
+    list does not have, and for a key below a plain value.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for override in overrides:
@@ -110,12 +110,13 @@ def _set(node: Any, keys: Sequence[str], value: Any, override: str) -> None:
 def _index(entries: Sequence[Any], key: str, where: str) -> int:
     if not key.isdecimal() or int(key) >= len(entries):
         legal = f"0 to {len(entries) - 1}" if entries else "none: it is empty"
-        raise ValueError(f"{where} is a list, and {key!r} is none of its entries ({legal})")
+        raise ValueError(f"{where} is a list, and {key!r} is not the number of an entry ({legal})")
     return int(key)
 
 
 def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
-    """ValueError, naming the place and the variable and not the value, where a text holds that of a ..._KEY or the like."""
+    """Raise ValueError if a text contains the value of a secret variable (``..._KEY`` and the like). The message has the place and
+    the name of the variable, not its value."""
     secrets = credentials.secrets(environment)
     lines = [
         f"{path}: contains the value of {name}, but recipes are stored and displayed; keep it in the environment only"

@@ -1,4 +1,4 @@
-"""Evaluation of Jsonnet in a child process: a recipe that recurses without end overflows the stack of whoever evaluates it."""
+"""Evaluates Jsonnet in a child process, because an endless recursion in a recipe overflows the stack of the evaluating process."""
 
 import json
 import subprocess
@@ -46,9 +46,9 @@ class JsonnetError(ValueError):
 
 
 def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[str, str]) -> str:
-    """The JSON text that a Jsonnet file evaluates to.
+    """Evaluate a Jsonnet file to JSON text.
 
-    ``folders``: where imports are looked for besides the file's own folder. Only files named ``.jsonnet``, ``.libsonnet`` or
+    ``folders``: searched for imports after the file's own folder. Only files named ``.jsonnet``, ``.libsonnet`` or
     ``.json`` can be imported, and no hidden ones outside of ``folders``, so that somebody else's recipe cannot read keys and send
     them to a server that it names. ``variables``: the external variables. Raises JsonnetError for a mistake in the file, for a file
     that cannot be imported, and if the evaluation recurses without end or needs more than 60 s or 4 GiB.
@@ -70,7 +70,7 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
             "evaluating the recipe overflowed the stack or the memory: look for an object or a function that contains itself"
         )
     if done.returncode:
-        raise JsonnetError(f"evaluating the recipe failed, perhaps for memory: {_last_line(done.stderr)}")
+        raise JsonnetError(f"evaluating the recipe failed, perhaps because memory ran out: {_last_line(done.stderr)}")
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise JsonnetError(_shortened(answer["error"].replace("import_callback error: RuntimeError: ", "")))
@@ -79,7 +79,7 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
 
 
 def _shortened(message: str) -> str:
-    """Without the hundreds of frames of an endless recursion."""
+    """The first lines of the message, without the hundreds of frames of an endless recursion."""
     lines = message.strip().splitlines()
     more = len(lines) - _MOST_LINES
     return "\n".join([*lines[:_MOST_LINES], f"    ... and {more} more lines"] if more > 0 else lines)

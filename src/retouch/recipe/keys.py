@@ -29,9 +29,9 @@ LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 
 
 class SuiteKeys(Section):
-    """A published benchmark that is run during training, on the policy as it is then. See docs/benchmarks.md.
+    """A published benchmark that is run during training, on the current policy. See docs/benchmarks.md.
 
-    An alarm is raised where its headline has fallen while the training reward has not.
+    An alarm is raised if the headline score of the suite has fallen while the training reward has not.
     """
 
     suite: str
@@ -39,7 +39,7 @@ class SuiteKeys(Section):
     every: Cadence = 0
     """Steps between two runs of the suite; 0 runs it only before the first and after the last step."""
     subset: Count | None = 64
-    """Number of items, evenly from the categories; null is the whole suite."""
+    """Number of items, taken evenly from the categories; null is the whole suite."""
     data: str | None = None
     """Folder of the suite's published data."""
     judge: dict[str, JsonValue] | None = None
@@ -54,7 +54,7 @@ class SuiteKeys(Section):
 
 
 class EvaluationKeys(Section):
-    """Held-out evaluation: before and after the run, and during it as ``every`` says."""
+    """Held-out evaluation: before and after the run, and every ``every`` steps during it."""
 
     every: Cadence = 0
     """Steps between evaluations; 0 evaluates only before and after the run."""
@@ -66,9 +66,9 @@ class EvaluationKeys(Section):
     """Held-out split of the playground. With other data, ``train`` evaluates on the training tasks, for data sets too small to hold
     any out (``data.held_out: 0``); this measures fit, not generalisation."""
     complexity: Mixture | None = None
-    """Mixture of the held-out playground tasks; null takes the mixture of the training data."""
+    """Mixture of the held-out playground tasks; null uses the mixture of the training data."""
     num_steps: Count | None = None
-    """Denoising steps per image; null takes the rollout's or the renderer's."""
+    """Denoising steps per image; null uses ``num_steps`` of the rollout or of the renderer."""
     column: str | None = None
     """Column of the reward that the summary reports; null is the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
@@ -76,24 +76,24 @@ class EvaluationKeys(Section):
     best_of_k: Cadence = 0
     """Also measure the best of this many samples of the untrained policy; 0 does not."""
     batch: Count = 128
-    """Rows sampled together."""
+    """Number of rows that are sampled together."""
     suites: tuple[SuiteKeys, ...] = Field(default=(), exclude_if=operator.not_)
     """Published benchmarks to run during training."""
     audit: bool = Field(default=True, exclude_if=bool)
-    """Whether the judges of ``suites`` are audited before the first step. The audit is short, and remembered."""
+    """Whether the judges of ``suites`` are audited before the first step. The audit is short, and its result is stored."""
 
 
 class Samples(Section):
     """Images of a few held-out tasks and training groups, saved during the run."""
 
     every: Cadence = 25
-    """Steps between them; 0 saves them only before and after the run."""
+    """Steps between two saves; 0 saves only before and after the run."""
     tasks: Count = 8
     """Number of held-out tasks."""
     groups: Count = 4
     """Number of training groups."""
     tables: bool = Field(default=False, exclude_if=operator.not_)
-    """Also send them, with texts and scores, as a table to W&B and Trackio, where ``trackers`` has one of these."""
+    """Also send the images, with texts and scores, as a table to W&B and Trackio, if ``trackers`` contains them."""
     tokens: bool = Field(default=False, exclude_if=operator.not_)
     """Also store the sampled text tokens of each stored training sample, with their log-probabilities."""
     states: bool = Field(default=False, exclude_if=operator.not_)
@@ -104,11 +104,11 @@ class Checkpoints(Section):
     """Checkpoints. A run that resumes from one continues bit for bit."""
 
     every: Cadence = 25
-    """Steps between them; 0 saves only at the end or when the run is interrupted."""
+    """Steps between two checkpoints; 0 saves only at the end or when the run is interrupted."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
     keep_every: Count | None = Field(default=None, exclude_if=lambda every: every is None)
-    """Also keep every checkpoint whose step is a multiple of this; null keeps only the newest."""
+    """Also keep every checkpoint whose step is a multiple of this number; null keeps only the newest ones."""
 
 
 class Push(Section):
@@ -150,7 +150,7 @@ class RecipeKeys(Section):
     learning_rate: Positive
     """Learning rate of the optimizer, before its schedule."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    """``auto`` takes CUDA, MPS or the CPU, whichever is available first, and reports it."""
+    """``auto`` uses the first of CUDA, MPS and CPU that is available, and reports it."""
     devices: Devices | None = None
     """Devices of single parts of the run; null puts all parts on ``device``."""
     sharding: Literal["zero2", "zero3", "fsdp2"] | None = None
@@ -159,12 +159,13 @@ class RecipeKeys(Section):
     deterministic: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
     """On a GPU, use only deterministic algorithms, so that a run gives the same bits twice; an operation that has none raises an
     error. Without it, the gradient of attention and some sums are added up in an order that differs from run to run, and a resumed
-    run equals an uninterrupted one to rounding. What it costs is not known. On the CPU, runs give the same bits without it."""
+    run equals an uninterrupted one up to rounding. Its cost in time is not known. On the CPU, runs give the same bits without
+    it."""
     tf32: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
     """Let a GPU round the factors of fp32 matrix products and convolutions to TF32 (10 bits), which is several times faster. False
-    also turns it off where torch has it on, in convolutions. Image codes are always looked up in full fp32."""
+    also turns TF32 off for convolutions, where torch uses it by default. Image codes are always looked up in full fp32."""
     ranks: Count | None = None
-    """Number of ranks that the recipe is made for. Another number is only a warning; null is any number."""
+    """Number of ranks that the recipe is made for. Another number only causes a warning; null is any number."""
     epochs: Count = 1
     """Passes over the samples of a step."""
     minibatches: Count = 1
@@ -234,14 +235,14 @@ class RecipeKeys(Section):
         return f"phases.{index}.{key}" if own else key
 
     def eval_data(self) -> DataSource:
-        """The data of evaluation: the run's data, changed for held-out tasks as ``eval`` says."""
+        """The data source of the evaluation: the run's data, with the held-out tasks that ``eval`` selects."""
         given = self.eval
         return self.data.for_evaluation(tasks=given.tasks, seed=given.seed, split=given.split, complexity=given.complexity)
 
     @property
     def heldout_objective(self) -> Objective | None:
-        """The objective that measures the held-out tasks itself, in addition to the reward: the first one that learns from the data
-        of which they are a part."""
+        """The objective that measures the held-out tasks itself, in addition to the reward: the first objective with held-out
+        columns whose phase uses the data of the first phase. None if there is none."""
         phases = self.resolved_phases()
         return next((each.objective for each in phases if each.objective.heldout_columns and each.data == phases[0].data), None)
 
@@ -253,12 +254,12 @@ class RecipeKeys(Section):
 
     @property
     def image_model_key(self) -> str:
-        """The key of that model."""
+        """The recipe key of ``image_model``."""
         return "policy.model" if self.image_model is self.policy.model else "renderer.model"
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """(height, width) of its images in pixels, if the recipe fixes it."""
+        """(height, width) in pixels of the images of ``image_model``; None if the recipe does not fix it."""
         return getattr(self.image_model, "size", None)
 
     def document(self) -> dict[str, JsonValue]:

@@ -17,9 +17,9 @@ class Optimizer(Section):
     """
 
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
-    """Decay of the running mean and of the running square of the gradient."""
+    """Decay of the running means of the gradient and of the squared gradient."""
     eps: Positive = 1e-8
-    """Added to the root of the running square."""
+    """Added to the square root of the running mean of the squared gradient."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
     max_grad_norm: Positive | None = 1.0
@@ -28,8 +28,8 @@ class Optimizer(Section):
     """How AdamW's two moments are stored: null is fp32 on the device, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv
     2110.02861), for runs without ``sharding``; ``cpu`` keeps fp32 in CPU memory, with ``fsdp2`` or without sharding."""
     fused: Literal["always", "never"] | None = Field(default=None, exclude_if=operator.not_)
-    """Whether one kernel updates all weights, which gives the same weights to rounding: fewer kernels, and no temporary copies of
-    weights. Null does so on accelerators, and not on the CPU. Moments in 8 bits or in CPU memory are never fused."""
+    """Whether one kernel updates all weights. This needs fewer kernels and no temporary copies of weights, and gives the same
+    weights up to rounding. Null fuses on accelerators, but not on the CPU. Moments in 8 bits or in CPU memory are never fused."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
     final_share: Share = Field(default=0.0, exclude_if=operator.not_)
@@ -47,7 +47,7 @@ class Optimizer(Section):
 
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
         """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a
-        pure function of the step, so nothing of it is saved."""
+        pure function of the step, so checkpoints contain no state of it."""
 
         def at(step: int) -> float:
             done = step - steps.start

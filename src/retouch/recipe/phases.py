@@ -1,4 +1,4 @@
-"""How a policy samples, and phases of a run. A phase overrides keys of the recipe; resolved, it has all of them."""
+"""The rollout and the phases of a run. A phase overrides keys of the recipe; a resolved phase has all of these keys."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
@@ -16,7 +16,7 @@ from retouch.policies.denoising.rollout import DenoisingRollout
 
 
 def _rollout_kind(value: Any) -> str:
-    """A rollout without a kind is a denoising chain's."""
+    """The kind of a rollout. A rollout without a kind is the rollout of a denoising chain."""
     kind = value.get("kind", UNTAGGED) if isinstance(value, dict) else getattr(value, "kind", UNTAGGED)
     return kind if isinstance(kind, str) else UNTAGGED
 
@@ -54,7 +54,7 @@ class PhaseKeys(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPhase:
-    """A phase with all its keys."""
+    """A phase with all its keys: its own, and those of the recipe that it does not override."""
 
     name: str
     steps: int | None
@@ -74,7 +74,7 @@ class ResolvedPhase:
 
     @property
     def imitates(self) -> bool:
-        """Whether it learns from its tasks' targets, without rollout and reward."""
+        """Whether the phase learns from the targets of its tasks, without rollout and reward."""
         return self.objective.imitates
 
     def total_steps(self, tasks: int) -> int:

@@ -1,4 +1,4 @@
-"""Sections of a recipe about the policy: which model, what of it trains, and the average of its weights."""
+"""Sections of a recipe about the policy: the model, which of its weights are trained, and their running average."""
 
 from __future__ import annotations
 
@@ -38,41 +38,42 @@ class Ema(Section):
 
 
 class DenoisingPolicyKeys(Section):
-    """A flow-matching model that acts by denoising."""
+    """A flow-matching model whose actions are denoising steps."""
 
     kind: Literal["denoising"]
     model: Annotated[ImageModel, IMAGE_MODELS]
     """The model."""
     train: Annotated[FullWeights | Lora | IpAdapter, Field(discriminator="kind")]
-    """What of it trains."""
+    """Which weights of the model are trained."""
     ema: Ema | None = None
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     prompt_embeddings: Literal["live", "cached"] = Field(default="live", exclude_if=partial(operator.eq, "live"))
-    """``live`` encodes the prompts of every rollout, with the text encoders on the policy's device; ``cached`` encodes each prompt
-    once, alone, and keeps the result on disk, with the text encoders in CPU memory. The two differ by rounding."""
+    """``live`` encodes the prompts in every rollout, with the text encoders on the policy's device; ``cached`` encodes each prompt
+    only once, separately, and stores the result on disk, with the text encoders in CPU memory. The results differ by rounding."""
     attention: str | None = Field(default=None, exclude_if=operator.not_)
-    """Attention backend of diffusers in the transformer, such as ``flash`` or ``_flash_3``. It is tried before anything is loaded,
-    and `retouch doctor` names those that can train here. Null takes torch's own, which chooses among its kernels. Backends of
-    FlashAttention take no mask, which batches of prompts of unequal length need in Qwen-Image. Ignored where a trained policy is
-    used."""
+    """Attention backend of diffusers in the transformer, such as ``flash`` or ``_flash_3``. The backend is tried before anything is
+    loaded, and `retouch doctor` names the backends that can train here. Null uses torch's own attention, which chooses among its
+    kernels. FlashAttention backends accept no mask, but Qwen-Image needs a mask for batches of prompts of unequal length. Ignored
+    when a trained policy is used for inference."""
     compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
-    """``regional`` compiles the transformer's blocks with torch.compile, all alike blocks once: some minutes at the start of a run,
-    then fewer and larger kernels. Weights, checkpoints and exports stay the same. Ignored where a trained policy is used."""
+    """``regional`` compiles the transformer's blocks with torch.compile; blocks of the same structure are compiled once. This takes
+    some minutes at the start of a run; then there are fewer and larger kernels. Weights, checkpoints and exports stay the same.
+    Ignored when a trained policy is used for inference."""
 
     writes_tokens: ClassVar[bool] = False
-    """Whether its actions are tokens."""
+    """Whether the actions of the policy are tokens."""
     entropy: ClassVar[bool] = False
     exported_as: ClassVar[str] = "transformer"
     """Subfolder of an export for whole weights."""
     token_kinds: ClassVar[frozenset[str] | None] = None
-    """Kinds of tokens that it generates; None if there are none, or for an imported model, where this is unknown."""
+    """Kinds of tokens that the policy generates; None if it generates none, and for an imported model, whose kinds are unknown."""
 
     def build_model(self, *, device: torch.device, offload: bool = False) -> DenoisingModel:
-        """The model, with reference images as an input if an IP-Adapter trains. Downloads what is not on this machine.
+        """Load the model, which also takes reference images if an IP-Adapter is trained. Downloads missing files.
 
-        ``offload``: its text encoders and its autoencoder are in CPU memory while they are not used."""
+        ``offload``: keep the text encoders and the autoencoder in CPU memory while they are not used."""
         dtype, cached = getattr(self.model, "dtype", "float32"), self.prompt_embeddings == "cached"
         if offload or cached:
             from retouch.models.offloading.model import build_offloaded
@@ -83,7 +84,7 @@ class DenoisingPolicyKeys(Section):
         return self.train.with_inputs(model, dtype=dtype, device=device)
 
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
-        """Let train what the recipe says, and freeze the rest of the module.
+        """Make the weights trainable that ``train`` selects, and freeze the rest of the module.
 
         A LoRA that an earlier run in this process added is removed. Raises ValueError for a LoRA of another origin.
         """
@@ -93,7 +94,7 @@ class DenoisingPolicyKeys(Section):
             remove_lora(module, key="model.transformer")
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
         if self.gradient_checkpointing:
-            # A module without it raises its own clear error.
+            # A module without gradient checkpointing raises a clear error itself.
             module.enable_gradient_checkpointing()  # type: ignore[operator]
         if self.attention is not None:
             from retouch.models.common.kernels import set_attention
@@ -116,13 +117,13 @@ class DenoisingPolicyKeys(Section):
             require_compiler(device)
 
     def for_use(self) -> DenoisingPolicyKeys:
-        """The policy with torch's own kernels, which any machine has."""
+        """These keys with torch's own kernels, which every machine has."""
         return self.model_copy(update={"attention": None, "compile": None})
 
     def build(
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
     ) -> DenoisingPolicy:
-        """The policy that samples as ``rollout`` says."""
+        """Build the policy, which samples with the settings of ``rollout``."""
         from retouch.models.common.wrappers import Guided
         from retouch.policies.denoising.policy import DenoisingPolicy
         from retouch.policies.value_heads import TokenValues
@@ -148,7 +149,7 @@ class DenoisingPolicyKeys(Section):
 
 
 class LanguageModelLora(Lora):
-    """Low-rank adapters on the language model's attention; its own weights are frozen and serve as the reference."""
+    """Low-rank adapters on the language model's attention; the base weights are frozen and serve as the reference."""
 
     rank: Count = 32
     """Inner width of each adapter."""
@@ -157,13 +158,13 @@ class LanguageModelLora(Lora):
 
 
 class AutoregressivePolicyKeys(Section):
-    """A language model that acts by generating tokens; a renderer makes the image of its completion."""
+    """A language model whose actions are tokens; a renderer makes an image from each completion."""
 
     kind: Literal["autoregressive"]
     model: Annotated[LanguageModel, LANGUAGE_MODELS]
     """The language model."""
     train: Annotated[FullWeights | LanguageModelLora, Field(discriminator="kind")] = LanguageModelLora(kind="lora")
-    """What of it trains."""
+    """Which weights of the model are trained."""
     ema: Ema | None = None
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
@@ -171,8 +172,8 @@ class AutoregressivePolicyKeys(Section):
     mask_truncated: bool = False
     """Leave completions that were truncated at ``rollout.max_new_tokens`` out of the loss."""
     compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
-    """``regional`` compiles the decoder layers with torch.compile, all alike layers once, for calls without a cache: the update
-    with ``gradient_checkpointing``, which it needs. Generation is not compiled."""
+    """``regional`` compiles the decoder layers with torch.compile; layers of the same structure are compiled once. Only calls
+    without a cache are compiled: the update with ``gradient_checkpointing``, which is required. Generation is not compiled."""
     logits_at_once: Count = 256
     """Tokens whose logits exist at once in an update; changes memory and time only."""
     entropy: bool = False
@@ -186,11 +187,11 @@ class AutoregressivePolicyKeys(Section):
         return self.model.token_kinds
 
     def build_model(self, *, device: torch.device) -> AutoregressiveModel:
-        """The language model. Downloads what is not on this machine."""
+        """Load the language model. Downloads files that are not on this machine."""
         return self.model.build(device=device, gradient_checkpointing=self.gradient_checkpointing)
 
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
-        """Let train what the recipe says, and freeze the rest of the module."""
+        """Make the weights trainable that ``train`` selects, and freeze the rest of the module."""
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
         if self.compile is not None:
             from retouch.models.common.kernels import compile_blocks
@@ -206,13 +207,13 @@ class AutoregressivePolicyKeys(Section):
             require_compiler(device)
 
     def for_use(self) -> AutoregressivePolicyKeys:
-        """The policy without compiled layers."""
+        """These keys without compiled layers."""
         return self.model_copy(update={"compile": None})
 
     def build(
         self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
     ) -> AutoregressivePolicy:
-        """The policy that samples as ``rollout`` says."""
+        """Build the policy, which samples with the settings of ``rollout``."""
         from retouch.policies.autoregressive.policy import AutoregressivePolicy
         from retouch.policies.value_heads import LatentValues
 

@@ -1,4 +1,5 @@
-"""Checks of a recipe's models: the policy with rollouts and renderer, the image model with the data, the IP-Adapter with both."""
+"""Checks of a recipe's models: the policy against rollouts and renderer, the image model against the data, and the IP-Adapter
+against both."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -16,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether policy, rollouts and renderer are of one kind; if they are not, nothing else can be checked."""
+    """Check that policy, rollouts and renderer fit together; if they do not, nothing else can be checked."""
     policy, renderer = recipe.policy, recipe.renderer
     tokens = policy.writes_tokens
     if tokens and renderer is None:
         yield (
-            'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, {"kind": "prompt"} before '
-            'another image model, {"kind": "codes"} where it writes image tokens'
+            'renderer: missing; a language-model policy needs one: {"kind": "response"} for an image editor, {"kind": "prompt"} '
+            'for another image model, {"kind": "codes"} if the policy writes image tokens'
         )
     if not tokens and renderer is not None:
         yield "renderer: a denoising policy makes its own images; remove it, or use policy.kind autoregressive"
     images = policy.model.uses_image_tokens
     if tokens and renderer is not None and images is not None and images != (renderer.reads == "vision"):
-        why = "writes image tokens: take renderer.kind codes" if images else "writes text, and codes are image tokens"
+        why = "writes image tokens: use renderer.kind codes" if images else "writes text, and codes are image tokens"
         yield f"renderer.kind: {policy.model.kind} {why}"
     for at, rollout in _rollouts(recipe):
         if tokens and not rollout.writes_tokens:
-            yield f'{at}.kind: missing; a policy that writes takes {{"kind": "tokens", "max_new_tokens": 100}}, no denoising'
+            yield f'{at}.kind: missing; a language-model policy needs {{"kind": "tokens", "max_new_tokens": 100}}, not denoising'
         if not tokens and rollout.writes_tokens:
             yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
 
 
 def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the engines can generate what the policy learns from."""
+    """Check that the engines can generate the samples that the policy learns from."""
     policy = recipe.policy
     for at, rollout in _rollouts(recipe):
         if isinstance(rollout, DenoisingRollout) and rollout.engine is not None and isinstance(policy, DenoisingPolicyKeys):
@@ -51,8 +52,8 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the size of the image model's images is known, what its parts are, if some shall leave the device, and whether it
-    can render what the policy writes."""
+    """Check the image model: the size of its images is known, its parts are known if some of them are moved off the device, and it
+    can render the output of the policy."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
         yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
@@ -67,8 +68,8 @@ def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    """Whether the tasks of a phase have the images that the model takes. ``at``: the data's section. Where rows differ, each row is
-    checked when it is read."""
+    """Check that the tasks of a phase have the images that the model takes. ``at``: the key of the data section. If rows differ,
+    each row is checked when it is read."""
     data, model = phase.data, recipe.image_model
     takes, size = model.takes, recipe.image_size
     has, own = data.contents(), data.image_size
@@ -90,7 +91,7 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
 
 
 def kernel_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the policy's kernels can do what the recipe needs."""
+    """Check that the policy's kernels support what the recipe needs."""
     policy = recipe.policy
     if isinstance(policy, DenoisingPolicyKeys):
         if recipe.deterministic and policy.attention is not None and not policy.attention.lstrip("_").startswith("native"):
@@ -100,7 +101,7 @@ def kernel_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the model supports an IP-Adapter, and whether the tasks have reference images."""
+    """Check that the model supports an IP-Adapter, and that the tasks have reference images."""
     train, model = recipe.policy.train, recipe.policy.model
     if not isinstance(train, IpAdapter):
         return

@@ -20,7 +20,7 @@ from retouch.recipe.keys import RecipeKeys
 
 
 class Recipe(RecipeKeys):
-    """A run.
+    """The complete description of a run, whose keys have been checked against each other.
 
     Example::
 
@@ -37,11 +37,11 @@ class Recipe(RecipeKeys):
 
 
 def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
-    """A recipe from a JSON document, changed by ``a.b=value`` overrides.
+    """Read a recipe from a JSON document, changed by ``a.b=value`` overrides.
 
-    ``allow_imports``: modules that it may import, besides those that the overrides name and that the user has allowed
-    (``retouch.config.consent``). Raises ValueError with a line for each mistake: an unknown key (and what was probably meant), a
-    value that is missing or wrong, values that cannot stand together, or a class whose module is not allowed.
+    ``allow_imports``: modules that the recipe may import, in addition to those that the overrides name and those that the user has
+    allowed (``retouch.config.consent``). Raises ValueError with a line for each mistake: an unknown key (and what was probably
+    meant), a value that is missing or wrong, values that contradict each other, or a class whose module is not allowed.
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"a recipe is an object with keys, not a {type(document).__name__}")
@@ -60,10 +60,11 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
-    """The recipe in a Jsonnet or JSON file, or the packaged one of that name, changed by ``a.b=value`` overrides.
+    """Read the recipe in a Jsonnet or JSON file, or the packaged recipe of that name, changed by ``a.b=value`` overrides.
 
-    ``allow_imports``: as in ``parse``. ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, a
-    secret of the environment in it, or mistakes as ``parse`` finds them.
+    ``allow_imports``: as in ``parse``. Raises ValueError if there is no such file (the message names packaged recipes with similar
+    names), if the Jsonnet cannot be evaluated, if the recipe contains a secret of the environment, and for the mistakes that
+    ``parse`` finds.
     """
     file = find(path)
     try:

@@ -1,5 +1,5 @@
-"""Checks of a recipe's rewards, and of ``watch``, with its data and the rest of it. What needs only the section of a reward is in
-``rewards/base.py``."""
+"""Checks that a recipe's rewards and ``watch`` fit the data and the rest of the recipe. Checks that need only the section of a
+reward are in ``rewards/base.py``."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def rewards_of(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
-    """Each reward of a run with its path, and those inside of it: the one that trains, the held-out judge of ``watch``, and those
-    that objectives differentiate. ``phase``: as for `differentiated_rewards`."""
+    """Yield each reward of a run, and the rewards nested in it, with their paths: the reward that is trained on, the held-out judge
+    of ``watch``, and the rewards that objectives differentiate. ``phase``: as for `differentiated_rewards`."""
     sections = [("reward", recipe.reward)]
     if recipe.watch is not None and recipe.watch.judge is not None:
         sections.append(("watch.judge.reward", recipe.watch.judge.reward))
@@ -28,7 +28,8 @@ def rewards_of(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple
 
 
 def differentiated_rewards(recipe: "RecipeKeys", phase: int | None = None) -> Iterator[tuple[str, RewardSection]]:
-    """Each reward that an objective differentiates, with its path. ``phase``: the only phase that counts, None for all."""
+    """Yield each reward that an objective differentiates, with its path. ``phase``: index of the only phase to include; None
+    includes all."""
     for index, each in enumerate(recipe.resolved_phases()):
         if each.objective.differentiates_reward and phase in (None, index):
             for key, section in each.objective.rewards.items():
@@ -37,7 +38,7 @@ def differentiated_rewards(recipe: "RecipeKeys", phase: int | None = None) -> It
 
 
 def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """What is wrong with the reward, and with the column that evaluation reports."""
+    """Check the reward, and the column that the evaluation reports."""
     if isinstance(recipe.reward, NoReward):
         yield from _problems_without_reward(recipe)
         return
@@ -64,7 +65,7 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def _problems_without_reward(recipe: "RecipeKeys") -> Iterator[str]:
-    """What a run without a reward cannot do."""
+    """Check that a run without a reward uses nothing that needs one."""
     give = "give a reward (reward_funcs of a Trainer)"
     sampling = [phase for phase in recipe.resolved_phases() if not phase.imitates]
     if sampling:
@@ -84,13 +85,13 @@ def _problems_without_reward(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def evaluated_columns(recipe: "RecipeKeys", columns: Iterable[str]) -> list[str]:
-    """The columns of an evaluation: those of the reward, and those that an objective measures."""
+    """The columns of an evaluation: ``columns`` of the reward, and the columns that an objective measures."""
     objective = recipe.heldout_objective
     return [*columns, *(() if objective is None else objective.heldout_columns)]
 
 
 def reward_data_problems(recipe: "RecipeKeys", phase: int) -> Iterator[str]:
-    """Whether the tasks of the phase with this index have what the rewards need."""
+    """Check that the tasks of the phase with this index have what the rewards need."""
     data = recipe.resolved_phases()[phase].data
     contents = data.contents()
     tasks = TaskFacts(
@@ -117,7 +118,7 @@ def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combina
 
 
 def watch_problems(watch: Watch, rewards: Iterable[RewardSection]) -> Iterator[str]:
-    """A line for everything in ``watch`` that does not go together, or with the ``rewards`` that train."""
+    """Yield a line for each contradiction within ``watch``, and between ``watch`` and the ``rewards`` that are trained on."""
     if watch.canaries is not None and watch.canaries.count > watch.tasks:
         yield f"watch.canaries.count: {watch.canaries.count} exceeds watch.tasks ({watch.tasks}); use {watch.tasks} or fewer"
     if watch.judge is None:
@@ -132,14 +133,14 @@ def watch_problems(watch: Watch, rewards: Iterable[RewardSection]) -> Iterator[s
     if shared := _trained(heldout) & set().union(*map(_trained, rewards)):
         names = ", ".join(sorted({name for _, name in shared}))
         yield (
-            f"watch.judge.reward: the run is trained on its {names}, so it is not held out; use another judge, or columns that do "
-            "not train"
+            f"watch.judge.reward: the run is trained on its columns {names}, so it is not held out; use another judge, or columns "
+            "that are not trained on"
         )
 
 
 def _trained(reward: RewardSection) -> set[tuple[str, str]]:
-    """The columns that ``combine`` uses (all columns if it is empty, as in a reward that is differentiated), each with the reward
-    that gives it; of a reward whose columns are not known yet, the names in ``combine``."""
+    """The columns that ``combine`` uses (all columns if it is empty, as in a reward that is differentiated), each with the JSON of
+    the reward that computes it. If the columns are not known yet: the names in ``combine``."""
     columns = reward.known_columns()
     if columns is not None and not reward.combine:
         names = tuple(columns)

@@ -1,8 +1,9 @@
-"""Rewards as a command line names them.
+"""Reads the text by which a command line names a reward.
 
-``playground``, ``ocr``, ``clip``; with the most important key after a colon (or ``=``): ``clip:FOLDER``, ``photos:red`` or
-``photos:#c81e1e``, ``share:blue``, ``lpips:FILE``, ``aesthetic:HEAD``, ``remote:http://host:8700``; ``package.module:Class`` for
-one of the user's own; the JSON of a recipe's ``reward`` section, or a file that holds one; a recipe or a run, whose reward it is.
+The text is one of these: a kind (``playground``, ``ocr``, ``clip``), with its most important key after a colon or ``=``
+(``clip:FOLDER``, ``photos:red`` or ``photos:#c81e1e``, ``share:blue``, ``lpips:FILE``, ``aesthetic:HEAD``,
+``remote:http://host:8700``); ``package.module:Class`` for a class of the user; the JSON of a recipe's ``reward`` section, or a file
+that contains it; a recipe or a run, which stands for its reward.
 """
 
 import json
@@ -32,7 +33,7 @@ class _Holder(Section):
 
 
 def parse_reward(document: Mapping[str, Any], *, allow_imports: Iterable[str] = ()) -> RewardSection:
-    """A reward's section. ``allow_imports``: as in ``recipe.parse``. Raises ValueError with a line for each mistake."""
+    """Read a reward section. ``allow_imports``: as in ``recipe.parse``. Raises ValueError with a line for each mistake."""
     held = {"reward": dict(document)}
     with consent.reading(held, source=document, allow=consent.module_names(allow_imports)):
         lines = unknown_keys(held, _Holder)
@@ -43,7 +44,8 @@ def parse_reward(document: Mapping[str, Any], *, allow_imports: Iterable[str] = 
 
 
 def modules_typed(text: str) -> list[str]:
-    """The modules of classes that the word itself names, which is the user's consent; a file or a run that it names is none."""
+    """The modules of the classes that ``text`` itself names; the user has consented to them by typing it. Classes that are named in
+    a file or in a run are not included."""
     if text.lstrip().startswith("{"):
         return consent.named_in_words([f"={text}"], value_of)
     is_file = text.endswith(SUFFIXES) or RunFolder(Path(text)).recipe.is_file()
@@ -57,12 +59,13 @@ def default_name(words: str) -> str:
 
 
 def read_reward(text: str) -> dict[str, Any]:
-    """The section that a word names, as JSON, without ``combine`` and ``max_missing``. ValueError: no such reward, file or run."""
+    """The reward section that ``text`` names, as JSON, without ``combine`` and ``max_missing``. Raises ValueError if there is no
+    such reward, file or run."""
     return {key: value for key, value in read_combined(text).items() if key not in _COMBINED}
 
 
 def read_combined(text: str) -> dict[str, Any]:
-    """The same with ``combine`` and ``max_missing``, where it has them."""
+    """Like ``read_reward``, but with ``combine`` and ``max_missing`` if the section has them."""
     if text.lstrip().startswith("{"):
         try:
             return _section(json.loads(text), text)
@@ -85,13 +88,13 @@ def read_combined(text: str) -> dict[str, Any]:
 
 
 def _with_shorthand(kind: str) -> type[RewardSection] | None:
-    """The class of a kind that takes a word after its colon; None for any other word."""
+    """The class of a kind that accepts a value after a colon; None for any other text."""
     found = KINDS.load(kind)
     return found if found is not None and issubclass(found, RewardSection) and found.shorthand is not None else None
 
 
 def _section(document: Any, text: str) -> dict[str, Any]:
-    """The reward of a recipe, or the section itself."""
+    """The reward section of a document: the ``reward`` of a recipe, or the document itself."""
     if isinstance(document, dict) and "reward" in document:
         reward = parse(document).reward
         if isinstance(reward, NoReward):

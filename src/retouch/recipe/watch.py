@@ -1,4 +1,4 @@
-"""The section of a recipe against reward hacking: what is measured beside the reward, and what an alarm does."""
+"""The recipe section ``watch`` against reward hacking: what is measured in addition to the reward, and what an alarm does."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -11,7 +11,7 @@ Response: TypeAlias = Literal["note", "stop", "roll_back"]
 
 
 class Rule(Section):
-    """What all rules have in common."""
+    """Base class of all rules."""
 
     on_alarm: Response = "note"
     """``note`` writes to the log and continues; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
@@ -19,8 +19,8 @@ class Rule(Section):
 
 
 class HeldOutJudge(Rule):
-    """A judge that is never trained on. Alarm: its mean score is below its best measurement by more than ``sigmas`` standard errors
-    of the paired difference, while the mean reward has not fallen."""
+    """A judge whose scores are never trained on. Alarm: its mean score is below its best measurement by more than ``sigmas``
+    standard errors of the paired difference, while the mean reward has not fallen."""
 
     reward: AnyReward
     """The held-out reward with its ``combine``. It may not share a trained column with the reward of the run."""
@@ -30,41 +30,42 @@ class HeldOutJudge(Rule):
 
 class Canaries(Rule):
     """Images of the untrained policy, which are scored again at every measurement. Alarm: the scores of a column have changed by
-    more than ``limit`` on average, so the judge has changed."""
+    more than ``limit`` on average, which means that the judge has changed."""
 
     count: Count = 8
-    """Images, at most ``watch.tasks``."""
+    """Number of images, at most ``watch.tasks``."""
     limit: Share = 0.05
     """Mean absolute change, as a share of the column's range."""
 
 
 class PaintedText(Rule):
     """Text in the image that was not requested and addresses a judge, found by OCR (extra ``ocr``). Alarm: the share of images with
-    such text is more than ``limit`` above that of the start."""
+    such text is more than ``limit`` above the share at the start."""
 
     limit: Share = 0.05
-    """Rise of the share of images."""
+    """Largest increase of the share of images."""
 
 
 class Diversity(Rule):
-    """How far the images of a group are from each other, in every step. Alarm: its mean over the last ``window`` steps is below
-    ``limit`` times that over the first."""
+    """How different the images of a group are from each other, in every step. Alarm: the mean over the last ``window`` steps is
+    below ``limit`` times the mean over the first ``window`` steps."""
 
     window: Count = 10
-    """Steps that are averaged."""
+    """Number of steps that are averaged."""
     limit: Share = 0.5
-    """Share of the first steps' diversity."""
+    """Smallest diversity, as a share of the diversity in the first steps."""
 
 
 class Shift(Rule):
-    """A mean over the images. Alarm: it is more than ``limit`` from that of the start (for the preservation: below it)."""
+    """A mean over the images. Alarm: it differs from its value at the start by more than ``limit`` (for ``preservation``: it is
+    lower by more than ``limit``)."""
 
     limit: Share = 0.1
     """Largest change, of a quantity from 0 to 1."""
 
 
 class Factor(Rule):
-    """A mean over the images. Alarm: it has grown, or shrunk, by more than ``limit`` times since the start."""
+    """A mean over the images. Alarm: it has grown or shrunk by more than the factor ``limit`` since the start."""
 
     limit: Annotated[float, Field(gt=1.0)] = 1.5
     """Largest factor."""

@@ -1,7 +1,7 @@
 """Requests to a run while it trains: stop after this step, save a checkpoint now, store samples more or less often.
 
-Each request is a file in the run's ``control`` folder, with who made it and when. The trainer reads new files at the end of a step,
-on rank 0, and adds its answer to the file. A request is never more than a file: nothing is sent to the trainer's process.
+Each request is a file in the run's ``control`` folder, which says who made it and when. Rank 0 of the run reads new files at the
+end of a step, and adds its answer to the file. A request is only a file: nothing is sent to the process that trains.
 """
 
 import getpass
@@ -27,10 +27,11 @@ _MOST_BYTES = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlRequest:
-    """``action``: what the run should do. ``value``: of ``samples``, the steps between stored samples; 0 stores no more.
+    """A request to a run. ``action``: what the run should do. ``value``: for ``samples``, the steps between stored samples (0:
+    store no more); otherwise None.
 
-    ``by`` and ``at``: who made it, and when (ISO 8601, UTC). ``taken``: None until the trainer answers; False if it refused.
-    ``step`` and ``answer``: the step at whose end it answered, and its words.
+    ``by`` and ``at``: who made the request, and when (ISO 8601, UTC). ``taken``: None until the run answers; False if it refused.
+    ``step`` and ``answer``: the step after which the run answered, and the text of its answer.
     """
 
     action: Action
@@ -43,7 +44,7 @@ class ControlRequest:
 
 
 def check(action: object, value: object) -> tuple[Action, int | None]:
-    """The action and value of a request. Raises ValueError if the trainer could not take it."""
+    """Return the action and the value of a request. Raises ValueError if a run could not carry it out."""
     if action not in get_args(Action):
         raise ValueError(f"a run can be asked for {', '.join(get_args(Action))}, not for {str(action)[:100]!r}")
     if action != "samples":
@@ -55,9 +56,9 @@ def check(action: object, value: object) -> tuple[Action, int | None]:
 
 
 def make_request(folder: RunFolder, action: object, value: object = None, *, via: str) -> str:
-    """Record a request, and return its id. ``via``: how it was made, for example "command line".
+    """Store a request, and return its id. ``via``: how it was made, for example "command line".
 
-    Raises ValueError if the request is not valid, if no process is training in the folder, or if too many requests wait.
+    Raises ValueError if the request is not valid, if no process is training in the folder, or if too many requests are pending.
     """
     checked = check(action, value)
     if current_owner(folder.root) is None:
@@ -75,13 +76,13 @@ def make_request(folder: RunFolder, action: object, value: object = None, *, via
 
 
 def read_requests(folder: RunFolder) -> dict[str, ControlRequest]:
-    """All requests by id, the oldest first. Files that are no requests are left out."""
+    """Return all requests by id, the oldest first. Files that are not requests are left out."""
     found = {path.stem: _read(path) for path in sorted(folder.control.glob("*.json"))}
     return {name: request for name, request in found.items() if request is not None}
 
 
 def answer_request(folder: RunFolder, name: str, request: ControlRequest, *, taken: bool, step: int, answer: str) -> None:
-    """Add the trainer's answer to a request's file."""
+    """Add the run's answer to the file of a request."""
     folder.require_owner()
     answered = replace(request, taken=taken, step=step, answer=answer)
     files.write_json(folder.control / f"{name}.json", asdict(answered))

@@ -1,7 +1,7 @@
 """Crash-safe files: a whole file is replaced atomically, and a line is appended with a single write.
 
 JSON is strict: a number that JSON cannot represent (NaN, infinity) is written as null. Floats are written so that reading them
-gives the same bits. A last line without a newline was cut off by a kill; readers ignore it and
+gives the same bits. If a process is killed while it writes, the last line may have no newline; readers ignore such a line, and
 ``repair.keep_until`` removes it.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def jsonable(value: Any) -> Any:
-    """The value as strict JSON: non-finite numbers become None, tuples lists and paths text; mappings keep their order."""
+    """Convert the value to strict JSON: non-finite numbers become None, tuples lists, and paths text; mappings keep their order."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -27,7 +27,7 @@ def jsonable(value: Any) -> Any:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file: to a temporary file, flushed to disk, which then replaces the old file."""
+    """Write a whole file: write a temporary file, flush it to disk, and replace the old file with it."""
     temporary = path.with_name(path.name + ".tmp")
     with naming(path):
         with temporary.open("wb") as file:
@@ -40,7 +40,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an OSError that names no file, such as that of a full disk, the name of the file."""
+    """Add the file's name to an OSError that names no file (for example, if the disk is full)."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def fsync_folder(path: Path) -> None:
-    """Flush a folder's entries to disk, so that a power failure does not undo a rename."""
+    """Flush the entries of a folder (or the content of a file) to disk, so that a power failure does not undo a rename."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -72,7 +72,7 @@ def read_json(path: Path) -> Any:
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
-    """One line of a JSON Lines file, with the keys in the given order."""
+    """Encode one line of a JSON Lines file, with the keys in the given order."""
     return _encode(json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False))
 
 
@@ -82,13 +82,13 @@ def _encode(line: str) -> bytes:
 
 
 def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Append one line with a single write; with ``durable`` wait until it is on disk, so that it survives a power failure."""
+    """Append one line with a single write. ``durable``: wait until it is on disk, so that it survives a power failure."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         line = json_line(value)
         with naming(path):
             before = os.fstat(handle).st_size
-            if os.write(handle, line) < len(line):  # the disk became full within the line
+            if os.write(handle, line) < len(line):  # the disk became full while the line was written
                 os.ftruncate(handle, before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if durable:
@@ -98,7 +98,7 @@ def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON Lines file; none if it does not exist. Raises ValueError for a complete line that is not an object."""
+    """Read the lines of a JSON Lines file; none if it does not exist. Raises ValueError if a complete line is not an object."""
     if not path.exists():
         return []
     complete = path.read_bytes().split(b"\n")[:-1]

@@ -1,9 +1,9 @@
-"""A run's folder, ``<out>/<name>/``: the paths in it, what writes them and what reads them back.
+"""A run's folder, ``<out>/<name>/``: the paths in it, and the functions that write and read its files.
 
 Step 0 is the state before training; step n is the state after the n-th step. ``metrics.jsonl`` contains no times, so that a resumed
-run and an uninterrupted one write the same bytes; times go to ``timings.jsonl``. Only one rank writes. What may be written again
-after a resume (evaluations, images) replaces what was written before. With an ``owner``, every writer first checks that this
-process still owns the folder, and raises ``NotOwner`` otherwise.
+run and an uninterrupted run write the same bytes; times are in ``timings.jsonl``. Only one rank writes. Records that a resumed run
+may write again (evaluations, images) replace the earlier ones. With an ``owner``, every writer first checks that this process still
+owns the folder, and raises ``NotOwner`` otherwise.
 """
 
 import errno
@@ -31,7 +31,7 @@ Intervals = Mapping[str, Mapping[str, Sequence[Number]]]
 
 @dataclass(frozen=True)
 class FileOf:
-    """The path of a file or folder in a run's folder."""
+    """Descriptor for the path of a file or folder in a run's folder."""
 
     name: str
 
@@ -66,14 +66,14 @@ class RunFolder:
     control = FileOf("control")
 
     def log(self, rank: int = 0) -> Path:
-        """The log of a rank: ``train.log`` for rank 0, otherwise ``train.rank1.log`` and so on."""
+        """Return the path of a rank's log: ``train.log`` for rank 0, ``train.rank1.log`` for rank 1 and so on."""
         return self.root / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
     def has_steps(self) -> bool:
-        """Whether the run has taken a step, as far as its folder shows. Before that, another recipe may take its place."""
+        """Return whether the files in the folder show a finished step. Without one, another recipe may replace the run."""
         if self.metrics.exists() and self.metrics.stat().st_size:
             return True
         saved = self.root / "saved.json"
@@ -83,7 +83,7 @@ class RunFolder:
         return any(path.stem != "step-000000" for path in written)
 
     def discard_attempt(self) -> None:
-        """Remove what a run wrote before its first step, except its logs and the ledgers, whose scores cost time or money."""
+        """Remove the files that a run wrote before its first step, except its logs, and the ledgers, whose scores cost money."""
         self.require_owner()
         results = (self.evals, self.suites, self.saved, self.alarm, self.summary, self.report, self.tensorboard, self.watch)
         steps = (*self.root.glob("suites/*/step-*"), *self.checkpoints.glob("step-*"))
@@ -91,7 +91,7 @@ class RunFolder:
             remove(path)
 
     def require_owner(self) -> None:
-        """Raise NotOwner if this process had the folder and has lost it. Call it before anything in the folder is changed."""
+        """Raise NotOwner if this process owned the folder and has lost it. Call it before anything in the folder is changed."""
         if self.owner is not None:
             self.owner.require()
 
@@ -112,7 +112,7 @@ class RunFolder:
         files.write_json(self.recipe, {"recipe": recipe, "versions": versions(Path.cwd())})
 
     def append_metrics(self, step: int, phase: str, values: Mapping[str, Number]) -> None:
-        """Append a step's line: step, phase, then the metrics by name. Raises ValueError for a time; use ``append_timings``."""
+        """Append the line of a step: step, phase, and the metrics sorted by name. Raises ValueError for ``time/`` metrics."""
         self.require_owner()
         timed = [name for name in values if name.startswith("time/")]
         if timed:
@@ -120,17 +120,20 @@ class RunFolder:
         files.append_line(self.metrics, {"step": step, "phase": phase, **dict(sorted(values.items()))})
 
     def append_timings(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Append what a step took: ``time/<stage>`` in seconds for stages that do not overlap, ``time/step`` for the whole step,
-        peaks of memory, and ``judge/...``, the totals of requests to judges since the run began."""
+        """Append the times and costs of a step.
+
+        These are ``time/<stage>`` in seconds for stages that do not overlap, ``time/step`` for the whole step, peaks of memory, and
+        ``judge/...``, the totals of requests to judges since the run began.
+        """
         self.require_owner()
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
     def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = ()) -> None:
-        """Store an evaluation, which replaces one of the same step and split.
+        """Store an evaluation. It replaces an evaluation of the same step and split.
 
-        ``table``: row name to column means and ``n``, the number of tasks. The rows are ``all`` and, for each tag by which results
-        are broken down, ``tag=value``. ``ci95``: row name to column to [low, high] of the mean; rows and columns may be missing.
-        ``lower_is_better``: the columns for which a lower score is better.
+        ``table``: by row name, the column means and ``n``, the number of tasks. The rows are ``all`` and, for each tag by which
+        results are broken down, ``tag=value``. ``ci95``: by row name and column, [low, high] of the mean; rows and columns may be
+        missing. ``lower_is_better``: the columns in which a lower score is better.
         """
         self.require_owner()
         others = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
@@ -140,9 +143,9 @@ class RunFolder:
         files.write_lines(self.evals, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_suite(self, step: int, suite: str, result: Mapping[str, Any], *, alarm: str | None) -> None:
-        """Store the result of a benchmark after a step, which replaces one of the same step and suite.
+        """Store the result of a suite after a step. It replaces a result of the same step and suite.
 
-        ``result``: ``headline`` and ``table``, see docs/benchmarks.md. ``alarm``: what was noticed, None if nothing was.
+        ``result``: ``headline`` and ``table``, see docs/benchmarks.md. ``alarm``: the text of an alarm, or None.
         """
         self.require_owner()
         others = [line for line in self.read_suites() if (line["step"], line["suite"]) != (step, suite)]
@@ -150,9 +153,9 @@ class RunFolder:
         files.write_lines(self.suites, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_samples(self, step: int, kind: "SampleSet", records: "Sequence[SampleRecord]") -> None:
-        """Store images of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
+        """Store samples of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
 
-        They replace those of the same step and kind. Images are written before the lines that name them.
+        They replace the samples of the same step and kind. Images are written before the lines that name them.
         """
         from retouch.records.samples import write_images
 
@@ -168,28 +171,28 @@ class RunFolder:
         files.write_json(self.summary, summary.to_json())
 
     def write_preflight(self, checks: Sequence[Mapping[str, Any]]) -> None:
-        """Store the checks made before the first step: ``name``, ``ok``, ``value`` and ``limit`` (or None), ``text``."""
+        """Store the checks of the preflight: ``name``, ``ok``, ``value`` and ``limit`` (or None), ``text``."""
         self.require_owner()
         files.write_json(self.preflight, list(checks))
 
     def read_summary(self) -> Summary | None:
-        """The result of ``write_summary``; None before the run has ended once."""
+        """Read the summary; None if the run has not finished yet."""
         return Summary.from_json(files.read_json(self.summary)) if self.summary.exists() else None
 
     def read_preflight(self) -> list[dict[str, Any]]:
         return files.read_json(self.preflight) if self.preflight.exists() else []
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
-        """Store why a rule stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
+        """Store why alarms stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
         self.require_owner()
         files.write_json(self.alarm, alarm)
 
     def read_alarm(self) -> dict[str, Any] | None:
-        """The result of ``write_alarm``; None if no rule stopped the run."""
+        """Read the record of ``write_alarm``; None if no alarm stopped the run."""
         return files.read_json(self.alarm) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
-        """The result of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
+        """Read the record of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
         if not self.recipe.exists():
             raise ValueError(f"{self.root} is not the folder of a run: it has no recipe.json")
         record = files.read_json(self.recipe)
@@ -210,21 +213,21 @@ class RunFolder:
         return files.read_lines(self.evals)
 
     def read_suites(self) -> list[dict[str, Any]]:
-        """The results of ``write_suite``."""
+        """Read the lines of ``write_suite``."""
         return files.read_lines(self.suites)
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The lines about a step's images; file names are relative to ``samples(step)``."""
+        """Read the lines about a step's samples; file names are relative to ``samples(step)``."""
         return files.read_lines(self.samples(step) / "samples.jsonl")
 
     def sample_steps(self) -> list[int]:
-        """The steps whose images are complete, in order."""
+        """Return the steps whose samples are completely stored, in order."""
         return sorted(_step(path.parent) for path in self.root.glob("samples/step-*/samples.jsonl") if _step(path.parent) >= 0)
 
     def truncate_after(self, step: int) -> list[str]:
-        """Delete what was written about later steps, and incomplete last lines, so that a resumed run writes them again.
+        """Delete the records of later steps, and incomplete last lines; a resumed run writes them again.
 
-        Also removes doubled and unreadable lines. Returns what was wrong with the files, as sentences for the log.
+        Also removes doubled and unreadable lines. Returns a note for the log about each problem in the files.
         """
         self.require_owner()
         for path in (self.metrics, self.timings, self.evals, self.suites):
@@ -242,19 +245,19 @@ class RunFolder:
         return notes
 
     def write_saved(self, step: int) -> None:
-        """Record that a checkpoint of this step is on the disk, so that its loss is noticed (``lost_checkpoints``)."""
+        """Record that a checkpoint of this step was saved, so that its loss is noticed (``lost_checkpoints``)."""
         self.require_owner()
         files.write_json(self.saved, {"step": step})
 
     def lost_checkpoints(self, found: int | None, *, every: int) -> str | None:
-        """What the checkpoints lost since the run wrote them, as a sentence; None if nothing. Damaged ones count as lost.
+        """Return a sentence about lost checkpoints; None if none is lost. Damaged checkpoints count as lost.
 
-        ``found``: the step of the newest intact one, or None. ``every``: the interval of checkpoints, from which the loss is
-        concluded in a folder without a record of them.
+        ``found``: the step of the newest intact checkpoint, or None. ``every``: the number of steps between checkpoints, from which
+        the last saved step is computed if the folder has no valid ``saved.json``.
         """
         try:
             record = files.read_json(self.saved)
-        except (OSError, ValueError):  # an old folder has no such file, and a damaged one is written again with the next checkpoint
+        except (OSError, ValueError):  # an old folder has no such file, and the next checkpoint replaces a damaged one
             record = None
         saved = record.get("step") if isinstance(record, dict) else None
         if type(saved) is not int:
@@ -279,10 +282,10 @@ class RunFolder:
 
 
 def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[RunFolder, Path | None]:
-    """Take the ownership of a run's folder, which the launcher of this process may share (``environment``).
+    """Take the ownership of a run's folder, or share the ownership of this process's launcher (``environment``).
 
-    ``fresh``: if the folder holds anything, it is renamed, and a new folder is owned; also returns the new name of the old one.
-    Raises NotOwner, with who it is, if another process owns the folder.
+    ``fresh``: if the folder has content, rename it and own a new folder. Also returns the path of the renamed folder, or None.
+    Raises NotOwner, with the owner's name, if another process owns the folder.
     """
     shared = shared_owner(root, environment)
     if shared is not None:
@@ -296,6 +299,6 @@ def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[Run
 
 
 def _step(folder: Path) -> int:
-    """The step that a folder is named after; -1 for another name."""
+    """Return the step in a folder's name; -1 for another name."""
     digits = folder.name.removeprefix("step-")
     return int(digits) if digits.isdecimal() else -1

@@ -1,4 +1,4 @@
-"""The libraries that a run uses: which are installed, their versions, on which its numbers may depend, and what they print."""
+"""The libraries of a run: checks that they are installed, records their versions, and silences their output."""
 
 import platform
 import subprocess
@@ -11,9 +11,9 @@ PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safeten
 
 
 def require_trackers(names: Iterable[str]) -> None:
-    """Raise ValueError with what to install if one of these trackers is not installed. Call it before anything expensive.
+    """Raise ValueError, with the package to install, if one of these trackers is not installed. Call it before expensive work.
 
-    ``names``: as in a recipe; TensorBoard is always installed.
+    ``names``: the ``trackers`` of a recipe; TensorBoard is always installed.
     """
     for name in names:
         if name != "tensorboard" and find_spec(name) is None:
@@ -21,10 +21,10 @@ def require_trackers(names: Iterable[str]) -> None:
 
 
 def versions(folder: Path) -> dict[str, str]:
-    """Versions of Python, Retouch and the libraries, the platform, and the git commit that is checked out in ``folder``.
+    """Return the versions of Python, Retouch and the libraries, the platform, and the git commit checked out in ``folder``.
 
-    Leaves out packages that are not installed, and the commit if ``folder`` is not in a git checkout. The suffix "+changes" marks a
-    checkout with uncommitted changes.
+    Packages that are not installed are left out, and so is the commit if ``folder`` is not in a git checkout. The suffix "+changes"
+    marks a checkout with uncommitted changes.
     """
     found = {"python": platform.python_version()}
     for package in ("retouch", *PACKAGES):
@@ -40,10 +40,10 @@ def versions(folder: Path) -> dict[str, str]:
 
 
 def silence_libraries() -> None:
-    """Turn off progress bars while weights load, and the warnings of transformers.
+    """Turn off the progress bars of weight loading, and the warnings of transformers.
 
-    One of these warnings is wrong: it says that sliding windows are not implemented for the attention in use, although its mask
-    contains them (a test in tests/pretraining checks it).
+    One of these warnings is wrong: it says that sliding windows are not implemented for the attention in use, although the
+    attention mask contains them (a test in tests/pretraining checks this).
     """
     import diffusers.utils.logging
     import transformers.utils.logging
@@ -54,7 +54,7 @@ def silence_libraries() -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """The output of git; empty if git is not installed or ``folder`` is not in a checkout."""
+    """Return the output of git; empty if git is not installed or ``folder`` is not in a checkout."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""One owner per run folder: two processes never train in the same one.
+"""Each run folder has one owner, so two processes never train in the same folder.
 
-The owner holds a lock of the operating system on ``owner.json`` for as long as it runs, and the file names the owner. A crashed
-owner loses the lock at once. The processes of one launcher share its lock, so the folder stays owned until the last of them ends.
+The owner holds a lock of the operating system on ``owner.json`` while it runs, and the file names the owner. A crashed owner loses
+the lock at once. The processes of one launcher share its lock, so the folder stays owned until the last of them ends.
 
-A network file system may not pass locks on to other machines. The owner therefore renews the file's time; a process on another
-machine that gets the lock watches the file first, and refuses if it is still renewed. Every write to the folder calls
-``Owner.require``, so that an owner which lost the folder (its lock file deleted or replaced, the folder renamed) stops writing.
+A network file system may not propagate locks to other machines. The owner therefore renews the file's modification time; a process
+on another machine that gets the lock first watches the file, and refuses if it is still renewed. Every write to the folder calls
+``Owner.require``, so an owner that has lost the folder (its lock file deleted or replaced, the folder renamed) stops writing.
 """
 
 import errno
@@ -36,7 +36,8 @@ class NotOwner(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OwnerRecord:
-    """Who owns a folder. ``machine`` identifies a running kernel, which containers share. ``began``: the start of the process."""
+    """The owner of a folder. ``machine``: identifies the running kernel, which containers share. ``began``: the start time of the
+    process."""
 
     token: str
     host: str
@@ -50,9 +51,9 @@ class OwnerRecord:
 
 
 class Owner:
-    """The ownership of a run folder; ``close`` gives it up. Raises NotOwner, naming the owner, if another process has it.
+    """The ownership of a run folder; ``close`` releases it. Raises NotOwner, with the owner's name, if another process owns it.
 
-    ``shared``: a descriptor of the lock file that the launcher has locked already, and the launcher's token.
+    ``shared``: a file descriptor of the lock file that the launcher has already locked, and the launcher's token.
     """
 
     def __init__(self, folder: Path, *, shared: tuple[int, str] | None = None) -> None:
@@ -96,14 +97,15 @@ class Owner:
             self._write(self._record)
 
     def environment(self) -> dict[str, str]:
-        """The environment variable by which a child that inherits ``fileno`` shares the ownership (``shared_owner``)."""
+        """Return the environment variable through which a child process that inherits ``fileno`` shares the ownership
+        (``shared_owner``)."""
         return {SHARED: f"{self._handle}:{self._token}"}
 
     def fileno(self) -> int:
         return self._handle
 
     def close(self) -> None:
-        """Give the ownership up; processes that share it keep it."""
+        """Release the ownership; processes that share it keep it."""
         self._ending.set()
         if self._handle < 0:
             return
@@ -120,7 +122,7 @@ class Owner:
             raise NotOwner(_refusal(self.path.parent, before))
         if before is not None:
             if before.machine == _machine():
-                # Without locks, the process itself says whether it lives.
+                # Without locks, check whether the recorded process is still running.
                 if locked is None and _process_start(before.pid) == before.began:
                     raise NotOwner(_refusal(self.path.parent, before))
             elif self._is_renewed(WATCH_SECONDS):
@@ -135,7 +137,7 @@ class Owner:
         )
         self._write(record)
         if locked is None:
-            time.sleep(1.0)  # of processes that start at the same time, the last one to write is the owner
+            time.sleep(1.0)  # if processes start at the same time, the last one to write is the owner
         there, mine = os.stat(self.path), os.fstat(self._handle)
         found = read_record(self.path)
         if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or found != record:
@@ -143,7 +145,7 @@ class Owner:
         return record
 
     def _is_renewed(self, seconds: float) -> bool:
-        """Whether the file changes within this time, opened again each time because network file systems cache its times."""
+        """Return whether the file changes within ``seconds``. Reopens it each time, because network file systems cache times."""
         first, end = _stamp(self.path), time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(1.0, seconds / 10))
@@ -162,7 +164,7 @@ class Owner:
             try:
                 os.utime(self._handle)
             except OSError:
-                return  # ``require`` reports it
+                return  # ``require`` reports the error
 
     def _close_in_child(self) -> None:
         os.close(self._handle)
@@ -178,12 +180,12 @@ def _close_all_in_child() -> None:
     _open_owners.clear()
 
 
-# A fork would otherwise keep the lock for as long as it lives.
+# Otherwise a forked process would keep the lock while it runs.
 os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 def shared_owner(folder: Path, environment: Mapping[str, str]) -> Owner | None:
-    """The ownership that the launcher of this process shares with it; None if there is none of this folder."""
+    """Return the ownership of ``folder`` that the launcher shares with this process; None if it shares none of this folder."""
     number, _, token = environment.get(SHARED, "").partition(":")
     try:
         there, mine = os.stat(folder / FILE), os.fstat(int(number))
@@ -193,7 +195,7 @@ def shared_owner(folder: Path, environment: Mapping[str, str]) -> Owner | None:
 
 
 def read_record(path: Path) -> OwnerRecord | None:
-    """The record in an owner file; None if there is none, for example after the owner has given the folder up."""
+    """Read the record in an owner file; None if it has none, for example after the owner has released the folder."""
     try:
         return OwnerRecord(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -201,7 +203,8 @@ def read_record(path: Path) -> OwnerRecord | None:
 
 
 def current_owner(folder: Path) -> OwnerRecord | None:
-    """Who owns a run folder now; None if nobody does or the file is unreadable. For display: it may change at any time."""
+    """Return the current owner of a run folder; None without an owner or if the file is unreadable. It may change at any time, so
+    use it only for display."""
     record = read_record(folder / FILE)
     if record is None or record.machine != _machine():
         return record
@@ -209,7 +212,7 @@ def current_owner(folder: Path) -> OwnerRecord | None:
 
 
 def _lock(handle: int) -> bool | None:
-    """Whether the lock was free; None if the file system has no locks."""
+    """Try to take the lock. Returns True on success, False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -239,7 +242,7 @@ def _machine() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """When a process of this machine started, as far as the system says; empty if there is no such process."""
+    """Return when a process of this machine started ("running" if the system does not say); empty if there is no such process."""
     stat = Path(f"/proc/{pid}/stat")
     if stat.parent.parent.joinpath("self").exists():
         try:

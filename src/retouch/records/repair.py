@@ -1,7 +1,7 @@
-"""Putting the lines of an interrupted run in order before it continues: each step once, none after the checkpoint.
+"""Repairs the line files of an interrupted run before it continues: each step once, no step after the checkpoint.
 
-What another program or a crash did to a file is reported, and repaired if it can be. A file whose lines were damaged is kept under
-another name first.
+Damage by another program or a crash is reported, and repaired if possible. Before a damaged file is changed, it is copied under
+another name.
 """
 
 import json
@@ -15,10 +15,10 @@ from retouch.records import files
 
 
 def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_step: bool = False) -> list[str]:
-    """Keep the lines up to ``step``, each ``key`` once and in order of steps. Returns what was wrong, as sentences.
+    """Keep the lines up to ``step``, with each ``key`` once and in the order of steps. Returns a note about each problem.
 
-    Of lines with the same key and different contents the last is kept. ``every_step``: every step from 1 to ``step`` should have
-    a line. Later lines and an incomplete last line are normal after a crash, and are dropped without a report.
+    If lines with the same key differ, the last one is kept. ``every_step``: whether every step from 1 to ``step`` should have a
+    line. Later lines and an incomplete last line are normal after a crash, and are removed without a note.
     """
     if not path.exists():
         return [f"{path.name} is missing: its lines about steps 1 to {step} are lost"] if every_step and step else []
@@ -41,14 +41,14 @@ def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_s
         f"{path.name}: {count} {what}"
         for count, what in (
             (unreadable, "unreadable lines were removed"),
-            (doubled - contradicting, "lines were there twice"),
+            (doubled - contradicting, "duplicate lines were removed"),
             (contradicting, "lines contradicted a line of the same step; the last one was kept"),
-            (int(order != sorted(order)), "its lines were not in order"),
+            (int(order != sorted(order)), "break in the order of steps; the lines were sorted"),
         )
         if count
     ]
     if notes:
-        notes.append(f"the file as it was: {_copy(path).name}")
+        notes.append(f"a copy of the damaged file: {_copy(path).name}")
     if every_step and (missing := sorted(set(range(1, step + 1)) - {found[0] for found in kept})):
         notes.append(f"{path.name}: the lines of {_ranges(missing)} are missing and cannot be restored")
     after = b"".join(kept[found] + b"\n" for found in sorted(kept, key=lambda found: found[0]))
@@ -58,13 +58,13 @@ def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_s
 
 
 def readable_steps(path: Path) -> list[int]:
-    """The step of each line that can be read, also in a damaged file."""
+    """Return the step of each readable line; other lines of a damaged file are skipped."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return [found[0] for line in lines if (found := _key(line, ("step",))) is not None]
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it."""
+    """Delete a file, or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -72,7 +72,7 @@ def remove(path: Path) -> None:
 
 
 def _key(line: bytes, names: Sequence[str]) -> tuple[Any, ...] | None:
-    """The values of a line that identify it, the step first; None if it cannot be a line of this file."""
+    """Return the values that identify a line, the step first; None if the line cannot belong to this file."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -91,7 +91,7 @@ def _copy(path: Path) -> Path:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """ "step 4" or "steps 4 to 6, 9": consecutive numbers in short."""
+    """Format step numbers, with ranges for consecutive ones: "step 4" or "steps 4 to 6, 9"."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:

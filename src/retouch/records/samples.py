@@ -1,4 +1,4 @@
-"""Samples as they are stored for people to look at: images, and a line about each."""
+"""Stores samples for people to look at: their images, and one JSON line about each sample."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ SampleSet = Literal["heldout", "group"]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SampleRecord:
-    """A sample with its scores, as it is stored for people to look at.
+    """A sample with its scores, stored for people to look at.
 
-    ``group`` and ``slot``: which sample of which group it is (for held-out tasks the index of the task, and slot 0). NaN in
-    ``scores`` or ``reward`` means "could not be scored". ``advantage``: None if there is none (held-out tasks). ``text``: the
-    completion that the policy wrote for the image, if it writes. ``tokens``: its sampled tokens with their log-probabilities in
-    nats. ``states``: images of the states of its denoising chain.
+    ``group`` and ``slot``: the number of the group, and of the sample in the group (for held-out tasks: the index of the task, and
+    slot 0). NaN in ``scores`` or ``reward`` means that the sample could not be scored. ``advantage``: None for held-out tasks.
+    ``text``: the completion that the policy wrote for the image, or None. ``tokens``: the sampled tokens of the completion with
+    their log-probabilities in nats. ``states``: images of the denoising states of the sample.
     """
 
     sample: Sample
@@ -35,9 +35,9 @@ class SampleRecord:
 
 
 def write_images(folder: Path, head: Mapping[str, Any], records: Sequence[SampleRecord]) -> list[dict[str, Any]]:
-    """Write the images of samples into ``folder``, and return a line about each, which begins with ``head``.
+    """Write the images of samples into ``folder``, and return a line about each sample, which begins with the keys of ``head``.
 
-    ``head``: ``step`` and ``set`` (``SampleSet``).
+    ``head``: the keys ``step`` and ``set`` (``SampleSet``).
     """
     written: set[str] = set()
     return [_write_sample(folder, head, record, written=written) for record in records]

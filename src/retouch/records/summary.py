@@ -8,7 +8,7 @@ from retouch.types import Json
 
 
 def split_label(split: str) -> str:
-    """ "trained-on" or "held-out": how to call the tasks on which a run is evaluated, given its ``eval.split``."""
+    """Return the name of the tasks on which a run is evaluated, given its ``eval.split``: "trained-on" or "held-out"."""
     return "trained-on" if split == "train" else "held-out"
 
 
@@ -16,10 +16,10 @@ def split_label(split: str) -> str:
 class Summary:
     """The mean score before and after training, and the numbers to compare it with.
 
-    ``column`` names the score ("overall") and ``on`` the tasks ("held-out tasks of complexity 2 and 3"). All scores are in the
-    column's unit. ``ceiling``: the score of the tasks' own targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples
-    of the base policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured.
-    ``cost``: amounts by name, for people to read.
+    ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
+    scores are in the column's unit. ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of
+    ``k`` samples of the base policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not
+    measured. ``cost``: amounts by name, for people to read.
     """
 
     column: str
@@ -45,13 +45,13 @@ class Summary:
         return self.gain / (self.ceiling - self.before)
 
     def to_json(self) -> dict[str, object]:
-        """The fields, together with ``gain`` and ``gap_closed``."""
+        """Return the fields, together with ``gain`` and ``gap_closed``."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {**fields, "gain": self.gain, "gap_closed": self.gap_closed}
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> "Summary":
-        """The inverse of ``to_json``. Raises ValueError if fields are missing or unknown."""
+        """Read the result of ``to_json``. Raises ValueError if fields are missing or unknown."""
         names = {item.name for item in dataclasses.fields(cls)}
         given = {name: value for name, value in record.items() if name not in ("gain", "gap_closed")}
         missing = [name for name in ("column", "on", "before", "after", "steps") if given.get(name) is None]

@@ -1,6 +1,7 @@
-"""Trackers show metrics while a run goes on: TensorBoard by default, W&B and Trackio on request.
+"""Trackers show metrics during a run: TensorBoard by default, W&B and Trackio on request.
 
-Trackers only display. Everything that the run itself needs is in its folder. A tracker's library is imported when it is opened.
+Trackers only display metrics. Everything that the run itself needs is in its folder. A tracker's library is imported when the
+tracker is opened.
 """
 
 import os
@@ -20,11 +21,11 @@ class Tracker(Protocol):
     """Receives the metrics of each step."""
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
-        """Show these values at this step; None (could not be measured) is left out."""
+        """Show these values at this step; a value of None (could not be measured) is left out."""
         ...
 
     def close(self) -> None:
-        """Send everything that is still buffered. Log nothing afterwards."""
+        """Send all buffered values. Do not call ``log`` afterwards."""
         ...
 
 
@@ -33,12 +34,12 @@ class SampleTables(Protocol):
     """A tracker that also shows tables of samples."""
 
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Show a table. ``rows``: column to text, number, None, or the ``Path`` of an image; equal columns in each."""
+        """Show a table. ``rows``: by column, a text, number, None, or the ``Path`` of an image; all rows have the same columns."""
         ...
 
 
 class TensorBoard:
-    """TensorBoard event files in the run's folder. Points at or after ``first_step``, from a killed run, are hidden."""
+    """TensorBoard event files in the run's folder. Points of a killed run at or after ``first_step`` are hidden."""
 
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -57,8 +58,8 @@ class TensorBoard:
 class Wandb:
     """A run on Weights & Biases, through accelerate's tracker.
 
-    The run's id is WANDB_RUN_ID, otherwise the run's name; an existing run is continued. W&B ignores steps that it already has,
-    which is correct here, because a resumed run computes the same numbers again.
+    The run's id is WANDB_RUN_ID if it is set, otherwise the run's name; an existing run is continued. W&B ignores steps that it
+    already has, which is correct here, because a resumed run computes the same numbers again.
     """
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
@@ -87,7 +88,7 @@ class Wandb:
 
 
 class Trackio:
-    """A Trackio run with the run's name, through accelerate's tracker; an existing one is continued."""
+    """A Trackio run with the run's name, through accelerate's tracker; an existing run is continued."""
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
         require_trackers(["trackio"])
@@ -113,7 +114,7 @@ class Trackio:
 
 
 class CompositeTracker:
-    """Several trackers as one."""
+    """Forwards metrics and samples to several trackers."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = tuple(trackers)
@@ -137,7 +138,7 @@ def open_trackers(
 ) -> CompositeTracker:
     """Open the trackers with these names; call it only on the rank that writes.
 
-    With several ranks, the process group must exist already. ``recipe`` is shown with the curves. ``first_step`` is the first step
+    With several ranks, the process group must already exist. ``recipe``: shown with the curves. ``first_step``: the first step
     that will be logged (after a resume, the next step). Raises ValueError if a tracker is unknown or not installed.
     """
     opened: list[Tracker] = []
@@ -154,10 +155,10 @@ def open_trackers(
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new event file sorts after all that exist, at most one second.
+    """Wait, at most one second, until the name of a new event file sorts after the names of all existing ones.
 
-    TensorBoard reads event files in the order of their names, which begin with the second of creation. Two files of the same second
-    may be read in the wrong order, and then the points of a killed run hide those of the run that resumed it.
+    TensorBoard reads event files in the order of their names, which begin with the second of creation. It may read two files of the
+    same second in the wrong order; then the points of a killed run hide the points of the run that resumed it.
     """
     while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
         time.sleep(0.05)

@@ -1,6 +1,6 @@
-"""Rank 0 of several ranks that are not there: collectives move nothing, and are counted.
+"""Simulates rank 0 of several ranks: collectives move no data, but are counted.
 
-Every rank is taken to hold what rank 0 holds, so a gathered tensor repeats rank 0's values.
+Every rank is assumed to hold the same values as rank 0, so a gathered tensor repeats rank 0's values.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"
 
 @contextmanager
 def fake_ranks(world: int, meter: Meter) -> Iterator[None]:
-    """Inside it, this process is rank 0 of a process group of ``world`` ranks."""
+    """Inside the context, this process is rank 0 of a process group of ``world`` ranks."""
     if world == 1:
         yield
         return
@@ -63,7 +63,7 @@ _OPERATIONS = (
 
 
 def _repeat(output: Any, given: Any) -> None:
-    """The gathered tensor is made of as many repetitions of ``given`` as fit into it."""
+    """Set the values of the gathered tensor to as many repetitions of ``given`` as fit into it, if they are known."""
     if isinstance(output, FakeTensor) and isinstance(given, FakeTensor) and given.values is not None:
         times = output.numel() // max(given.numel(), 1)
         output.value = given.values.flatten().repeat(times).view(output.shape).clone()

@@ -1,4 +1,4 @@
-"""``retouch doctor RECIPE --rehearse``: rehearse, report, and name changes that make a recipe fit."""
+"""``retouch doctor RECIPE --rehearse``: rehearses a step, prints the report, and suggests changes that make a recipe fit."""
 
 import logging
 import time
@@ -15,18 +15,18 @@ from retouch.rehearsal.step import Rehearsed, rehearse
 
 DEFAULT = "h100"
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
-"""What a step may raise because of its shapes, devices and dtypes."""
+"""The errors that a step may raise because of wrong shapes, devices or dtypes."""
 MOST_CHANGES = 6
 _FEWEST_LOGITS = 32
 LEAST_GAIN = 0.01
-"""A change is kept if it lowers the peak of its stage by at least this share."""
+"""A change is kept if it lowers the peak of its stage by at least this fraction."""
 
 
 def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO, full_depth: bool = False) -> int:
-    """Rehearse a recipe's step and print the report. Returns the exit code: 0 if it runs and fits, else 1.
+    """Rehearse a recipe's step and print the report. Returns the exit code: 0 if the step runs and fits, otherwise 1.
 
-    ``machine``: a GPU's name, or a profile; None is an H100. ``world``: number of ranks; None is the recipe's. ``full_depth``: run
-    all blocks of the models. Raises ValueError for an unknown machine.
+    ``machine``: a GPU's name, or the path of a profile; None: an H100. ``world``: the number of ranks; None: the recipe's.
+    ``full_depth``: run all blocks of the models. Raises ValueError for an unknown machine.
     """
     silence_libraries()
     warnings.filterwarnings("ignore")
@@ -45,7 +45,7 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
         return 0
     changes = smallest_changes(recipe, target, found, world=world)
     if changes is None:
-        out.write("none of the changes that were tried makes it fit; use a GPU with more memory, or shard over more ranks\n")
+        out.write("no change that was tried makes the recipe fit; use a GPU with more memory, or shard over more ranks\n")
     else:
         settings, size = changes
         out.write(f"it fits with {size / 1e9:.2f} GB after: {' '.join(f'--set {each}' for each in settings)}\n")
@@ -55,10 +55,10 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
 def smallest_changes(
     recipe: Recipe, machine: Machine, found: Rehearsed, *, world: int | None, allow_imports: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], int] | None:
-    """``--set`` changes with which the recipe fits, and the peak with them in bytes; None if none of those tried does.
+    """Return ``--set`` changes with which the recipe fits, and its peak with them in bytes; None if no changes were found.
 
-    Changes are found one after the other: the first one that, when rehearsed, lowers the peak of the stage that holds the largest.
-    Those that are not needed beside the later ones are dropped. ``allow_imports``: as in ``parse``.
+    Changes are added one at a time: the first change whose rehearsal lowers the peak of the stage with the largest peak. Changes
+    that are not needed after later ones are dropped. ``allow_imports``: see ``parse``.
     """
 
     def tried(changes: Sequence[str]) -> Rehearsed | None:
@@ -92,7 +92,7 @@ def smallest_changes(
 
 
 def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
-    """Changes that may lower the peak of a stage, the cheapest first."""
+    """Yield changes that may lower the peak of a stage, the cheapest first."""
     kind = stage.rpartition(": ")[2]
     samples, trains = kind in ("rollout", "render"), kind not in ("rollout", "render", "evaluation")
     chunk = [f"rollout.chunk={recipe.rollout.chunk // 2}"] if recipe.phases is None and recipe.rollout.chunk > 1 else []
@@ -112,7 +112,7 @@ def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
     if trains and isinstance(recipe.policy, AutoregressivePolicyKeys) and recipe.policy.logits_at_once > _FEWEST_LOGITS:
         yield f"policy.logits_at_once={recipe.policy.logits_at_once // 2}"
     if kind == "preflight":
-        yield from chunk  # it has a rollout and an update
+        yield from chunk  # a preflight has a rollout and an update
     if recipe.renderer is not None and recipe.renderer.image_model is not None and not (recipe.devices and recipe.devices.offload):
         yield "devices.offload=true"
     if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):

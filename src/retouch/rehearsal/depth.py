@@ -1,8 +1,8 @@
-"""Rehearsals with a few of a model's blocks. Two of them, of different depths, give the figures of the whole model.
+"""Rehearsals with few blocks of a model. Two rehearsals with different depths give the numbers of the whole model.
 
-Work, kernels, waits, and the memory at one sort of allocation are affine in the number of equal blocks. The peak of a stage is the
-largest over all sorts of allocations, each extrapolated by itself. The denoiser and the writer are reduced; other parts, such as
-text encoders, are rehearsed whole.
+Work, kernels, waits, and the memory at one kind of allocation are affine in the number of equal blocks. The peak of a stage is the
+largest over all kinds of allocations, each of which is extrapolated separately. The denoiser and the writer are reduced; other
+parts, such as text encoders, are rehearsed whole.
 """
 
 import json
@@ -18,18 +18,18 @@ from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.meter import Event, Peaks, Stage, Work
 
 FEWEST = 4
-"""Blocks of a stack at least: the first, the last, and inner ones before and after inner ones. With fewer, what is held while a
-block runs is not yet what is held in a deep model."""
+"""The smallest number of blocks of a stack: the first, the last, and two inner ones with inner neighbours. With fewer blocks, the
+memory held while a block runs differs from that of a deep model."""
 _KEYS = ("num_layers", "num_single_layers", "num_hidden_layers", "n_layers")
 _DUAL = "dual_attention_layers"
-"""In SD3.5, the blocks with a second attention; they come first."""
+"""The key of the blocks with a second attention in SD3.5; these blocks come first."""
 Counts: TypeAlias = Mapping[tuple[str, str], int]
 """The number of blocks by (folder of a model's part, key of its configuration)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Two numbers of blocks for each stack. The whole model has as many as ``first`` and ``times`` the difference to ``second``."""
+    """Two depths: numbers of blocks for each stack. The whole model has ``first + times * (second - first)`` blocks."""
 
     first: Counts
     second: Counts
@@ -37,9 +37,9 @@ class Depths:
 
 
 def choose_depths(stacks: Counts) -> Depths | None:
-    """The depths with the fewest blocks in all; None if they have as many as the whole model.
+    """Return the two depths with the fewest blocks in total; None if no two depths have fewer blocks than the whole model.
 
-    All stacks grow along one line from the first depth to the whole model, so that two rehearsals are enough.
+    From the first depth to the whole model, all stacks grow in proportion, so that two rehearsals are enough.
     """
     best, fewest = None, sum(stacks.values())
     for times in range(1, max(stacks.values(), default=0)):
@@ -53,7 +53,7 @@ def choose_depths(stacks: Counts) -> Depths | None:
 
 
 def stacks_of(recipe: Recipe) -> Counts:
-    """The stacks of blocks of what trains, and of the image model behind a writer.
+    """Return the stacks of blocks of the model that is trained, and of the image model that receives a writer's prompts.
 
     A model without a folder of configurations is rehearsed whole.
     """
@@ -74,7 +74,7 @@ def _parts(recipe: Recipe) -> Iterator[Path]:
             continue
         yield folder / "transformer" if isinstance(model, DiffusersModel) else folder
         if renderer is not None and renderer.responses_at_once is not None and isinstance(model, DiffusersModel):
-            yield folder / "text_encoder"  # shares its weights with the writer if both are equal
+            yield folder / "text_encoder"  # shares its weights with the writer if they are the same model
 
 
 def _stacks(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -89,13 +89,13 @@ def _stacks(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def with_blocks(config: Mapping[str, Any], blocks: Mapping[str, int]) -> dict[str, Any]:
-    """The configuration of a model with so many blocks of each stack."""
+    """Return the configuration of a model with the given number of blocks in each stack."""
     changed = {**config, **{key: count + blocks.get(_DUAL, 0) for key, count in blocks.items() if key != _DUAL}}
     return {**changed, _DUAL: list(range(blocks[_DUAL]))} if _DUAL in blocks else changed
 
 
 def reduce_layers(config: Any, blocks: Mapping[str, int]) -> None:
-    """Reduce a configuration of transformers to so many layers, in place."""
+    """Reduce a configuration of transformers to the given numbers of layers, in place."""
     text = config.get_text_config()
     for key, count in blocks.items():
         setattr(text, key, count)
@@ -107,7 +107,7 @@ def reduce_layers(config: Any, blocks: Mapping[str, int]) -> None:
 
 
 def extrapolated(first: Mapping[str, Stage], second: Mapping[str, Stage], times: int) -> dict[str, Stage]:
-    """The stages of the whole model, from those of two depths."""
+    """Extrapolate the stages of the whole model from the stages of two depths."""
     return {
         name: Stage(extrapolated_work(stage.work, second[name].work, times), _peaks(stage.most, second[name].most, times))
         for name, stage in first.items()
@@ -115,14 +115,14 @@ def extrapolated(first: Mapping[str, Stage], second: Mapping[str, Stage], times:
 
 
 def extrapolated_work(first: Work, second: Work, times: int) -> Work:
-    """The work of the whole model."""
+    """Extrapolate the work of the whole model from the work of two depths."""
     made = first.copy()
     made.add(second.since(first), times)
     return made
 
 
 def _peaks(first: Peaks, second: Peaks, times: int) -> Peaks:
-    """The largest on each device."""
+    """Extrapolate the peak of each kind of allocation, and return the largest on each device."""
     found: dict[int, tuple[Event, int, Counter[str]]] = {}
     for one, other in _pairs(first, second):
         (where, event), (size, held), (more, held_then) = one, first[one], second[other]
@@ -134,8 +134,11 @@ def _peaks(first: Peaks, second: Peaks, times: int) -> Peaks:
 
 
 def _pairs(first: Peaks, second: Peaks) -> Iterator[tuple[tuple[int, Event], tuple[int, Event]]]:
-    """The same allocation at both depths. Those whose size depends on the depth, such as a buffer for all gradients, are paired by
-    their order of size, if an operation has equally many of them."""
+    """Yield pairs of the same kind of allocation at both depths.
+
+    Allocations whose size depends on the depth, such as a buffer for all gradients, are paired in the order of their size, if an
+    operation has the same number of them at both depths.
+    """
     both = first.keys() & second.keys()
     yield from ((each, each) for each in both)
     ones, others = (_by_operation(each.keys() - both) for each in (first, second))
@@ -145,7 +148,7 @@ def _pairs(first: Peaks, second: Peaks) -> Iterator[tuple[tuple[int, Event], tup
 
 
 def _by_operation(keys: Iterable[tuple[int, Event]]) -> dict[Any, list[tuple[int, Event]]]:
-    """Allocations by device, operation and pass, in the order of their size."""
+    """Group allocations by device, operation and pass (forward or backward), in the order of their size."""
     found: dict[Any, list[tuple[int, Event]]] = {}
     for where, event in sorted(keys, key=lambda key: key[1][1]):
         operation, _, backward = event

@@ -1,8 +1,9 @@
-"""What ``policy.compile: regional`` saves in a rehearsal: elementwise kernels of compiled blocks, counted as fused.
+"""Models ``policy.compile: regional`` in a rehearsal: elementwise kernels of compiled blocks count as fused.
 
-The kernels between two matrix products or attentions of a block count as one, which reads the tensors from outside once and writes
-those that are still held when it ends. Inductor orders kernels more freely, and does not keep what Python's variables still hold,
-so this is a careful estimate of its work. What a compiled block keeps for its backward pass is not estimated.
+The kernels between two matrix products or attentions of a block count as one kernel. It reads each tensor from outside once, and
+writes the tensors that are still held when it ends. Inductor orders kernels more freely, and does not keep tensors that only Python
+variables hold, so this is a conservative estimate. The tensors that a compiled block keeps for its backward pass are not
+estimated.
 """
 
 import weakref
@@ -24,14 +25,17 @@ _MOVES = (_aten._to_copy, _aten.copy_, _aten.clone, _aten.cat, _aten.stack, _ate
 
 
 def is_fusible(func: Any, tensors: Iterable[FakeTensor]) -> bool:
-    """Whether torch.compile fuses an operation with its neighbours: elementwise ones, reductions, and copies on the device, but
-    none of complex numbers, for which Inductor generates no code."""
+    """Return whether torch.compile fuses an operation with its neighbours.
+
+    It fuses elementwise operations, reductions, and copies on the device, except those on complex numbers, for which Inductor
+    generates no code.
+    """
     known = torch.Tag.pointwise in func.tags or func.overloadpacket in (*_REDUCTIONS, *_MOVES)
     return known and not any(tensor.dtype.is_complex for tensor in tensors)
 
 
 class FusedKernel:
-    """Operations that count as one kernel. ``reads``: bytes from outside."""
+    """Several operations that count as one kernel. ``reads``: the bytes that it reads from tensors made outside."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -39,7 +43,7 @@ class FusedKernel:
         self._made: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, given: Iterable[FakeTensor], made: Iterable[FakeTensor]) -> None:
-        """An operation that reads ``given`` and makes ``made``, which may be the same tensor."""
+        """Add an operation that reads ``given`` and writes ``made``, which may be the same tensor."""
         for tensor in given:
             storage = tensor.inner.untyped_storage()
             key = storage._cdata
@@ -53,14 +57,13 @@ class FusedKernel:
             self._made[storage._cdata] = weakref.ref(storage)
 
     def bytes(self) -> int:
-        """Bytes that it reads, and writes for what is still held."""
+        """Return the bytes that the kernel reads, plus those that it writes to tensors that are still held."""
         held = (storage() for storage in self._made.values())
         return self.reads + sum(storage.nbytes() for storage in held if storage is not None)
 
 
 class Compiled:
-    """Whether what runs now is in a compiled block, or in the backward pass of one. ``on_leave``: called after a block's forward
-    pass."""
+    """Is true while a compiled block, or a backward pass through one, runs. ``on_leave``: called after a block's forward pass."""
 
     def __init__(self, on_leave: Callable[[], None]) -> None:
         self._on_leave = on_leave
@@ -74,7 +77,7 @@ class Compiled:
         """Watch the blocks of a model that ``models.common.kernels.compile_blocks`` would compile."""
         names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
         for block in module.modules():
-            if any(kind.__name__ in names for kind in type(block).__mro__):  # FSDP2 derives classes of its own
+            if any(kind.__name__ in names for kind in type(block).__mro__):  # FSDP2 derives its own classes
                 self._watch(block)
 
     def _watch(self, block: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What a run reads besides weights, made up: tasks with all that their model and objective need, a judge, and devices."""
+"""Made-up inputs of a run besides weights: tasks with everything that the model and the objective need, a judge, and devices."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -20,10 +20,10 @@ from retouch.rewards.judging import ScoredBatch
 from retouch.types import Batch, Codes, Column, Sample, Task
 
 WORDS = 48
-"""Words of an instruction."""
+"""Number of words in an instruction."""
 _TASKS = 100_000
 _STRUCTURE = 64
-"""Tokens of a completion besides codes and thought, at most."""
+"""Largest number of tokens of a completion besides image codes and thought."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MadeUpTasks(Sequence[Task]):
 
     @property
     def _codes(self) -> dict[str, Any]:
-        """Image tokens of the tasks of a data set that has them, after a thought as long as it may be."""
+        """The image tokens of a task, if the data set has them, and a thought of the maximum length."""
         model = self.recipe.policy.model
         if not self.recipe.data.contents().tokens or not isinstance(model, PretrainedLanguageModel):
             return {}
@@ -80,13 +80,13 @@ class MadeUpTasks(Sequence[Task]):
 
 
 def made_up_sets(recipe: Recipe) -> list[DataSets]:
-    """The tasks of each phase. The number of tasks of a data set is not known."""
+    """Return made-up tasks for each phase. Their number is fixed, because the size of the data set is not known."""
     tasks = MadeUpTasks(recipe)
     return [DataSets(train=tasks, heldout=tasks[: recipe.eval.tasks]) for _ in recipe.resolved_phases()]
 
 
 def made_up_judge() -> Any:
-    """A judge without a model, whose scores differ from sample to sample (a ``RewardScorer`` as far as a run asks it)."""
+    """Return a judge without a model, with the members of ``RewardScorer`` that a run uses. Its scores differ between samples."""
     return SimpleNamespace(
         reward=SimpleNamespace(columns={"made up": Column(0.0, 1.0)}),
         combination=SimpleNamespace(low=0.0, high=1.0, columns=()),
@@ -96,14 +96,14 @@ def made_up_judge() -> Any:
 
 
 def scores(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
-    """A judge's answer, at once."""
+    """Score samples immediately, like a judge: evenly spaced rewards from 0 to 1."""
     found: Future[ScoredBatch] = Future()
     found.set_result(ScoredBatch({}, torch.linspace(0, 1, len(samples)), 0))
     return found
 
 
 def fake_devices(recipe: Recipe) -> Recipe:
-    """The recipe with fake devices of the same numbers in place of a rank's GPUs."""
+    """Return the recipe with its GPUs replaced by fake devices of the same indices."""
     if recipe.devices is None:
         return recipe
     names = {part: name.replace("cuda", DEVICE) for part, name in recipe.devices.named.items()}

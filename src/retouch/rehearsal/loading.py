@@ -1,7 +1,7 @@
-"""Models without weights: the real classes, built from their configurations on the fake accelerator.
+"""Loads models without weights: the real classes, built from their configurations on the fake accelerator.
 
-A folder that holds configurations but no weights is written for a published model, and loading reads them instead of weights.
-Everything else is what a run does: the recipe's own loaders, adapters and checks.
+For a published model, a folder with configurations but no weights is written, and models are built from it. Everything else is the
+code of a run: the recipe's loaders, adapters and checks.
 """
 
 import json
@@ -45,9 +45,9 @@ _PROCESSOR = {
 
 
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:
-    """The recipe with folders of configurations in place of weights that are not on this machine.
+    """Return the recipe with folders of configurations instead of paths of weights that are not on this machine.
 
-    Raises ValueError if no configuration is known.
+    Raises ValueError if the configuration of a model is not known.
     """
     train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
     if encoder is not None and find_encoder(encoder) is None:
@@ -59,7 +59,7 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
     elif hasattr(train, "init_from"):
         train = train.model_copy(update={"init_from": None})
     model = _described(recipe.policy.model, folder, "policy.model")
-    # The fake accelerator has attention of its own and nothing to compile for: compiled blocks are modelled.
+    # The fake accelerator replaces attention and compiles nothing: the speed of compiled blocks is modelled instead.
     changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
     if recipe.renderer is not None and recipe.renderer.image_model is not None:
         behind = _described(recipe.renderer.image_model, folder, "renderer.model")
@@ -70,7 +70,7 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
 def _described(model: Any, folder: Path, key: str) -> Any:
     if not isinstance(model, DiffusersModel | PretrainedLanguageModel):
         return model
-    with suppress(ValueError):  # the folder of a run that is not there yet
+    with suppress(ValueError):  # the path may be the folder of a run that does not exist yet
         if model.find_weights()[0] is not None:
             return model
     described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
@@ -89,7 +89,7 @@ def _described(model: Any, folder: Path, key: str) -> Any:
 
 
 def write_folder(folder: Path, described: Described) -> Path:
-    """A folder in the layout of a diffusers pipeline with the configurations of these parts, and no weights."""
+    """Write a folder in the layout of a diffusers pipeline, with the configurations of these parts and without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline"}), encoding="utf-8")
     for name, part in {**described, "scheduler": {"config": SCHEDULER}}.items():
@@ -102,7 +102,7 @@ def write_folder(folder: Path, described: Described) -> Path:
 
 
 def write_single(folder: Path, part: Mapping[str, Any]) -> Path:
-    """A folder in transformers' layout with one model's configuration, and no weights."""
+    """Write a folder in transformers' layout, with the configuration of one model and without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_with_class(part)), encoding="utf-8")
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor({"writer": part})), encoding="utf-8")
@@ -119,7 +119,7 @@ def _with_class(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _processor(described: Described) -> dict[str, Any]:
-    """The image processor's configuration, with the patches of the vision model that reads its images, or its size."""
+    """Return the configuration of the image processor, with the patch or image size of the vision model that reads its images."""
     encoders = [part["config"]["image_size"] for part in described.values() if isinstance(part["config"].get("image_size"), int)]
     if encoders:
         square = {"height": encoders[0], "width": encoders[0]}
@@ -135,10 +135,10 @@ def _processor(described: Described) -> dict[str, Any]:
 def without_weights(
     device: torch.device, *, on_module: Callable[[str, nn.Module], None], blocks: Counts = MappingProxyType({})
 ) -> Iterator[None]:
-    """Inside it, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``.
+    """Inside the context, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``.
 
-    ``blocks``: the number of blocks of stacks that are not built whole. ``on_module``: called with the folder's name and the module
-    of each.
+    ``blocks``: the number of blocks of the stacks that are not built whole. ``on_module``: called with the folder's name and the
+    module of each model that is built or moved.
     """
     loaded: dict[nn.Module, str] = {}
 
@@ -170,7 +170,7 @@ def without_weights(
                 parameter.data = parameter.data.float()
 
     def finished(module: nn.Module, folder: Any, dtype: torch.dtype) -> nn.Module:
-        """Stored buffers have the dtype of the weights, the others keep theirs."""
+        """Finish a module. Buffers that a checkpoint stores get the dtype of the weights; other buffers keep their dtype."""
         stored = module.state_dict().keys()
         for name, buffer in module.named_buffers():
             if name in stored and buffer.dtype.is_floating_point:
@@ -185,7 +185,7 @@ def without_weights(
         return finished(module, Path(folder), torch.float32)
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As ``nn.Module.to``, which cannot take the data of a fake tensor to another device."""
+        """Like ``nn.Module.to``, which cannot move the data of a fake tensor to another device."""
         target = torch._C._nn._parse_to(*args, **kwargs)[0]
         if target is not None and _move(module, target):
             for each in module.modules():
@@ -214,7 +214,7 @@ def without_weights(
 
 
 class _InMemory(EmbeddingStore):
-    """Prompt embeddings of this rehearsal alone: tensors without data have no place on a disk."""
+    """Keeps the prompt embeddings of a rehearsal in memory: tensors without data must not be stored on disk."""
 
     def __init__(self) -> None:
         super().__init__(Path(), limit=0)
@@ -236,7 +236,7 @@ _TO = nn.Module.to
 
 
 def _move(module: nn.Module, device: torch.device) -> bool:
-    """Put fake weights on another device. Returns whether there were any; shared ones stay shared."""
+    """Move fake weights to another device. Returns whether there were any. Shared weights stay shared."""
     moved: dict[int, FakeTensor | nn.Parameter] = {}
     for each in module.modules():
         for table in (each._parameters, each._buffers):
@@ -255,8 +255,8 @@ def _move(module: nn.Module, device: torch.device) -> bool:
 
 @contextmanager
 def fake_parameters(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside it, the parameters of new modules are fake, on ``device`` and in ``dtype`` (None: their own); buffers are real and on
-    the host."""
+    """Inside the context, parameters of new modules are fake, on ``device`` and in ``dtype`` (None: their own dtype); buffers are
+    real and on the host."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -274,7 +274,7 @@ def fake_parameters(device: torch.device, dtype: torch.dtype | None = None) -> I
 
 
 def _in_fp32(cls: Any) -> tuple[str, ...]:
-    """The layers that their class keeps in fp32 when it is loaded in bfloat16."""
+    """Return the layers that a model class keeps in fp32 when it is loaded in bfloat16."""
     if issubclass(cls, diffusers.ModelMixin):
         return tuple(getattr(cls, "_keep_in_fp32_modules", None) or ())
     return tuple(getattr(cls, "_keep_in_fp32_modules_strict", None) or ())

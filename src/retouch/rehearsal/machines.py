@@ -1,6 +1,6 @@
-"""The machines that a rehearsal is timed for: a few rates of each, stated in one place, or measured and read from a profile.
+"""The machines for which a rehearsal models the time: a few rates of each GPU, from a table or from a measured profile.
 
-A profile is a JSON file with the fields of ``Machine``; fields that it lacks keep the values of the GPU that it names.
+A profile is a JSON file with fields of ``Machine``; missing fields have the values of the GPU that the profile names.
 """
 
 import json
@@ -20,8 +20,8 @@ class Machine:
 
     ``half``, ``single``: FLOP/s of matrix products in 16 bits, and in fp32 without TF32. ``attention``, ``masked_attention``:
     FLOP/s of FlashAttention, and of the memory-efficient kernel that takes a mask. ``bandwidth``: bytes/s that kernels read and
-    write. ``launch``: seconds in which the host starts one kernel. ``copy``, ``pinned_copy``: bytes/s between host and device.
-    ``link``: bytes/s of each rank in a collective. ``measured``: where the numbers are from.
+    write. ``launch``: seconds that the host needs to launch one kernel. ``copy``, ``pinned_copy``: bytes/s between host and device,
+    from pageable and page-locked memory. ``link``: bytes/s of each rank in a collective. ``measured``: the source of the numbers.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Machine:
     measured: str = "published rates, scaled to what kernels reach"
 
     def rate(self, kind: str, dtype: torch.dtype) -> float:
-        """FLOP/s of a kind of work: "matmul", "attention" or "masked attention"."""
+        """Return the FLOP/s of a kind of work: "matmul", "attention" or "masked attention"."""
         if kind == "matmul" or dtype.itemsize > 2:
             return self.half if dtype.itemsize <= 2 else self.single
         return self.attention if kind == "attention" else self.masked_attention
 
 
-# H100 and H200: products of 8192 x 8192 matrices and device copies of single machines (788 to 798 TFLOP/s in bf16, 3.0 and 4.3
-# TB/s). The others: 80 % of the published dense rate and 90 % of the published bandwidth. Attention: 60 and 30 % of the rate of
-# matrices.
+# H100 and H200: measured on single machines with products of 8192 x 8192 matrices and device copies (788 to 798 TFLOP/s in bf16,
+# 3.0 and 4.3 TB/s). Other GPUs: 80 % of the published dense rate and 90 % of the published bandwidth. Attention: 60 % (without a
+# mask) and 30 % (with a mask) of the rate of matrix products.
 _H100 = Machine(
     name="h100",
     memory=int(79.1 * _GIB),
@@ -114,7 +114,7 @@ MACHINES: Mapping[str, Machine] = {
 
 
 def find_machine(name: str) -> Machine:
-    """A machine by the name of its GPU, or of a profile's JSON file. Raises ValueError for another name or a wrong profile."""
+    """Return a machine by the name of its GPU or the path of a profile. Raises ValueError for another name or a wrong profile."""
     if name in MACHINES:
         return MACHINES[name]
     path = Path(name)

@@ -1,9 +1,9 @@
-"""What a rehearsal counts: memory by what holds it, FLOPs, kernels, bytes, and the host's waits, stage by stage.
+"""Counts, for each stage of a rehearsal, memory by holder, FLOPs, kernels, bytes, and host waits.
 
-Memory is what is requested from the allocator, in blocks of 512 bytes as torch's allocator gives them. Its peak is kept for each
-sort of allocation, so that two rehearsals of different depth can be compared (``retouch.rehearsal.depth``). Time is modelled kernel
-by kernel as the larger of FLOPs over the machine's rate and bytes over its bandwidth. Kernels do not overlap, and only those of
-compiled blocks are fused (``retouch.rehearsal.fusion``).
+Memory is the memory requested from the allocator, in blocks of 512 bytes like those of torch's allocator. The peak is kept for each
+kind of allocation, so that two rehearsals of different depths can be compared (``retouch.rehearsal.depth``). The time of a kernel
+is modelled as the larger of FLOPs / rate and bytes / bandwidth of the machine. Kernels do not overlap, and only kernels of compiled
+blocks are fused (``retouch.rehearsal.fusion``).
 """
 
 import sys
@@ -35,16 +35,17 @@ _MASKED = (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_prod
 _FLASH = (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
 
 Event: TypeAlias = tuple[Any, int, bool]
-"""A sort of allocation: the operation, its bytes, and whether it is in a backward pass."""
+"""A kind of allocation: the operation, its bytes, and whether it is in a backward pass."""
 Peaks: TypeAlias = dict[tuple[int, Event], tuple[int, Counter[str]]]
-"""The most bytes held at the events of a sort on a device, and what held them."""
+"""By device and kind of allocation, the most bytes held at such an allocation, and the bytes of each holder."""
 _BEGIN: Event = ("the stage begins", 0, False)
 
 
 @dataclass(slots=True)
 class Work:
-    """What a stage did. ``flops``: by kind and dtype. ``seconds``: modelled, by kind. ``waits``: of the host, by cause and place.
-    ``counts``: "kernels", the "bytes" that they moved, and bytes "copied" between host and device and "communicated"."""
+    """The work of a stage. ``flops``: FLOPs by kind and dtype. ``seconds``: modelled seconds by kind. ``waits``: the number of host
+    waits by cause and code location. ``counts``: the number of "kernels", the "bytes" that they moved, and the bytes "copied"
+    between host and device and "communicated"."""
 
     flops: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
@@ -79,7 +80,7 @@ class Work:
 
 @dataclass(slots=True)
 class Stage:
-    """A stage's work, and its memory at each sort of allocation."""
+    """The work of a stage, and its memory at each kind of allocation."""
 
     work: Work = field(default_factory=Work)
     most: Peaks = field(default_factory=dict)
@@ -91,7 +92,7 @@ class Stage:
 
     @property
     def held(self) -> dict[int, Counter[str]]:
-        """What held them, by label."""
+        """On each device, the bytes of each holder at the peak."""
         return {where: held for where, (_, held) in self._largest().items()}
 
     @property
@@ -109,9 +110,9 @@ class Stage:
 
 @dataclass(slots=True)
 class Rise:
-    """How far a call lifts memory above what is held when it starts.
+    """How much memory a call uses above the memory that is held when it starts.
 
-    ``before``: bytes held at the start on each device, by what holds them. ``most``: the difference at each sort of allocation.
+    ``before``: the bytes held at the start on each device, by holder. ``most``: the difference at each kind of allocation.
     """
 
     before: dict[int, Counter[str]]
@@ -119,8 +120,8 @@ class Rise:
 
 
 class Meter:
-    """Observes an accelerator (``retouch.rehearsal.fake.accelerator.Accelerator``). ``label``: what new tensors count as.
-    ``compiled``: where kernels count as fused."""
+    """Observes an accelerator (``retouch.rehearsal.fake.accelerator.Accelerator``). ``label``: the holder of new tensors.
+    ``compiled``: true while kernels count as fused."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -141,7 +142,7 @@ class Meter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count what happens inside as this stage."""
+        """Count everything inside the context as this stage."""
         before = self._stage, self.stage_name
         self._enter(name)
         try:
@@ -151,12 +152,12 @@ class Meter:
 
     @property
     def work(self) -> Work:
-        """The work of the present stage."""
+        """The work of the current stage."""
         return self._stage.work
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Tensors made inside count as ``label``."""
+        """Give tensors that are made inside the context this label."""
         before, self.label = self.label, label
         try:
             yield
@@ -165,7 +166,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count memory only."""
+        """Inside the context, count only memory."""
         before, self.counting = self.counting, False
         try:
             yield
@@ -174,7 +175,7 @@ class Meter:
 
     @contextmanager
     def rise(self) -> Iterator[Rise]:
-        """How far memory rises inside."""
+        """Measure how much memory rises inside the context."""
         rise = Rise({where: held.copy() for where, held in self._held.items()})
         self._rises.append(rise)
         try:
@@ -183,13 +184,13 @@ class Meter:
             self._rises.pop()
 
     def repeat(self, work: Work, rise: Rise) -> None:
-        """Count a call that is not run: its work, and its rise above what is held now."""
+        """Count a call that is not run: its work, and its rise above the memory that is held now."""
         self.work.add(work)
         for (where, event), (more, labels) in rise.most.items():
             self._note(where, event, self._sizes[where] + more, labels)
 
     def label_module(self, module: nn.Module, label: str) -> None:
-        """What this module makes counts as ``label``."""
+        """Give tensors that are made in this module's forward pass the label ``label``."""
         stack: list[str] = []
 
         def enter(*_: Any) -> None:
@@ -206,7 +207,7 @@ class Meter:
     def relabel(self, tensors: Sequence[Tensor | None], label: str) -> None:
         """Count the storage of these tensors as ``label`` from now on."""
         for whole in tensors:
-            tensor = getattr(whole, "_local_tensor", whole)  # of a DTensor, what this rank holds
+            tensor = getattr(whole, "_local_tensor", whole)  # for a DTensor, this rank's shard
             if isinstance(tensor, FakeTensor):
                 entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
                 if entry is not None and entry[1] is not None:
@@ -216,12 +217,12 @@ class Meter:
                     entry[2] = label
 
     def is_weight(self, tensor: FakeTensor) -> bool:
-        """Whether a tensor on a device is of weights, of their copies, or of an optimizer."""
+        """Return whether a tensor on a device belongs to weights, weight copies or an optimizer."""
         entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
         return entry is not None and not entry[2].startswith("activations") and entry[2] != "other"
 
     def held(self, place: int = 0) -> dict[str, int]:
-        """Bytes on a device now, by what holds them."""
+        """Return the bytes held on a device now, by holder."""
         return {name: size for name, size in self._held.get(place, Counter()).items() if size}
 
     def _enter(self, name: str) -> None:
@@ -234,19 +235,19 @@ class Meter:
     def observe(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, given: list[FakeTensor], made: list[FakeTensor]
     ) -> None:
-        """As ``accelerator.Observer``."""
+        """Implements ``accelerator.Observer``."""
         for tensor in made:
             self._track(tensor, func)
         if self.counting:
             self._count(func, args, kwargs, result, given, made)
 
     def wait(self, what: str) -> None:
-        """The host waits for the device."""
+        """Count that the host waits for the device."""
         if self.counting:
             self.work.waits[f"{what} at {place()}"] += 1
 
     def communicate(self, moved: int, world: int) -> None:
-        """A collective over so many bytes of this rank, as a ring sends them."""
+        """Count a collective over ``moved`` bytes of this rank, with the time of a ring."""
         if self.counting:
             self.work.counts["communicated"] += moved
             self.work.seconds["collectives"] += 2 * moved * (world - 1) / world / self.machine.link
@@ -272,7 +273,7 @@ class Meter:
         self._note(where, (func, size, torch._C._current_graph_task_id() != -1), self._sizes[where])
 
     def resize(self, tensor: FakeTensor, size: int) -> None:
-        """The storage of a tensor is given back or taken again, as FSDP does between uses."""
+        """Count that the storage of a tensor is freed or allocated again, as FSDP does between uses."""
         entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
         if entry is None or entry[1] is None:
             return
@@ -289,7 +290,7 @@ class Meter:
             self._sizes[where] -= size
 
     def _note(self, where: int, event: Event, size: int, more: Counter[str] | None = None) -> None:
-        """Note a size at an event on a device. ``more``: what is held beyond what is really there."""
+        """Record the bytes held at an event on a device. ``more``: bytes by holder that are added to those really held."""
         key = (where, event)
         found = self._stage.most.get(key)
         if found is None or size > found[0]:
@@ -353,7 +354,7 @@ class Meter:
 
 
 def place() -> str:
-    """File and line of our code that is running now, relative to the package, and of the library that it called, if any."""
+    """Return the file and line of Retouch's code that runs now, relative to the package, and of the library it called, if any."""
     frame, library = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Work that repeats earlier work is counted without being run again: denoising steps, chunks, microbatches, tokens."""
+"""Counts work that repeats earlier work without running it again: denoising steps, chunks, microbatches, tokens."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,7 +20,7 @@ from retouch.rehearsal.meter import Meter, Rise, Work
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
 
 PARTS = 2
-"""Microbatches that really run: the second one with the gradients of the first."""
+"""Number of microbatches that are run: the second one runs while the gradients of the first exist."""
 
 
 @dataclass
@@ -38,9 +38,9 @@ class Repeats:
         *,
         in_all_stages: bool = False,
     ) -> Callable[..., Any]:
-        """``call``, run once in each stage for each ``key`` of its arguments, then answered by ``again(result)``.
+        """Wrap ``call``: it runs once per stage for each ``key`` of its arguments; repeated calls return ``again(result)``.
 
-        ``in_all_stages``: run it once in all.
+        ``in_all_stages``: run it once for all stages together.
         """
         seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
 
@@ -60,7 +60,7 @@ class Repeats:
         return once
 
     def layers(self, module: nn.Module) -> None:
-        """Of equal layers of a frozen module, run those whose inputs have new shapes."""
+        """Run equal layers of a frozen module only for inputs with new shapes."""
         for stack in module.modules():
             if isinstance(stack, nn.ModuleList) and len({type(each) for each in stack}) == 1:
                 run = self.calls(lambda forward, *args, **kwargs: forward(*args, **kwargs), _shapes, in_all_stages=True)
@@ -68,7 +68,7 @@ class Repeats:
                     layer.forward = partial(run, layer.forward)
 
     def parts(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """The first ``PARTS`` parts that ``call`` yields; the work between two of them counts for each that is left out."""
+        """Wrap ``call`` to yield only the first ``PARTS`` parts. The work of the last one is counted for each part left out."""
 
         def few(*args: Any, **kwargs: Any) -> Iterator[Any]:
             every = list(call(*args, **kwargs))
@@ -85,7 +85,7 @@ class Repeats:
 
 
 def _shapes(forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the work of a layer depends on."""
+    """Return a key of everything that the work of a layer depends on."""
     return _shape(args), _shape(kwargs), torch.is_grad_enabled()
 
 
@@ -100,7 +100,7 @@ def _shape(value: Any) -> Any:
 
 
 def _remembered(made: Any) -> Callable[[], Any]:
-    """Makes the result again. Of its tensors, shapes and known values are remembered, so that this takes no memory."""
+    """Return a function that makes the result again. It keeps only shapes and known values of tensors, so it needs no memory."""
     if isinstance(made, Tensor):
         shape, dtype, device = made.shape, made.dtype, made.device
         values = made.values if isinstance(made, FakeTensor) else made
@@ -118,7 +118,7 @@ def _remembered(made: Any) -> Callable[[], Any]:
 
 
 class Pace:
-    """The work between two calls of a model: of one denoising step, or one token. ``last``: that of the last one."""
+    """Measures the work between two calls of a model. ``last``: the work of the last denoising step."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -126,28 +126,28 @@ class Pace:
         self._before: Work | None = None
 
     def tick(self) -> None:
-        """The model is called."""
+        """Note a call of the model."""
         now = self.meter.work.copy()
         if self._before is not None:
             self.last = now.since(self._before)
         self._before = now
 
     def stop(self) -> None:
-        """No further call follows the last one."""
+        """Note the end of a sequence of calls."""
         self._before = None
 
 
 class FewTokens:
-    """Decoding of which few tokens run (implements ``Engine``): the first ones, and the last ones with a full cache.
+    """Runs the decoding of only a few tokens (implements ``Engine``): the first ones, and the last ones with a full cache.
 
-    The tokens between them count like the mean of both. Every completion is as long as it may be, and ends.
+    The other tokens are counted with the mean work of both. Every completion has the maximum length and is not truncated.
     """
 
     def __init__(self, decoder: CachedDecoding, meter: Meter) -> None:
         self.decoder = decoder
         self.meter = meter
         self.token: Work | None = None
-        """The work of a token in the middle of a completion."""
+        """The mean work of a token of a completion."""
 
     @property
     def exact(self) -> bool:
@@ -195,7 +195,7 @@ class FewTokens:
 
 
 def _lengthen(cache: Any, more: int) -> None:
-    """Give the cache so many tokens more, without computing them."""
+    """Lengthen the cache by ``more`` tokens, without computing them."""
     for layer in cache.layers:
         if isinstance(layer, PreallocatedCacheLayer):
             layer._buffers = None
@@ -205,13 +205,13 @@ def _lengthen(cache: Any, more: int) -> None:
 
 
 def longest_completion(model: AutoregressiveModel, longest: int) -> list[int]:
-    """The ids of a made-up completion of at most ``longest`` tokens, with the one that ends it."""
+    """Return the ids of a made-up completion of at most ``longest`` tokens, including its end token."""
     if not isinstance(model, TokenizesTargets):
         word = model.text_ids("word")[0] if isinstance(model, TokenizesText) else 1
         return [word] * (longest - 1) + [model.stop[0]]
     height, width = model.grid  # type: ignore[attr-defined]
     words = getattr(model, "words", None)
-    if words is None:  # codes have ids of their own
+    if words is None:  # image codes have their own ids
         return [0] * (height * width) + [model.stop[0]]
     task = Task("rehearsal", "", meta={Codes.TARGET: [[0] * width] * height, Codes.THOUGHT: ""})
     image = [*model.target_ids([task])[0], model.stop[0]]

@@ -1,4 +1,4 @@
-"""What a rehearsal found, as text: peaks and what holds them, work, the host's waits, time, and errors with their place."""
+"""The text report of a rehearsal: memory peaks and their holders, work, host waits, time, and errors with their location."""
 
 import traceback
 from collections.abc import Iterator
@@ -8,38 +8,38 @@ from retouch.rehearsal.meter import OURS, Stage, Work
 from retouch.rehearsal.step import Rehearsed
 
 FREE_SHARE = 0.1
-"""The share of a GPU's memory that should stay free, for the CUDA context, kernels' workspaces and fragmentation."""
+"""The fraction of a GPU's memory that should stay free for the CUDA context, workspaces of kernels and fragmentation."""
 _HOLDERS = 8
 _WAITS = 6
 
 
 def fits(found: Rehearsed, machine: Machine) -> bool:
-    """Whether the largest peak leaves enough of the machine's memory free."""
+    """Return whether the largest peak leaves enough of the machine's memory free."""
     return peak(found) <= (1 - FREE_SHARE) * machine.memory
 
 
 def peak(found: Rehearsed) -> int:
-    """The largest peak of all stages and devices, in bytes."""
+    """Return the largest peak of all stages and devices, in bytes."""
     return max((stage_peak(found, name) for name in found.stages), default=0)
 
 
 def stage_peak(found: Rehearsed, name: str) -> int:
-    """The largest peak of a stage on any device, in bytes."""
+    """Return the largest peak of a stage on any device, in bytes."""
     return found.stages[name].peak
 
 
 def seconds(work: Work, machine: Machine) -> float:
-    """Modelled seconds: of the device's kernels one after the other, or of the host that starts them if that takes longer."""
+    """Return the modelled seconds: the sum over the device's kernels, or the time of the host to launch them if that is longer."""
     return max(work.device_seconds, work.kernels * machine.launch)
 
 
 def ideal_seconds(work: Work, machine: Machine) -> float:
-    """Seconds of the FLOPs alone at the machine's rate of 16-bit matrix products."""
+    """Return the seconds of the FLOPs alone, at the machine's rate of 16-bit matrix products."""
     return sum(work.flops.values()) / machine.half
 
 
 def step_work(found: Rehearsed, index: int) -> Work:
-    """The work of one step of a phase, without preflight, evaluation and checkpoints."""
+    """Return the work of one step of a phase, without preflight, evaluation and checkpoints."""
     total = Work()
     for name in found.phases[index].stages:
         total.add(found.stages[name].work)
@@ -47,7 +47,7 @@ def step_work(found: Rehearsed, index: int) -> Work:
 
 
 def hours(found: Rehearsed, machine: Machine) -> float:
-    """Modelled hours of the whole run, with evaluations, without rewards."""
+    """Return the modelled hours of the whole run, with evaluations, without rewards."""
     stages = found.stages
     steps = sum(phase.steps * sum(seconds(stages[name].work, machine) for name in phase.stages) for phase in found.phases)
     evaluation = seconds(stages["evaluation"].work, machine) if "evaluation" in stages else 0.0
@@ -55,7 +55,7 @@ def hours(found: Rehearsed, machine: Machine) -> float:
 
 
 def lines(found: Rehearsed, machine: Machine) -> Iterator[str]:
-    """The report."""
+    """Yield the lines of the report."""
     ranks = f"rank 0 of {found.world}" if found.world > 1 else "a single rank"
     yield f"rehearsed as {ranks} on {machine.name} ({machine.memory / 1e9:.1f} GB; rates: {machine.measured})"
     yield f"  {'stage':<24}{'peak GB':>9}{'TFLOP':>10}{'kernels':>11}{'waits':>8}{'modelled s':>12}{'ideal s':>9}"
@@ -125,7 +125,7 @@ def _waits(found: Rehearsed) -> Iterator[str]:
 
 
 def error_line(error: BaseException) -> str:
-    """What an error of a rehearsal says, and where: the innermost line of Retouch or of the user's code."""
+    """Return the message of a rehearsal's error, and its location: the innermost line of Retouch or of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [
         frame

@@ -1,6 +1,6 @@
-"""A recipe's step on the fake accelerator: preflight, rollout, rendering, update, evaluation and checkpoint, by the run's own code.
+"""Runs a recipe's step on the fake accelerator with a run's code: preflight, rollout, rendering, update, evaluation, checkpoint.
 
-By default it is rehearsed twice, with a few blocks of the models, and the figures of the whole models are extrapolated.
+By default, the step is rehearsed twice with few blocks of the models, and the numbers of the whole models are extrapolated.
 """
 
 import math
@@ -47,7 +47,8 @@ _LABELS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsedPhase:
-    """``steps``: of the run. ``rows``: of a step on this rank. ``stages``: their names, in order, without the preflight."""
+    """A rehearsed phase. ``steps``: the number of its steps. ``rows``: the rows of a step on this rank. ``preflight``: the name of
+    its preflight stage. ``stages``: the names of its other stages, in order."""
 
     name: str
     steps: int
@@ -58,8 +59,12 @@ class RehearsedPhase:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """``world``: number of ranks. ``evaluations``: of the whole run. ``checkpoint``: bytes of its tensors. ``host_peak``: bytes of
-    large tensors in the host's memory. ``units``: the work of a "denoising step" or a "token" of the rollout, by name."""
+    """The result of a rehearsal.
+
+    ``world``: the number of ranks. ``evaluations``: the number of evaluations in the whole run. ``checkpoint``: the bytes of the
+    tensors of a checkpoint. ``host_peak``: the peak bytes of large tensors in host memory. ``units``: the work of one "denoising
+    step" or one "token" of the rollout, by name.
+    """
 
     stages: Mapping[str, Stage]
     world: int
@@ -71,9 +76,10 @@ class Rehearsed:
 
 
 def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full_depth: bool = False) -> Rehearsed:
-    """Rehearse a recipe's step as rank 0 of ``world`` ranks, by default as many as the recipe names.
+    """Rehearse a recipe's step as rank 0 of ``world`` ranks. None: the recipe's number of ranks.
 
-    ``full_depth``: with all blocks of the models, instead of two rehearsals with a few of them. Raises what the run would raise.
+    ``full_depth``: run all blocks of the models once, instead of two rehearsals with few blocks. Raises the errors that the run
+    would raise.
     """
     register()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,9 +114,9 @@ def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Count
 
 
 class _Labels:
-    """Names what the weights and activations of a model's parts are. Called for a module again if its weights were moved.
+    """Labels the weights and activations of a model's parts. It is called again for a module whose weights were moved.
 
-    Of a text encoder, equal layers run once.
+    Equal layers of a text encoder run only once.
     """
 
     def __init__(self, meter: Meter, repeats: Repeats) -> None:
@@ -196,10 +202,10 @@ class _Rehearsal:
         )
 
     def _take_first_step(self, stepper: Stepper) -> None:
-        """Moments exist from the first optimizer step on, so that every stage is measured with them, as in a run that resumes."""
+        """Take an optimizer step, so that AdamW's moments exist and every stage is measured with them, as in a resumed run."""
         trained = [each for each in stepper.module.parameters() if each.requires_grad]
         waiting = [each for each in trained if each.device != self.ranks.device]
-        # Shards as plain tensors: added to sharded ones, a replicated weight would get a sharded gradient.
+        # Use shards as plain tensors: in a sum with sharded tensors, a replicated weight would get a sharded gradient.
         shards = [each.to_local() if isinstance(each, DTensor) else each for each in trained if each.device == self.ranks.device]
         with self.meter.paused():
             for each in waiting:  # in CPU memory, where FSDP2 sets the gradient
@@ -210,7 +216,7 @@ class _Rehearsal:
         self._label_moments(stepper)
 
     def _label_weights(self, parts: Assembly) -> None:
-        if isinstance(parts.model, DenoisingModel):  # it may have been moved since it was loaded
+        if isinstance(parts.model, DenoisingModel):  # its weights may have been moved after loading
             self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
         trained = list(parts.copies.parameters.values())
         self.meter.relabel(trained, "trained weights")
@@ -220,7 +226,7 @@ class _Rehearsal:
             parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
 
     def _label_master_weights(self, stepper: Stepper) -> None:
-        """Weights in 16 bits have fp32 master weights, and the stepper adds up gradients of these, which no hook sees."""
+        """Label fp32 master weights of weights in 16 bits, and their gradients, which the stepper accumulates without a hook."""
         own = stepper.policy if isinstance(stepper, HeadStepper) else stepper
         if not isinstance(own, ReplicatedStepper):
             return
@@ -235,7 +241,7 @@ class _Rehearsal:
         own.backward = labelled  # type: ignore[method-assign]
 
     def _count_repeats(self, parts: Assembly) -> None:
-        """Without gradient, equal calls of a model are equal work. Tasks differ in the length of their text alone."""
+        """Run equal calls of a model without gradient only once, and count the rest. Tasks differ only in their text lengths."""
         models = {id(model): model for model in (_innermost(parts.model), _innermost(parts.image_model))}
         for model in models.values():
             for name in ("encode", "encode_negative"):
@@ -257,7 +263,7 @@ class _Rehearsal:
         model.velocity = velocity
 
     def _decode_few(self, policy: Any) -> None:
-        """Of a policy of tokens, decode a few of them. Its made-up log-probabilities may differ from those of its evaluation."""
+        """Let a policy that samples tokens decode only a few, and allow any mismatch, because its log-probabilities are made up."""
         for name in ("decoder", "engine"):
             own = getattr(policy, name, None)
             if isinstance(own, CachedDecoding):
@@ -305,7 +311,7 @@ class _Rehearsal:
         rollout = policy.rollout
 
         def whole(batch: Batch) -> Any:
-            """A rollout joins what it evaluates, so all parts of it run."""
+            """Run all parts in a rollout, because it concatenates the results of its evaluations."""
             for name in few:
                 delattr(policy, name)
             try:
@@ -323,7 +329,7 @@ class _Rehearsal:
 
 
 def _innermost(model: Any) -> Any:
-    """The model in its wrappers."""
+    """Return the model inside its wrappers."""
     while hasattr(model, "model"):
         model = model.model
     return model

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-2 as far as memory and communication go, in place of the library, which knows no fake accelerator.
+"""Replaces DeepSpeed, which does not support the fake accelerator, with the memory and the communication of its ZeRO-2.
 
-Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054) as DeepSpeed allocates it: during a backward pass, a bucket for all
-gradients, into which each moves when it exists; and this rank's share of the gradients, of fp32 weights and of the moments.
+Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054), with DeepSpeed's allocations: during a backward pass, a bucket for
+all gradients, to which each gradient is moved once it exists; and this rank's shard of gradients, fp32 weights and moments.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from retouch.rehearsal.meter import Meter
 
 @contextmanager
 def fake_deepspeed(meter: Meter) -> Iterator[None]:
-    """Inside it, ``ZeroStepper`` runs on ``_Engine``."""
+    """Inside the context, ``ZeroStepper`` uses ``_Engine`` instead of DeepSpeed."""
     library = SimpleNamespace(initialize=lambda **options: (_Engine(options["optimizer"], meter),))
     with patch.object(zero, "_deepspeed", lambda device: library), patch.object(zero, "require_deepspeed", lambda: None):
         yield
 
 
 class _Engine:
-    """The engine; its ``optimizer`` is the sharded one, whose own ``optimizer`` is the one that was given."""
+    """Replaces DeepSpeed's engine. ``optimizer`` is the sharded optimizer; ``optimizer.optimizer`` is the given one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, meter: Meter) -> None:
         self._meter = meter
@@ -69,7 +69,7 @@ class _Engine:
         self._bucket = None
 
     def _into_bucket(self, weight: Tensor, start: int) -> None:
-        """A gradient moves into the bucket as soon as it exists."""
+        """Move a gradient into the bucket as soon as it exists."""
         if self._bucket is not None and weight.grad is not None:
             place = self._bucket[start : start + weight.numel()].view_as(weight)
             place.copy_(weight.grad)
@@ -81,11 +81,11 @@ class _Engine:
         self.optimizer.optimizer.step()
         self._share.grad = self._gradient = None
         for weight in self._weights:
-            weight.data.copy_(weight.data)  # every rank's share arrives in place
+            weight.data.copy_(weight.data)  # the updated shards of all ranks are written in place
         dist.all_reduce(self._share.to(self._weights[0].dtype))
 
     def get_global_grad_norm(self) -> float:
         return 1.0
 
     def destroy(self) -> None:
-        """Nothing is registered."""
+        """Do nothing: no hooks have to be removed."""

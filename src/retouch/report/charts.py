@@ -18,7 +18,8 @@ SIZE = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with an optional band. ``style``: its CSS class. ``name``: its name in the tooltip, if ``read``."""
+    """A line with an optional band. ``name``: its name in the tooltip. ``style``: its CSS class. ``read``: show its values in the
+    tooltip."""
 
     name: str
     style: str
@@ -65,7 +66,7 @@ class _Frame:
 
 
 def draw(chart: Chart) -> Html:
-    """The chart without its title."""
+    """Draw the chart, without its title."""
     drawn = [*chart.lines, *chart.marks]
     values = [value for line in drawn for point in line.points for value in point.span]
     low, high = padded_range([*values, *(level.y for level in chart.levels)])
@@ -95,7 +96,7 @@ def draw(chart: Chart) -> Html:
 
 
 def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
-    """Horizontal bars: (name, length from 0 to 1, note behind the bar)."""
+    """Draw horizontal bars: (name, length from 0 to 1, note behind the bar)."""
     return tag(
         "div",
         [
@@ -129,7 +130,7 @@ def _boundary(frame: _Frame, step: int) -> Html:
 
 
 def _segments(points: Sequence[Point]) -> list[list[Point]]:
-    """Segments of points without a missing value in between."""
+    """Split the points into segments at missing values."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point.y):
@@ -147,7 +148,7 @@ def _curve(frame: _Frame, line: Line) -> Html:
 
 
 def _isolated_points(frame: _Frame, line: Line) -> Html:
-    """Single values between two missing ones, which a line would not show, as dots."""
+    """Draw each value between two missing values as a dot, because a line would not show it."""
     lone = [run[0] for run in _segments(line.points) if len(run) == 1]
     return tag("path", d="".join(f"M{_at(frame.x(point.x), frame.y(point.y))}h0" for point in lone), class_=f"lone {line.style}")
 
@@ -164,7 +165,7 @@ def _band(frame: _Frame, line: Line) -> Html:
 
 
 def _marks(frame: _Frame, line: Line) -> list[Html]:
-    """Intervals as vertical lines and values as dots (lines of length 0, whose round ends are not stretched)."""
+    """Draw intervals as vertical lines and values as dots (lines of length 0, because their round ends are not stretched)."""
     known = [point for point in line.points if math.isfinite(point.y)]
     intervals = "".join(
         f"M{_at(frame.x(point.x), frame.y(point.low))}V{frame.y(point.high):.1f}"
@@ -217,7 +218,7 @@ def _with_band(point: Point) -> str:
 
 
 def _description(chart: Chart) -> str:
-    """The chart in words, as its alternative text."""
+    """Describe the chart in words, for its alternative text."""
     sentences = []
     for line in (*chart.lines, *chart.marks):
         known = [point for point in line.points if math.isfinite(point.y)]

@@ -39,7 +39,7 @@ WATCHED = {
     "watch/detail": "energy of the finest frequencies",
 }
 ALARM = "watch/alarm/"
-HEADLINE_ROW = "headline"  # row of the held-out table: the tasks that the summary is about, unless these are all
+HEADLINE_ROW = "headline"  # row of the held-out table with the tasks of the summary; absent if the summary is about all tasks
 AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")
 NOT_METRICS = ("step", "phase")
 
@@ -62,7 +62,8 @@ def headline_column(evals: Sequence[Mapping[str, Any]], summary: Summary | None)
 
 
 def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[Point]:
-    """The mean of the first split at each evaluation, with its interval: of the headline tasks if they have a row, else of all."""
+    """Return the mean and its interval at each evaluation of the first split: over the headline tasks if they have a row, otherwise
+    over all tasks."""
     points = []
     for line in sorted(evals, key=lambda line: int(line["step"])):
         if line["split"] == evals[0]["split"]:
@@ -83,7 +84,7 @@ def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """(step before it, name) of each phase; empty for a single phase."""
+    """Return (last step before the phase, name of the phase) for each phase; empty if the run has a single phase."""
     starts = [
         (int(line["step"]) - 1, str(line["phase"]))
         for earlier, line in zip([None, *metrics], metrics, strict=False)
@@ -95,7 +96,7 @@ def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
 def reward_section(
     metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, split: str
 ) -> Html | None:
-    """Training reward and evaluations, in one chart if their scales match, otherwise in two; None if there is neither.
+    """Draw the training reward and the evaluations, in one chart if their scales match, otherwise in two; None without values.
 
     ``split``: how to call the evaluation tasks, for example "held-out".
     """
@@ -143,7 +144,7 @@ def _legend(training: Sequence[Line], marks: Sequence[Line], *, width: int) -> H
 
 
 def _levels(summary: Summary, heldout: Sequence[Point]) -> list[Level]:
-    """Reference levels for the held-out points; none if the summary is about other tasks than the points."""
+    """Return the reference levels for the held-out points; empty if the summary and the points are about different tasks."""
     if not heldout or not math.isclose(heldout[0].y, summary.before, rel_tol=1e-4):
         return []
     levels = [] if summary.ceiling is None else [Level("ceiling", summary.ceiling)]
@@ -162,7 +163,7 @@ def _same_scale(one: Sequence[Point], other: Sequence[Point]) -> bool:
 
 
 def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], list[Html]]:
-    """Small charts of the signals and reward columns, and of all other metrics."""
+    """Return two lists of small charts: the signals and reward columns, and all other metrics."""
     names = metric_names(metrics)
     first = [name for name in SIGNALS if name in names]
     first += [name for name in names if name.startswith("reward/") and name not in (*SIGNALS, *AGGREGATES)]
@@ -171,13 +172,13 @@ def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], lis
 
 
 def watch_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """Small charts of the watched metrics, over the steps with an observation."""
+    """Return small charts of the watched metrics, over the steps that measured them."""
     names = metric_names(metrics)
     return [_small([line for line in metrics if name in line], name) for name in WATCHED if name in names]
 
 
 def alarms(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The rules that raised an alarm, with the steps of their alarms."""
+    """Return the steps of the alarms, by the name of the rule that raised them."""
     found: dict[str, list[int]] = {}
     for line in metrics:
         for name in line:
@@ -228,7 +229,7 @@ def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:
 
 
 def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
-    """The total time: of the step_time steps where they were timed, otherwise the sum of the stages."""
+    """Return the total time in seconds: for each step ``time/step`` if it was logged, otherwise the sum of its stages."""
     total = 0.0
     for line in timings:
         stages = math.fsum(number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step")

@@ -21,7 +21,7 @@ MOST_MEMBERS = 24
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A held-out task's line before and after training; ``moved`` is True if there are images of a later step."""
+    """The stored line of a held-out task before and after training. ``moved``: the two lines are of different steps."""
 
     before: dict[str, Any]
     after: dict[str, Any]
@@ -30,12 +30,12 @@ class _Pair:
 
     @property
     def values(self) -> tuple[float, float]:
-        """The score shown under each image: the reward, otherwise the headline's column."""
+        """The scores shown under the two images: the reward, or the headline column if there is no reward."""
         return _value(self.before, self.column), _value(self.after, self.column)
 
 
 def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
-    """The held-out tasks at the first and at the last step with images; None if there are no images."""
+    """Show the held-out tasks at the first and at the last step with images; None if there are no images."""
     steps = [step for step in folder.sample_steps() if _of(folder, step, "heldout")]
     if not steps:
         return None
@@ -58,13 +58,13 @@ def _of(folder: RunFolder, step: int, kind: str) -> list[dict[str, Any]]:
 
 
 def _path(folder: RunFolder, line: Mapping[str, Any], name: str) -> Path | None:
-    """The image's path; None if the line names none, or one outside the folder of its step."""
+    """Return the path of the image; None if the line has no image, or names a file outside the folder of its step."""
     file = line[name]
     return folder.samples(line["step"]) / file if isinstance(file, str) and Path(file).name == file else None
 
 
 def _value(line: Mapping[str, Any], column: str | None) -> float:
-    """The score shown under the image: the sample's reward, otherwise the headline's column."""
+    """Return the score shown under the image: the reward of the sample, or the headline column if there is no reward."""
     reward = number(line["reward"])
     return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
 
@@ -105,7 +105,7 @@ def _direction(change: float) -> str:
 
 
 def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
-    """The sample's reward, and its other scores in small print below."""
+    """Show the reward of the sample, and its other scores in small print below."""
     value = _value(line, column)
     main = "no score" if not math.isfinite(value) else format_score(value, decimals)
     named = [(name, number(shown)) for name, shown in line["scores"].items() if name != column and "/" not in name]
@@ -123,7 +123,7 @@ def _shown(label: str, path: Path | None, below: Html | None, *, style: str = ""
 
 
 def groups(folder: RunFolder) -> list[tuple[int, Html]]:
-    """The training groups of the last and of the first step that has any, as (step, strips)."""
+    """Return (step, strips) for the training groups of the last and of the first step with stored groups."""
     steps = [step for step in folder.sample_steps() if _of(folder, step, "group")]
     return [(step, _groups(folder, step)) for step in dict.fromkeys([*steps[-1:], *steps[:1]])]
 
@@ -141,7 +141,7 @@ def _groups(folder: RunFolder, step: int) -> Html:
 
 
 def _spread(items: Sequence[list[dict[str, Any]]], most: int) -> list[list[dict[str, Any]]]:
-    """At most ``most`` of the items, evenly spaced, including the first and the last."""
+    """Choose at most ``most`` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
@@ -213,7 +213,7 @@ def _rewrites_prompts(folder: RunFolder) -> bool:
 
 
 def _completion(line: Mapping[str, Any], *, label: str, rewrites: bool) -> Html | None:
-    """The completion of a sample; for a rewritten prompt also a comparison with the original. None without a completion."""
+    """Show the completion of a sample; for a rewritten prompt also a comparison with the original. None without a completion."""
     if line.get("text") is None:
         return None
     text = str(line["text"])

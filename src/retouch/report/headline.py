@@ -9,7 +9,7 @@ from retouch.report.numbers import decimals_for, format_duration, format_percent
 
 
 def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:
-    """One sentence about the result, and one with the numbers to compare it with."""
+    """Return a sentence about the result, and one with the numbers to compare it with; or the progress of an unfinished run."""
     if summary is None:
         if last_step == 0:
             return tag("p", "This run has just started: no training step is done yet.", class_="verdict")
@@ -73,7 +73,7 @@ def gap_bar(summary: Summary) -> Html | None:
         return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
 
     def label(name: str, value: float) -> Html:
-        # Shifting a label by the same fraction of its own width keeps it within the bar.
+        # Shifting a label by the same fraction of the label's width keeps it within the bar.
         style = f"left:{position(value):.2f}%;transform:translateX(-{position(value):.2f}%)"
         return tag("span", f"{name} ", tag("b", format_score(value, _decimals(summary))), style=style)
 
@@ -112,7 +112,7 @@ def _plain_number(value: float) -> str:
 
 
 def alarm_note(record: Mapping[str, Any] | None) -> Html | None:
-    """Why an alarm stopped the run; None if none did."""
+    """Say why an alarm stopped the run; None if no alarm stopped it."""
     if record is None:
         return None
     back = "" if record["back_to"] is None else f" The run is back in the state of step {record['back_to']}."
@@ -121,7 +121,7 @@ def alarm_note(record: Mapping[str, Any] | None) -> Html | None:
 
 
 def declines_note(declines: Sequence[str]) -> Html | None:
-    """A warning with the held-out scores that declined significantly."""
+    """Warn about the held-out scores that declined significantly; None if there are no declines."""
     if not declines:
         return None
     shown = "; ".join(declines[:6]) + (f"; and {len(declines) - 6} more" if len(declines) > 6 else "")

@@ -27,12 +27,12 @@ def text(value: str) -> Html:
 
 
 def join(children: Iterable[Child], between: str = "") -> Html:
-    """Concatenate pieces with ``between`` between them; text is escaped and None left out."""
+    """Concatenate pieces with ``between`` as the separator; text is escaped, and None is left out."""
     return Html(text(between).join(_flat(children)))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
-    """An element. ``class_`` becomes class and ``data_x`` data-x; True gives a bare attribute, None and False omit it."""
+    """Create an element. ``class_`` becomes class and ``data_x`` data-x; True writes a bare attribute, None and False omit it."""
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
         assert not children, f"<{name}> cannot have children"

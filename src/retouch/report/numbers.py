@@ -8,7 +8,7 @@ MISSING = "\u2013"
 
 
 def format_number(value: float | int | None) -> str:
-    """At most three significant digits after the point, an exponent only if needed; a dash if the value is missing."""
+    """Format with at most two decimals or, below 0.1, two significant digits; an exponent only if needed; a dash if missing."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -34,22 +34,22 @@ def tick_label(value: float, gap: float) -> str:
 
 
 def format_brief(value: float) -> str:
-    """At most three significant digits, without trailing zeros: for captions."""
+    """Format with at most three significant digits and without trailing zeros, for captions."""
     return _minus(f"{value:.3g}")
 
 
 def decimals_for(values: Iterable[float | None]) -> int:
-    """How many decimals to show for these scores: three if none is larger than 1, otherwise two."""
+    """Return how many decimals these scores need: three if no absolute value is above 1, otherwise two."""
     return 3 if all(value is None or not abs(value) > 1 for value in values) else 2
 
 
 def format_score(value: float | None, decimals: int = 2) -> str:
-    """A fixed number of decimals, for tables of scores."""
+    """Format with a fixed number of decimals, for tables of scores; a dash if the value is missing."""
     return MISSING if value is None or not math.isfinite(value) else _minus(f"{value:.{decimals}f}")
 
 
 def format_signed(value: float | None, decimals: int = 2) -> str:
-    """As ``format_score`` with a sign; a value that rounds to 0 has none."""
+    """Format as ``format_score``, with a sign; a value that rounds to 0 gets no sign."""
     if value is None or not math.isfinite(value):
         return MISSING
     rounded = f"{value:+.{decimals}f}"
@@ -61,7 +61,7 @@ def format_percent(share: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds, minutes or hours, depending on the length."""
+    """Format a duration in milliseconds, seconds, minutes or hours, depending on its length."""
     if seconds < 0.1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -17,8 +17,8 @@ from retouch.report.markup import Html, join, tag
 def write_report(run: Path) -> Path:
     """Write ``report.html`` into a run's folder and return its path.
 
-    The same folder gives the same bytes. A section without data yet says so in a sentence. Raises ValueError if ``run`` is not the
-    folder of a run.
+    The same folder gives the same bytes. A section that has no data yet says so. Raises ValueError if ``run`` is not the folder of
+    a run.
     """
     folder = RunFolder(run)
     write_atomic(folder.report, run_page(run).encode())
@@ -26,7 +26,7 @@ def write_report(run: Path) -> Path:
 
 
 def run_page(run: Path, *, brief: bool = False) -> str:
-    """The report as text. ``brief``: only reward, evaluations and images. Raises ValueError as ``write_report`` does."""
+    """Return the report as HTML. ``brief``: only reward, evaluations and images. Raises ValueError as ``write_report`` does."""
     folder = RunFolder(run)
     record = folder.read_recipe()
     recipe, versions = record["recipe"], record["versions"]
@@ -36,14 +36,14 @@ def run_page(run: Path, *, brief: bool = False) -> str:
 
 
 def html_page(title: str, header: Html, main: Html) -> Html:
-    """A whole page in the style of reports, which works offline and loads nothing."""
+    """Return a complete page in the style of the reports. It works offline and loads no other file."""
     script = _asset("page.js")
     body = tag("body", header, tag("main", main), tag("script", script))
     return tag("html", _head(title, script), body, lang="en")
 
 
 def _asset(name: str) -> Html:
-    """A file of this package, without escaping, because it contains no foreign text."""
+    """Return a file of this package without escaping, because it contains only text of this package."""
     return Html(files("retouch.report").joinpath(name).read_text(encoding="utf-8"))
 
 

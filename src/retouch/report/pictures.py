@@ -8,13 +8,13 @@ from PIL import Image, UnidentifiedImageError
 
 from retouch.report.markup import Html, tag
 
-EXACT = 160  # longest edge in pixels up to which an image is embedded unchanged
-PIXELATED = 96  # longest edge up to which an image is displayed without smoothing
-LARGE, SMALL = 384, 208  # edges to which larger images are reduced, twice their displayed size
+EXACT = 160  # an image whose longest edge has at most this many pixels is embedded unchanged
+PIXELATED = 96  # an image whose longest edge has at most this many pixels is displayed without smoothing
+LARGE, SMALL = 384, 208  # larger images are reduced to this longest edge in pixels, twice the displayed size
 
 
 def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
-    """The image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
+    """Embed the image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
 
     ``words``: the alternative text.
     """
@@ -26,7 +26,7 @@ def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
 
 
 def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
-    """The image in the content of a file, as ``picture`` shows it."""
+    """Embed the image in ``content``, the bytes of an image file, in the same way as ``picture``."""
     try:
         with Image.open(io.BytesIO(content)) as image:
             image.load()
@@ -40,7 +40,7 @@ def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:
 
 
 def _encode(image: Image.Image, edge: int) -> tuple[str, bytes]:
-    """A small image as PNG. A large one is reduced and encoded as JPEG: 20 photographs as PNG would take tens of megabytes."""
+    """Encode a small image as PNG, and a large one reduced as JPEG: 20 photographs as PNG would take tens of megabytes."""
     buffer = io.BytesIO()
     if max(image.size) <= EXACT:
         image.convert("RGB").save(buffer, format="PNG")

@@ -8,7 +8,7 @@ MOST_POINTS = 240
 
 
 class Point(NamedTuple):
-    """A value at a step, with the ends of its band; NaN if missing."""
+    """The value ``y`` at step ``x``, with the ends of its band; NaN if missing."""
 
     x: float
     y: float
@@ -22,7 +22,7 @@ class Point(NamedTuple):
 
 
 def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Means of consecutive points, so that at most ``most`` points remain.
+    """Average consecutive points, so that at most ``most`` points remain.
 
     The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the
     mean.
@@ -31,7 +31,7 @@ def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Poi
 
 
 def average_with_envelope(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Means of consecutive points, with their smallest and largest value as the band, so that no spike is lost."""
+    """Average consecutive points, with their smallest and largest value as the band, so that no spike is lost."""
     thinned = []
     for part in _parts(points, most):
         values = [point.y for point in part if math.isfinite(point.y)]
@@ -50,7 +50,7 @@ def running_mean(points: Sequence[Point], width: int) -> list[Point]:
 
 
 def axis_ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers within the range (1, 2 or 5 times a power of ten apart), about ``about`` of them."""
+    """Return about ``about`` round numbers within the range, whose spacing is 1, 2 or 5 times a power of ten."""
     assert high > low, (low, high)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     choices = [
@@ -62,12 +62,12 @@ def axis_ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def integer_ticks(high: int, about: int = 6) -> list[float]:
-    """Integer ticks of an axis of steps from 0 to ``high``."""
+    """Return integer ticks for an axis of steps from 0 to ``high``."""
     return [tick for tick in axis_ticks(0.0, float(high), about) if tick.is_integer()]
 
 
 def padded_range(values: Sequence[float], *, share: float = 0.06) -> tuple[float, float]:
-    """A range that contains the values with a margin; it is centred on a constant, and 0 to 1 for no values or zeros."""
+    """Return a range that contains the values with a margin: 0.5 to 1.5 times a constant, and 0 to 1 for no values or zeros."""
     known = [value for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):

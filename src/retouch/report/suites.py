@@ -12,11 +12,12 @@ _ALL = "all"
 
 
 def sections(lines: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """A section with a chart and a table for each suite: its headline and every category, step by step; none without suites."""
+    """Return a section with a chart and a table for each suite (the headline of all items and of each category at each step);
+    empty without suites."""
     names = list(dict.fromkeys(line["suite"] for line in lines))
     if not names:
         return []
-    note = "Means over items with 95 % intervals, on the policy as it was after each step. The rows are those of `retouch bench`."
+    note = "Means over items with 95 % intervals, of the policy after each step. The rows are the same as in `retouch bench`."
     tables = [_suite(name, [line for line in lines if line["suite"] == name]) for name in names]
     return [tag("section", tag("h2", "Benchmarks"), tables, tag("p", note, class_="quiet"))]
 
@@ -42,7 +43,7 @@ def _suite(name: str, lines: Sequence[Mapping[str, Any]]) -> Html:
 
 
 def _chart(name: str, column: str, lines: Sequence[Mapping[str, Any]]) -> Html | None:
-    """The headline over the steps with its intervals; None before the run has made a step, or without a score."""
+    """Draw the headline over the steps with its intervals; None if only step 0 was measured or there is no score."""
     cells = [(int(line["step"]), line["table"].get(_ALL, {}).get(column)) for line in lines]
     points = [
         Point(step, cell["mean"], *(math.nan if cell[end] is None else cell[end] for end in ("low", "high")))

@@ -14,7 +14,7 @@ FEWEST_TASKS = 20  # a decline is reported only for rows with at least this many
 
 @dataclass(frozen=True, slots=True)
 class ComparedCell:
-    """One cell: a mean before and after training, with their confidence intervals if measured. ``lower``: lower is better."""
+    """One cell: the mean before and after training, with confidence intervals if measured. ``lower``: a lower value is better."""
 
     before: float | None
     after: float | None
@@ -43,7 +43,7 @@ class ComparedCell:
 
 
 def compare_cell(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> ComparedCell:
-    """The cell of a row and column in two evaluations, with as many decimals as its column needs."""
+    """Compare the cell of a row and column in two evaluations, with as many decimals as the column needs."""
     return ComparedCell(
         before["table"].get(row, {}).get(column),
         after["table"].get(row, {}).get(column),
@@ -55,15 +55,15 @@ def compare_cell(before: Mapping[str, Any], after: Mapping[str, Any], *, row: st
 
 
 def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, float] | None:
-    """The 95 % confidence interval of a mean, if the evaluation has one."""
+    """Return the 95 % confidence interval of a mean; None if the evaluation has none."""
     ends = line["ci95"].get(row, {}).get(column)
     return None if ends is None or None in ends else (ends[0], ends[1])
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:
-    """The columns of an evaluation in their order, without the number of tasks.
+    """Return the columns of an evaluation in their order, without the number of tasks.
 
-    Leaves out the combined reward if it equals one of the other columns.
+    The combined reward is left out if it equals one of the other columns.
     """
     rows = line["table"].values()
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "n"))
@@ -73,7 +73,10 @@ def columns_of(line: Mapping[str, Any]) -> list[str]:
 
 
 def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """In words, every score whose interval after lies entirely on the worse side of the one before; only rows with enough tasks."""
+    """Describe every score that declined: its interval after training is entirely worse than its interval before training.
+
+    Only rows with at least ``FEWEST_TASKS`` tasks are compared.
+    """
     found = []
     for row, cells in after["table"].items():
         if (cells.get("n") or 0) < FEWEST_TASKS:
@@ -89,9 +92,9 @@ def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
-    """For each split, the first and the last evaluation, with the column ``first`` in front.
+    """Compare the first and the last evaluation of each split, with the column ``first`` in front.
 
-    ``split_name``: how to call the split "heldout". Columns that share a prefix ("success/") get a table of their own.
+    ``split_name``: the displayed name of the split "heldout". Columns that share a prefix ("success/") get a separate table.
     """
     found = []
     for split in dict.fromkeys(line["split"] for line in evals):
@@ -177,7 +180,7 @@ def _cell(cell: ComparedCell, *, single: bool) -> Html:
 
 
 def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
-    """Each check with its result, the measured value and the limit."""
+    """Return a table of the checks, each with its result, the measured value and the limit."""
     rows = [
         tag(
             "tr",
@@ -204,7 +207,7 @@ def _amount(value: Any) -> str:
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> Html:
-    """The resolved recipe, collapsed."""
+    """Return the resolved recipe as a collapsed block of JSON."""
     return tag(
         "details",
         tag("summary", "The resolved recipe, with all defaults"),

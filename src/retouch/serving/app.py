@@ -25,7 +25,7 @@ _BINARY = {"type": "string", "format": "binary"}
 
 
 class ItemReply(BaseModel):
-    """One item's columns (null: could not be judged), and the code of an error for each reward that failed on it."""
+    """One item's columns (null: the score is missing), and an error code for each reward that failed on it."""
 
     id: str
     scores: dict[str, float | None]
@@ -33,7 +33,7 @@ class ItemReply(BaseModel):
 
 
 class ScoreReply(BaseModel):
-    """``judges``: the fingerprint of each reward; two if it was reloaded during the request."""
+    """The reply of ``POST /v1/score``. ``judges``: the fingerprint of each reward; two if it was reloaded during the request."""
 
     judges: dict[str, list[str]]
     items: list[ItemReply]
@@ -42,9 +42,10 @@ class ScoreReply(BaseModel):
 def build_app(
     service: Service, *, token: str | None, single_score: SingleScore | None, hosts: Collection[str] = ()
 ) -> RequestMiddleware:
-    """The application. ``token``: required from clients. ``single_score``: what ``POST /score`` returns; None disables it.
+    """Build the application. ``token``: the token that clients must send. ``single_score``: the columns of ``POST /score``; None
+    disables it.
 
-    ``hosts``: names under which clients without a token may reach it, besides the loopback addresses.
+    ``hosts``: host names under which clients without a token may reach the server, in addition to loopback addresses.
     """
 
     @asynccontextmanager

@@ -1,6 +1,6 @@
-"""Batches over all callers: samples wait in one queue, and the reward runs on a thread of its own, off the event loop.
+"""Batches of samples of all callers: samples wait in one queue, and the reward runs in its own thread, not on the event loop.
 
-While the reward runs, the next batch collects. All state belongs to the event loop.
+While the reward runs, samples collect for the next batch. All state belongs to the event loop.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from retouch.serving.requests.limits import Limits
 from retouch.serving.scoring import SampleResult, score_samples
 from retouch.types import Sample, Scores
 
-_WAIT_SHARE = 0.2  # of the last call's time, to wait for more samples
+_WAIT_SHARE = 0.2  # fraction of the last call's time for which to wait for more samples
 _FIRST_WAIT, _MAX_WAIT = 0.02, 0.1
 _POLL = 0.001
-_FAR_LONGER = 4.0  # times the longest of the latest calls
-_FORGET = 0.9  # of that longest, with each further call
+_FAR_LONGER = 4.0  # a call is stalled after this multiple of the longest recent call
+_FORGET = 0.9  # factor by which the longest recent call decays with each call
 
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """One reward's results for a request, in order, and the reward's fingerprint (two if it was reloaded in between)."""
+    """One reward's results for a request, in order, and the reward's fingerprint (two if it was reloaded during the request)."""
 
     rows: tuple[SampleResult, ...]
     fingerprints: tuple[str, ...]
@@ -36,7 +36,7 @@ class RewardResult:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request in the queue. ``rows``: its results so far; ``missing``: how many are None."""
+    """A request in the queue. ``rows``: its results so far; ``missing``: the number of rows without a result (None)."""
 
     rows: list[SampleResult | None]
     expires: float
@@ -53,9 +53,9 @@ class _Request:
 
 
 class Batcher:
-    """One reward's queue and thread. ``hosted`` may be replaced at any time; a batch is scored by the reward at its start.
+    """One reward's queue and thread. ``hosted`` may be replaced at any time; a batch uses the reward that is set when it starts.
 
-    ``arriving``: returns how many requests are being received or decoded.
+    ``arriving``: returns the number of requests that are being received or decoded.
     """
 
     def __init__(self, hosted: HostedReward, limits: Limits, metrics: Metrics, *, arriving: Callable[[], int]) -> None:
@@ -66,12 +66,12 @@ class Batcher:
         self._in_progress = 0
         self._max_wait = _FIRST_WAIT
         self._callers = 0
-        # Written by the reward's thread, which is the only proof of its progress, and read by the event loop.
+        # The reward's thread writes this value, which shows its progress, and the event loop reads it.
         self._call_began: float | None = None
         self._expired: float | None = None
-        self._usual_seconds = 0.0  # of the longest of the latest calls
+        self._usual_seconds = 0.0  # duration of the longest recent call
         self._not_empty = asyncio.Event()
-        # The first thread runs the reward and nothing else; the second waits for it and checks its scores.
+        # The first executor runs only the reward; the second waits for the result and checks the scores.
         self._reward = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"reward-{hosted.name}")
         self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"check-{hosted.name}")
 
@@ -85,7 +85,10 @@ class Batcher:
         return self.load + count <= self._limits.max_queue
 
     def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[RewardResult]":
-        """Queue the samples. RequestError ("busy"): no room. Samples that are still queued at ``expires`` are not scored."""
+        """Queue the samples. Samples that are still queued at ``expires`` (``time.monotonic``) are not scored.
+
+        Raises RequestError ("busy") if the queue has no room.
+        """
         if not self.has_room(len(samples)):
             raise RequestError("busy")
         done: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
@@ -103,24 +106,24 @@ class Batcher:
         while True:
             await self._not_empty.wait()
             await self._wait_for_more()
-            await self._score(self._next_batch())  # without a name here, which would keep the images until the next batch
+            await self._score(self._next_batch())  # a local variable would keep the images alive until the next batch
 
     @property
     def call_seconds(self) -> float:
-        """For how long the current call of the reward has been running; 0 between two calls."""
+        """The time in seconds for which the current call of the reward has been running; 0 between two calls."""
         began = self._call_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def stalled(self) -> bool:
-        """Whether the current call takes far longer than others did, and a request has missed its deadline since it began."""
+        """Whether the current call takes far longer than recent calls, and a request has missed its deadline since it began."""
         began, expired = self._call_began, self._expired
         if began is None or expired is None or expired < began:
             return False
         return time.monotonic() - began > max(self._limits.stall_seconds, _FAR_LONGER * self._usual_seconds)
 
     def expired(self) -> None:
-        """A request that waits for this reward has missed its deadline."""
+        """Record that a request that waits for this reward has missed its deadline."""
         self._expired = time.monotonic()
 
     def _timed(self, reward: Reward, samples: Sequence[Sample]) -> Scores:
@@ -133,14 +136,15 @@ class Batcher:
             self._call_began = None
 
     def close(self) -> None:
-        """End the threads without waiting for a call in progress."""
+        """Stop the threads without waiting for a call in progress."""
         self._checks.shutdown(wait=False, cancel_futures=True)
         self._reward.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_for_more(self) -> None:
-        """Wait for more samples: the window in any case, and up to a fifth of the last call while more requests are expected.
+        """Wait for more samples: always for ``window``, and up to a fifth of the last call's time while more requests are expected.
 
-        Callers that got their replies together send their next requests together; a call without some of them would delay those.
+        Callers that got their replies together send their next requests together. A batch without some of these requests would
+        delay them by a whole call.
         """
         began = time.monotonic()
         while len(self._queue) < self._limits.max_batch:
@@ -151,7 +155,7 @@ class Batcher:
             await asyncio.sleep(_POLL)
 
     def _next_batch(self) -> list[tuple[_Request, int, Sample]]:
-        """The next batch, without samples of requests that were cancelled or expired."""
+        """Take the next batch from the queue, without samples of requests that are cancelled or expired."""
         batch: list[tuple[_Request, int, Sample]] = []
         now = time.monotonic()
         while self._queue and len(batch) < self._limits.max_batch:

@@ -1,4 +1,4 @@
-"""``retouch serve``: checks the arguments and starts the supervisor or Ray Serve."""
+"""The command ``retouch serve``: checks the arguments, and starts the supervisor or Ray Serve."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,10 @@ TOKEN = "RETOUCH_TOKEN"
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
-    """Serve until a signal stops it; returns the exit code. ValueError: wrong arguments, or no extra ``serve`` installed."""
+    """Serve until a signal stops the server; returns the exit code.
+
+    Raises ValueError if the arguments are wrong, or if the extra ``serve`` is not installed.
+    """
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
@@ -79,7 +82,10 @@ def _serve_with_ray(settings: "ServerSettings", arguments: argparse.Namespace, t
 
 
 def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any]:
-    """``NAME=N`` words as arguments of ``Limits``. ``kinds``: their types. ValueError: an unknown name, or not a number."""
+    """Parse texts ``NAME=N`` to arguments of ``Limits``. ``kinds``: the type of each limit.
+
+    Raises ValueError if a name is unknown, or a value is not a number.
+    """
     limits: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -89,12 +95,15 @@ def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any
         try:
             limits[name] = int(text) if kinds[name] is int else float(text)
         except ValueError:
-            raise ValueError(f"--limit {word}: {name} is a {'whole ' if kinds[name] is int else ''}number") from None
+            raise ValueError(f"--limit {word}: {name} must be a {'whole ' if kinds[name] is int else ''}number") from None
     return limits
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token from the file or the environment, from which it is removed. ValueError: too short, or no such file."""
+    """Read the token from the file or from the environment, and remove it from the environment.
+
+    Raises ValueError if the token is too short or has other characters than printable ASCII, or if the file does not exist.
+    """
     given = os.environ.pop(TOKEN, None)
     if file is not None:
         if not file.is_file():
@@ -106,6 +115,6 @@ def read_token(file: Path | None) -> str | None:
 
 
 def _print_line(line: str) -> None:
-    """To standard output, without buffering."""
+    """Print a line to standard output, without buffering."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

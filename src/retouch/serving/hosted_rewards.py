@@ -1,6 +1,6 @@
 """The rewards of a server: parsed from the command line, built as a recipe builds them, and described to clients.
 
-The words are those of ``recipe/reward_words.py::read_reward``, with an optional ``NAME=`` in front.
+``recipe/reward_words.py::read_reward`` defines the texts of the command line; ``NAME=`` may precede each text.
 """
 
 import importlib
@@ -22,8 +22,8 @@ _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward to host: its name and its recipe section. ``named``: the user chose the name. ``allow_imports``: modules of classes
-    that the user named on the command line."""
+    """A reward to host: its name and its recipe section. ``named``: the user chose the name. ``allow_imports``: modules that may be
+    imported, because the user named their classes on the command line."""
 
     name: str
     section: Mapping[str, object]
@@ -46,7 +46,7 @@ class HostedReward:
         return {public: self.reward.columns[own] for own, public in self.public.items()}
 
     def info(self) -> RewardInfo:
-        """The reward in ``GET /v1/info``."""
+        """Return the description of the reward in ``GET /v1/info``."""
         columns = {name: ColumnInfo(**asdict(column)) for name, column in self.columns.items()}
         made_by = type(self.reward)
         kind = f"{made_by.__module__}:{made_by.__qualname__}"
@@ -54,19 +54,20 @@ class HostedReward:
 
 
 def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
-    """The rewards given on the command line. ValueError: an unknown reward, or two with the same name."""
+    """Parse the rewards of the command line. Raises ValueError if a reward is unknown, or if two have the same name."""
     specs = [_parse_spec(word) for word in words]
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two rewards have the name {name}; name them yourself: a={words[0]} b=...")
+            raise ValueError(f"two rewards have the name {name}; give each its own name: a={words[0]} b=...")
     return specs
 
 
 def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
-    """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its columns begin with its name.
+    """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its column names begin with its name.
 
-    ValueError: it cannot be built, or a column's range is too large (a sample without an image would score an end of it).
+    Raises ValueError if it cannot be built, or if a column's range is too large (a sample without an image scores the worst end of
+    the range).
     """
     reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=device())
     for name, column in reward.columns.items():
@@ -80,7 +81,7 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
 
 def rebuild(spec: RewardSpec, old: HostedReward) -> HostedReward:
-    """Build the reward again, reloading its module if it is the user's own. ValueError: it has other columns than before."""
+    """Build the reward again, and reload its module if it belongs to the user. Raises ValueError if its columns have changed."""
     module = sys.modules[type(old.reward).__module__]
     if module.__name__.partition(".")[0] != "retouch":
         importlib.reload(module)
@@ -91,12 +92,12 @@ def rebuild(spec: RewardSpec, old: HostedReward) -> HostedReward:
 
 
 def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
-    """16 hexadecimal digits of a hash of the reward's section and of ``identity.describe``."""
+    """Return a hash of the reward's section and of ``identity.describe``, 16 hexadecimal digits."""
     return identity.short([dict(section), identity.describe(reward)])
 
 
 def device() -> str:
-    """The device of models whose section names none: the replica's first GPU, or the CPU."""
+    """Return the device of models whose section names none: the replica's first GPU, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

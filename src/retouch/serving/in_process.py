@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 def serve(
     *rewards: Any, host: str = "127.0.0.1", port: int = 8700, token: str | None = None, limits: Limits | None = None
 ) -> RewardServer:
-    """Serve rewards from this process, until ``stop()`` or the end of the process. ``retouch serve`` has replicas, GPUs and logs.
+    """Serve rewards from this process, until ``stop()`` or the end of the process.
 
-    ``rewards``: functions, reward objects such as ``retouch.rewards.OCR()``, what ``retouch.rewards.load`` returned, or words as
-    ``retouch serve`` takes them. If there are several, the columns begin with the reward's name. ``port``: 0 takes a free one.
-    ``token``: what clients must send; an address that others can reach needs one of at least 16 characters. A client is
-    ``retouch.rewards.Remote(endpoints=[server.url])``.
+    ``retouch serve`` also offers replicas, GPUs and logs. ``rewards``: functions, reward objects such as ``retouch.rewards.OCR()``,
+    results of ``retouch.rewards.load``, or texts as on the command line of ``retouch serve``. With several rewards, the column
+    names begin with the reward's name. ``port``: 0 takes a free port. ``token``: the token that clients must send; required, with
+    at least 16 characters, if other machines can reach ``host``. A client is ``retouch.rewards.Remote(endpoints=[server.url])``.
 
-    Raises ValueError for something that is no reward, and if the extra ``serve`` is not installed.
+    Raises ValueError if an argument is not a reward, or if the extra ``serve`` is not installed.
 
     Example::
 
@@ -51,7 +51,7 @@ def _hosted(given: Any, *, sole: bool) -> HostedReward:
     if isinstance(given, str):
         (spec,) = parse_specs([given])
         return build(spec, sole=sole)
-    reward: Any = getattr(given, "reward", given)  # of retouch.rewards.load
+    reward: Any = getattr(given, "reward", given)  # the result of retouch.rewards.load has the attribute
     if not isinstance(reward, RewardSection) and not hasattr(reward, "columns"):
         reward = FunctionReward.of(reward)
     section = reward.model_dump(mode="json") if isinstance(reward, RewardSection) else {}
@@ -63,7 +63,7 @@ def _hosted(given: Any, *, sole: bool) -> HostedReward:
 
 
 class RewardServer:
-    """A running server. Made by ``serve``. ``url``: its address, for ``retouch.rewards.Remote``."""
+    """A running server, returned by ``serve``. ``url``: its address, for ``retouch.rewards.Remote``."""
 
     def __init__(self, hosted: list[HostedReward], host: str, port: int, token: str | None, limits: Limits | None) -> None:
         import uvicorn
@@ -81,7 +81,7 @@ class RewardServer:
             require_free(host, port)
             socket = bind(host, port)
         except OSError as error:
-            raise ValueError(f"port {port} of {host}: {error.strerror}; give another one, or 0 for a free one") from None
+            raise ValueError(f"port {port} of {host}: {error.strerror}; give another port, or 0 for a free one") from None
         app = build_app(Service(hosted, limits, Metrics()), token=token, single_score=None, hosts=(host,))
         self._server = uvicorn.Server(bounded_config(app, limits))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [socket]}, daemon=True, name="retouch.serve")

@@ -1,4 +1,4 @@
-"""The metrics of ``GET /metrics``, in Prometheus' text format, in a registry of their own for each server."""
+"""The metrics of ``GET /metrics``, in the text format of Prometheus. Each server has its own registry."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -7,7 +7,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Durations in seconds, sizes in samples."""
+    """The metrics of one server; durations are in seconds, sizes in samples."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -30,5 +30,5 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """The body of the reply."""
+        """Return the body of the reply of ``GET /metrics``."""
         return generate_latest(self.registry)

@@ -18,7 +18,7 @@ _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/
 
 
 def error_response(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
-    """The reply for an error; ``retry_after``: seconds."""
+    """Return the reply for an error. ``retry_after``: seconds for the Retry-After header."""
     status, text = ERRORS[code]
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if code == "unauthorized":
@@ -29,8 +29,8 @@ def error_response(code: ErrorCode, *, retry_after: int | None = None) -> JSONRe
 class RequestMiddleware:
     """Wraps the application. With a ``token``, every path except ``/livez`` and ``/readyz`` requires it.
 
-    Without one, a request must name a loopback address or one of ``hosts`` in its Host header, and may not come from a web page of
-    another origin; otherwise any web page could reach the server through its visitor's browser (DNS rebinding).
+    Without a token, a request must name a loopback address or one of ``hosts`` in its Host header, and must not come from a web
+    page of another origin. Otherwise any web page could reach the server through the browser of its visitor (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None, metrics: Metrics, hosts: Collection[str] = ()) -> None:
@@ -73,7 +73,7 @@ class RequestMiddleware:
         return is_from_own_host(headers.getlist("host"), headers.getlist("origin"), self._is_own)
 
     def _is_own(self, host: str) -> bool:
-        """Whether the host is this machine or one of the names that the user gave."""
+        """Return whether the host is this machine or one of the names that the user gave."""
         return host in self._hosts or is_loopback(host)
 
     def _is_authorized(self, path: str, headers: Headers) -> bool:

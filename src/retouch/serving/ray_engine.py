@@ -1,11 +1,11 @@
-"""``retouch serve --engine ray``: the same endpoints as a Ray Serve deployment, for more than one machine.
+"""``retouch serve --engine ray``: the same endpoints as a Ray Serve deployment, for several machines.
 
-Ray keeps the replicas running, scales them with the load, restarts those that fail, and distributes requests over them through its
-HTTP proxy. A replica is the application of ``app.py`` with its own queues, as without Ray.
+Ray keeps the replicas running, scales their number with the load, restarts replicas that fail, and distributes requests over them
+through its HTTP proxy. A replica is the application of ``app.py`` with its own queues, as without Ray.
 
-Ray sends requests between its processes as pickles, on ports that listen on all networks: whoever can connect to them can run code.
-A cluster that is started here therefore accepts only connections with its token, which is generated at every start. A cluster that
-is already running must be secured by its owner.
+Ray sends requests between its processes as pickles, on ports that listen on all networks: whoever can connect to these ports can
+run code. A cluster that this module starts therefore accepts only connections with a token, which is generated at every start. A
+cluster that is already running must be secured by its owner.
 """
 
 import logging
@@ -38,10 +38,11 @@ _TRIES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """Ray scales between ``replicas`` and ``max_replicas`` with the load. ``gpus``: for each replica. ``address``: of a running Ray
-    cluster (``auto`` finds it); None starts one on this machine, which ends with the command.
+    """Options of the Ray deployment. Ray scales between ``replicas`` and ``max_replicas`` with the load.
 
-    ValueError: fewer than 1 replica, or a maximum below the minimum.
+    ``gpus``: the number of GPUs of each replica. ``address``: the address of a running Ray cluster (``auto`` finds it); None starts
+    a cluster on this machine, which ends with the command. Raises ValueError for fewer than 1 replica, or if ``max_replicas`` is
+    below ``replicas``.
     """
 
     replicas: int
@@ -52,26 +53,26 @@ class RayOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= self.max_replicas:
             raise ValueError(
-                f"--replicas {self.replicas} and --most-replicas {self.max_replicas}: give at least 1, and no smaller maximum"
+                f"--replicas {self.replicas} and --most-replicas {self.max_replicas}: give at least 1, and a maximum not below it"
             )
 
 
 class Replica:
-    """A replica in Ray: it loads the rewards and builds the application."""
+    """A replica in Ray. It loads the rewards and builds the application."""
 
     def __init__(self, settings: ServerSettings, token: str | None, allow_imports: Sequence[str] = ()) -> None:
-        # The processes of a running cluster do not have the environment of the command.
+        # The processes of a running cluster do not have the command's environment, so the consent is passed as an argument.
         with consent.allowing(allow_imports):
             _, hosted = load(settings)
         self._service = Service(hosted, settings.limits, Metrics())
         self._app = build_app(self._service, token=token, single_score=settings.single_score, hosts=settings.hosts)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Ray calls this once."""
+        """Return the application; Ray calls this method once."""
         return self._app
 
     def check_health(self) -> None:
-        """RuntimeError if the replica must be restarted; Ray calls this every few seconds."""
+        """Raise RuntimeError if the replica must be restarted; Ray calls this method every few seconds."""
         if not self._service.working:
             raise RuntimeError("a reward's queue has stopped working")
         if self._service.stuck:
@@ -79,7 +80,7 @@ class Replica:
 
 
 async def draining(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application that replaces the replicas while they complete their requests: it refuses every request."""
+    """An application that refuses every request; it replaces the replicas while they complete their requests."""
     if scope["type"] == "http":
         alive = scope["path"] == "/livez"
         response = JSONResponse({"status": "alive"}) if alive else error_response("draining", retry_after=RETRY_SECONDS)
@@ -87,21 +88,21 @@ async def draining(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class DrainingReplica:
-    """A replica of ``draining``."""
+    """A replica whose application is ``draining``."""
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application."""
+        """Return the application."""
         return draining
 
 
 def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, report: Callable[[str], None]) -> int:
     """Serve on the cluster until SIGTERM or SIGINT; returns the exit code. SIGHUP replaces the replicas one by one.
 
-    ``report`` gets a line for each event. ValueError: unknown rewards, or no such cluster.
+    ``report`` is called with a line for each event. Raises ValueError if a reward is unknown, or if there is no such cluster.
     """
     parse_specs(settings.rewards)
     allowed = tuple(consent.current().modules)
-    # While Ray starts, SIGTERM acts like Ctrl-C; afterwards both shut the deployment down.
+    # While Ray starts, SIGTERM acts like Ctrl-C; afterwards, both signals shut the deployment down.
     with suppress(KeyboardInterrupt), _handling({signal.SIGTERM: signal.default_int_handler}), _cluster(options.address):
         from ray import serve as ray_serve
 
@@ -132,7 +133,7 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
 
 
 def _deployment_options(settings: ServerSettings, options: RayOptions) -> dict[str, Any]:
-    """Ray's options. A replica itself refuses requests above its limits; Ray lets more through, so that health checks pass."""
+    """Return Ray's options. A replica refuses requests above its limits itself; Ray admits more, so that health checks pass."""
     limits = settings.limits
     scaling = {
         "min_replicas": options.replicas,
@@ -150,7 +151,10 @@ def _deployment_options(settings: ServerSettings, options: RayOptions) -> dict[s
 
 
 def _deploy(kind: type, arguments: tuple[Any, ...], **options: Any) -> None:
-    """Replace the running replicas by replicas of this class; the old ones complete their requests. RuntimeError: none starts."""
+    """Replace the running replicas by replicas of this class; the old replicas complete their requests.
+
+    Raises RuntimeError if no replica starts.
+    """
     from ray import serve as ray_serve
 
     deployment = ray_serve.deployment(name=_NAME, max_constructor_retry_count=_TRIES, **options)(ray_serve.ingress()(kind))
@@ -158,7 +162,7 @@ def _deploy(kind: type, arguments: tuple[Any, ...], **options: Any) -> None:
 
 
 def _drain(seconds: float) -> None:
-    """Refuse new requests, wait for those in progress, and delete the deployment."""
+    """Refuse new requests, wait for the requests in progress, and delete the deployment."""
     from ray import serve as ray_serve
 
     _deploy(DrainingReplica, (), num_replicas=1, ray_actor_options={"num_cpus": 0})
@@ -172,7 +176,7 @@ def _drain(seconds: float) -> None:
 
 
 def _reason() -> str:
-    """Why the replicas failed: their last ValueError, or Ray's whole message."""
+    """Return the reason for which the replicas failed: their last ValueError, or Ray's whole message."""
     from ray import serve as ray_serve
 
     message: str = ray_serve.status().applications[_NAME].deployments[_NAME].message
@@ -183,10 +187,10 @@ def _reason() -> str:
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """Connect to the running cluster, or start one for the length of the block."""
+    """Connect to the running cluster, or start a cluster for the duration of the block."""
     if address is None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # On a busy machine Ray's defaults are too little: 5 s for the proxy to start, and workers of low priority.
+        # On a busy machine, Ray's defaults do not suffice: 5 s for the proxy to start, and workers with low priority.
         for name, value in {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_worker_niceness": "0"}.items():
             os.environ.setdefault(name, value)
     import ray
@@ -210,7 +214,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
-    """Install the signal handlers for the length of the block."""
+    """Install the signal handlers for the duration of the block."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -1,7 +1,7 @@
 """One server process, forked by the supervisor.
 
-On SIGTERM, SIGINT or the end of the supervisor it refuses new requests, completes those in progress and exits with 0. On SIGHUP it
-reloads its rewards. Exit code 2: the settings are wrong, and a restart would not help.
+On SIGTERM, on SIGINT, or when the supervisor ends, the process refuses new requests, completes the requests in progress and exits
+with code 0. On SIGHUP it reloads its rewards. Exit code 2 means that the settings are wrong, so that a restart would not help.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from retouch.serving.service import Service
 USER_ERROR = 2
 _POLL = 0.02
 _PARENT_POLL = 0.5
-_CLOSING_SECONDS = 2  # for replies that are still being sent when the server has drained
-# Seconds for which a draining server still answers, so that clients and load balancers see its errors.
+_CLOSING_SECONDS = 2  # time for replies that are still being sent when the server has drained
+# Minimum time in seconds for which a draining server still answers, so that clients and load balancers see its errors.
 _MIN_DRAIN = 0.2
-# Python's switch interval: a reward in plain Python lets the event loop run this often, instead of every 5 ms.
+# Python's switch interval: while a reward runs plain Python, the event loop gets its turn this often, instead of every 5 ms.
 _SWITCH_SECONDS = 0.001
 _LOG = logging.getLogger("retouch.serving")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The rewards and the address of a server, its limits, and what ``POST /score`` returns (None: nothing).
+    """The rewards, the address and the limits of a server. ``single_score``: the columns of ``POST /score``; None disables it.
 
-    ``allowed_hosts``: further names under which clients without a token may reach it.
+    ``allowed_hosts``: further host names under which clients without a token may reach the server.
     """
 
     rewards: Sequence[str]
@@ -52,12 +52,12 @@ class ServerSettings:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names under which clients without a token may reach the server, besides loopback addresses."""
+        """The host names under which clients without a token may reach the server, in addition to loopback addresses."""
         return (self.host, *self.allowed_hosts)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, with SO_REUSEPORT, so that the supervisor can reserve the port for a replica."""
+    """Return a socket bound to the address, with SO_REUSEPORT, so that the supervisor can reserve the port for a replica."""
     # IPPROTO_TCP is explicit because asyncio sets TCP_NODELAY only on such sockets; without it small writes wait up to 40 ms.
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def load(settings: ServerSettings) -> tuple[list[RewardSpec], list[HostedReward]]:
-    """The rewards, with their weights loaded. ValueError: the settings are wrong."""
+    """Build the rewards and load their weights. Raises ValueError if the settings are wrong."""
     specs = parse_specs(settings.rewards)
     hosted = [build(spec, sole=len(specs) == 1) for spec in specs]
     if settings.single_score is not None:
@@ -82,7 +82,7 @@ def load(settings: ServerSettings) -> tuple[list[RewardSpec], list[HostedReward]
 async def serve(
     settings: ServerSettings, specs: Sequence[RewardSpec], hosted: Sequence[HostedReward], *, token: str | None, parent: int
 ) -> None:
-    """Serve until a signal stops it, or until the process ``parent`` has ended."""
+    """Serve until a signal stops the server, or until the process ``parent`` has ended."""
     service = Service(hosted, settings.limits, Metrics())
     app = build_app(service, token=token, single_score=settings.single_score, hosts=settings.hosts)
     server = uvicorn.Server(bounded_config(app, settings.limits, timeout_graceful_shutdown=_CLOSING_SECONDS))
@@ -109,14 +109,14 @@ async def serve(
     for task in waiting:
         task.cancel()
     if service.scoring:
-        # Python would wait for the reward's thread, which may never end.
-        _LOG.warning("a call of a reward is still running; ending without it")
+        # At exit, Python would wait for the reward's thread, which may never end.
+        _LOG.warning("a call of a reward is still running; exiting without its result")
         logging.shutdown()
         os._exit(0)
 
 
 async def _drain(service: Service) -> None:
-    """Refuse new requests, and wait for those in progress."""
+    """Refuse new requests, and wait for the requests in progress, at most ``drain_seconds``."""
     service.draining = True
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -131,7 +131,8 @@ async def _parent_ended(parent: int) -> None:
 
 
 def run(settings: ServerSettings, *, log: Path, environment: Mapping[str, str], token: str | None, parent: int) -> None:
-    """The main function of a replica's process. Output goes to ``log``; ``environment`` is added to the inherited variables."""
+    """Run a replica; the main function of its process. Output goes to ``log``; ``environment`` is added to the inherited
+    variables."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     # Ctrl-C in the terminal goes to the supervisor alone, which then signals its replicas.

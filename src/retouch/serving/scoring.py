@@ -1,4 +1,4 @@
-"""Calls a reward on a batch and isolates the samples on which it fails."""
+"""Calls a reward on a batch, and isolates the samples on which the reward fails."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,9 @@ _LOG = logging.getLogger("retouch.serving")
 
 
 def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call) -> list[SampleResult]:
-    """For each sample its columns by their public names (None: could not be judged), or the code of an error.
+    """Return for each sample its columns by their public names (None: the score is missing), or an error code.
 
-    ``call`` runs the reward. If it raises, the batch is split in halves until the failing samples are alone.
+    ``call`` runs the reward. If the reward raises an error, the batch is split in halves until the failing samples are isolated.
     """
     future = call(samples)
     error = future.exception()
@@ -35,7 +35,7 @@ def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call
 
 
 def _checked(hosted: HostedReward, scores: Scores, count: int) -> list[SampleResult]:
-    """The scores by sample. A wrong shape fails the whole batch, a value outside its range fails its sample."""
+    """Check the scores and return them by sample. A wrong shape fails the whole batch; a value out of range fails its sample."""
     rows: list[dict[str, float | None]] = [{} for _ in range(count)]
     wrong: set[int] = set()
     for name, column in hosted.reward.columns.items():

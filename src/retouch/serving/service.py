@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """One item: its columns, and the code of an error for each reward that failed on it."""
+    """The result of one item: its columns, and an error code for each reward that failed on it."""
 
     id: str
     scores: Mapping[str, float | None]
@@ -37,7 +37,7 @@ class ItemResult:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """A request's items in order. ``judges``: for each reward the fingerprints with which it scored them."""
+    """The results of a request's items, in order. ``judges``: the fingerprints of each reward that scored the items."""
 
     judges: Mapping[str, Sequence[str]]
     items: Sequence[ItemResult]
@@ -57,13 +57,13 @@ class Service:
         self.memory = MemoryBudget(limits.max_memory_bytes)
 
     def start(self) -> None:
-        """Start to score."""
+        """Start the tasks that score and trim memory."""
         loop = asyncio.get_running_loop()
         self._workers = [loop.create_task(batcher.run()) for batcher in self._batchers.values()]
         self._trimming = loop.create_task(self._trim())
 
     async def wait_until_failed(self) -> None:
-        """Return when a reward's queue has stopped, which only an error in this package can cause."""
+        """Return when the task of a reward's queue has ended, which only a bug in this package can cause."""
         await asyncio.wait(self._workers, return_when=asyncio.FIRST_COMPLETED)
 
     @property
@@ -94,16 +94,16 @@ class Service:
 
     @property
     def hosted(self) -> list[HostedReward]:
-        """The rewards as they are now."""
+        """The current rewards; a reload replaces them."""
         return [batcher.hosted for batcher in self._batchers.values()]
 
     def info(self) -> ServerInfo:
-        """The reply of ``GET /v1/info``."""
+        """Return the reply of ``GET /v1/info``."""
         rewards = [each.info() for each in self.hosted]
         return ServerInfo(service=SERVICE, version=version("retouch"), rewards=rewards, limits=self.limits.info())
 
     def admit(self) -> "Admission":
-        """Admit a request before its body is read. RequestError: the server is shutting down, or full."""
+        """Admit a request before its body is read. Raises RequestError if the server is shutting down, full or stalled."""
         if self.draining:
             raise RequestError("draining")
         if self._requests >= self.limits.max_requests or not all(batcher.has_room(1) for batcher in self._batchers.values()):
@@ -118,7 +118,10 @@ class Service:
             await asyncio.to_thread(self.memory.trim)
 
     async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> BatchResult:
-        """Decode and score a batch. RequestError: it is invalid, too large for the queue, or takes longer than ``seconds``."""
+        """Decode and score a batch.
+
+        Raises RequestError if the batch is invalid, is too large for the queue, or takes longer than ``seconds``.
+        """
         decoded = await self.decode(partial(decode, content_type=content_type), body, admission=admission)
         del body
         asked = list(self._batchers) if decoded.rewards is None else list(dict.fromkeys(decoded.rewards))
@@ -129,9 +132,9 @@ class Service:
         return _by_item(decoded, results)
 
     async def decode(self, decoder: Callable[..., T], body: bytes, *, admission: "Admission") -> T:
-        """Decode a body, in another thread, with ``decoder(body, limits=..., memory=...)``. RequestError: it cannot be decoded."""
+        """Decode a body in another thread, with ``decoder(body, limits=..., memory=...)``. Raises RequestError if this fails."""
         loop = asyncio.get_running_loop()
-        with self.memory.holding(3 * len(body)):  # texts and base64 take some more of it
+        with self.memory.holding(3 * len(body)):  # decoded texts and base64 need additional memory
             call = partial(decoder, body, limits=self.limits, memory=self.memory)
             del body
             decoded = await loop.run_in_executor(self._decoders, call)
@@ -141,7 +144,7 @@ class Service:
     async def score_samples(
         self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float, admission: "Admission"
     ) -> dict[str, RewardResult]:
-        """The results of each reward in ``asked``. RequestError: no room in a queue, or longer than ``seconds``."""
+        """Return the results of each reward in ``asked``. Raises RequestError if a queue is full, or after ``seconds``."""
         batchers = [self._batchers[name] for name in asked]
         if not all(batcher.has_room(len(samples)) for batcher in batchers):
             raise RequestError("busy")
@@ -162,7 +165,7 @@ class Service:
         return dict(zip(asked, results, strict=True))
 
     async def reload(self, specs: Sequence[RewardSpec]) -> None:
-        """Build every reward again and replace the old one between two batches. If that fails, the old one stays in use."""
+        """Build every reward again and replace the old one between two batches. If the build fails, the old one stays in use."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload") as pool:
             for spec in specs:
                 batcher = self._batchers[spec.name]
@@ -187,7 +190,7 @@ class Service:
 
 
 class Admission:
-    """A request in progress, for the length of a ``with`` block. It is arriving until its samples are in the queues."""
+    """A request in progress, for the duration of a ``with`` block. It counts as arriving until its samples are in the queues."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -206,23 +209,23 @@ class Admission:
         self._service._requests -= 1
 
     def hold(self, count: int) -> None:
-        """Hold memory for a part of the body. RequestError ("busy"): there is no room for it."""
+        """Reserve memory for a part of the body. Raises RequestError ("busy") if the budget is exhausted."""
         self._service.memory.hold(count)
         self._held += count
 
     def release(self) -> None:
-        """The body is no longer used."""
+        """Release the memory of the body."""
         self._service.memory.release(self._held)
         self._held = 0
 
     def arrived(self) -> None:
-        """Its samples are in the rewards' queues."""
+        """Record that the request's samples are in the rewards' queues."""
         self._service._arriving -= self._arriving
         self._arriving = False
 
 
 def _by_item(decoded: Decoded, results: Mapping[str, RewardResult]) -> BatchResult:
-    """The rewards' results by item. An item that could not be decoded has its error code for every reward."""
+    """Sort the rewards' results by item. For an item that could not be decoded, every reward gets the item's error code."""
     rows = {name: iter(given.rows) for name, given in results.items()}
     items = []
     for name, sample in zip(decoded.ids, decoded.samples, strict=True):

@@ -1,7 +1,8 @@
-"""Runs the replicas of a server, each with a port, a log and a device, and restarts those that exit.
+"""Runs the replicas of a server, each with its own port, log and device, and restarts replicas that exit.
 
-The supervisor has imported everything that a replica needs, and forks, so a restart takes only as long as loading the weights. It
-never imports the user's code itself. SIGTERM shuts all replicas down; SIGHUP is forwarded, and each replica reloads its rewards.
+The supervisor imports everything that a replica needs, and forks, so that a restart takes only as long as loading the weights. The
+supervisor itself never imports the user's code. SIGTERM shuts all replicas down; SIGHUP is forwarded to the replicas, which reload
+their rewards.
 """
 
 import errno
@@ -23,7 +24,7 @@ from retouch.serving.replica import USER_ERROR, ServerSettings, bind, run
 
 _POLL = 0.05
 _HEALTH_SECONDS = 2.0  # between two checks of a ready replica
-_STUCK_STATUS = 503  # of /livez, which says that a call of a reward does not return
+_STUCK_STATUS = 503  # status of /livez if a call of a reward does not return
 _STUCK_SECONDS = 60.0  # without a reply, after which a replica is killed
 _SHORT_LIFE = 5.0  # seconds; a replica that exits sooner is restarted after a pause
 _MAX_PAUSE = 30.0
@@ -58,8 +59,8 @@ def serve(
 ) -> int:
     """Run the replicas until SIGTERM or SIGINT; returns the exit code.
 
-    ``settings.port``: the first port, or 0 for any free ports. ``gpus``: CUDA devices, assigned in turn. ``report`` gets a line for
-    each event. ValueError: unknown rewards, or ports in use.
+    ``settings.port``: the first port, or 0 for any free ports. ``gpus``: CUDA devices, assigned in turn. ``report`` is called with
+    a line for each event. Raises ValueError if a reward is unknown, or a port is in use.
     """
     parse_specs(settings.rewards)
     if replicas < 1:
@@ -140,7 +141,7 @@ class _Supervisor:
         self._report(f"replica {replica.number} exited ({how}); restarting it{f' in {pause:.1f} s' if pause else ''}")
 
     def _check(self, replica: _Replica) -> None:
-        """Report when it becomes ready; kill a ready one whose reward is stuck, or that has not replied for a minute."""
+        """Report when the replica becomes ready. Kill a ready replica if its reward is stuck or it has not replied for a minute."""
         status = status_of(replica.settings, "/livez" if replica.ready else "/readyz")
         replied = status == 200
         if replica.ready and status == _STUCK_STATUS:
@@ -167,7 +168,7 @@ class _Supervisor:
                 os.kill(replica.process.pid, number)
 
     def _shut_down(self) -> None:
-        """Shut all replicas down. A second signal, or twice the drain time, kills those that are left."""
+        """Shut all replicas down. Replicas that are left after a second signal, or after twice the drain time, are killed."""
         self._send(signal.SIGTERM)
         first_requests = self._stop_requests
         deadline = time.monotonic() + 2 * max(replica.settings.limits.drain_seconds for replica in self._replicas)
@@ -178,12 +179,12 @@ class _Supervisor:
 
 
 def responds(settings: ServerSettings, path: str) -> bool:
-    """Whether the server replies to GET ``path`` with status 200 within a second."""
+    """Return whether the server replies to GET ``path`` with status 200 within a second."""
     return status_of(settings, path) == 200
 
 
 def status_of(settings: ServerSettings, path: str) -> int | None:
-    """The status of the server's reply to GET ``path``; None: there was none within a second."""
+    """Return the status of the server's reply to GET ``path``; None if there is no reply within a second."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     connection = http.client.HTTPConnection(host, settings.port, timeout=1.0)
     try:
@@ -196,7 +197,7 @@ def status_of(settings: ServerSettings, path: str) -> int | None:
 
 
 def url_of(settings: ServerSettings) -> str:
-    """The server's URL."""
+    """Return the server's URL."""
     host = settings.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
@@ -208,7 +209,7 @@ def _last_line(log: Path) -> str:
 
 @contextmanager
 def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
-    """``count`` ports from ``first`` on, or any free ports if that is 0, reserved for the length of the block."""
+    """Reserve ``count`` ports for the duration of the block: consecutive ports from ``first`` on, or any free ports if it is 0."""
     with ExitStack() as stack:
         sockets = []
         for port in range(first, first + count) if first else [0] * count:
@@ -224,7 +225,7 @@ def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
 
 
 def require_free(host: str, port: int) -> None:
-    """OSError if the port is in use, even by another supervisor of this user, whose port SO_REUSEPORT would share with us."""
+    """Raise OSError if the port is in use, even by another supervisor of the same user, with which SO_REUSEPORT would share it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))

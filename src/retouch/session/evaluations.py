@@ -1,4 +1,4 @@
-"""The evaluations of a run on held-out tasks: scores stored by task, baselines, and the summary."""
+"""The held-out evaluations of a run: it stores the scores of every task, the baselines and the summary."""
 
 import math
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ REWARD = "reward"
 
 
 class RunEvaluations:
-    """Evaluates the run's policy and compares it with the start. Every rank evaluates; the main rank writes."""
+    """Evaluates the run's policy and compares it with the base policy. Every rank evaluates; the main rank writes."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
         self.recipe = recipe
@@ -31,7 +31,7 @@ class RunEvaluations:
         self.headline = headline_tasks(self.evaluator.tasks, recipe.eval.headline)
 
     def evaluate(self, step: int) -> EvaluationResult:
-        """Score the policy after ``step`` steps and store every score.
+        """Evaluate the policy after ``step`` steps and store every score.
 
         Raises TooManyMissing, on every rank and before anything is stored, if more scores are missing than the recipe allows.
         """
@@ -44,7 +44,7 @@ class RunEvaluations:
         return evaluated
 
     def repair(self, done: int) -> list[str]:
-        """Restore what is missing of the evaluations up to ``done`` from their scores. Returns what was missing, as sentences."""
+        """Restore missing lines of the evaluation log, up to step ``done``, from stored scores. Returns one note per problem."""
         known = {line["step"] for line in self.folder.read_evals()}
         notes = []
         for step in sorted({0, *(at for at in range(done + 1) if self._path(at).exists())}):
@@ -76,7 +76,7 @@ class RunEvaluations:
             )
 
     def write_baselines(self) -> None:
-        """Store what results are compared with: the scores of the tasks' targets, and the best of k samples of the base policy."""
+        """Store the baselines: the score of the tasks' targets (ceiling), and the best of k samples of the base policy."""
         if self._baselines_path.exists():
             return
         if self._column in self.evaluator.measured:  # the objective measures the policy, not its images
@@ -95,7 +95,7 @@ class RunEvaluations:
             files.write_json(self._baselines_path, found)
 
     def format_table(self, step: int) -> Iterator[str]:
-        """The held-out table after ``step`` steps, with the values at the start, as lines of text."""
+        """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""
         lines = {line["step"]: line["table"] for line in self.folder.read_evals()}
         now, start = lines[step], lines.get(0, lines[step])
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
@@ -139,7 +139,7 @@ class RunEvaluations:
         self.folder.write_summary(summary)
 
     def _stored(self, step: int) -> EvaluationResult:
-        """The stored scores after a step. Raises ValueError if they are missing or damaged."""
+        """Read the scores after a step. Raises ValueError if the file is missing or damaged."""
         path = self._path(step)
         try:
             return EvaluationResult.from_json(files.read_json(path), self.evaluator.tasks)
@@ -150,7 +150,7 @@ class RunEvaluations:
             ) from None
 
     def _stored_baselines(self) -> dict[str, float | None]:
-        """The baselines; empty if the file is missing or damaged."""
+        """Read the baselines; empty if the file is missing or damaged."""
         try:
             found = files.read_json(self._baselines_path)
             return {name: None if found[name] is None else float(found[name]) for name in ("ceiling", "best_of_k", "k")}

@@ -1,4 +1,4 @@
-"""What interrupts a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which ask it to stop at the end of its step, and a full device."""
+"""Interruptions of a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which stop it at the end of a step, and a device out of memory."""
 
 import signal
 import threading
@@ -14,9 +14,9 @@ from retouch.recipe.recipe import Recipe
 
 @dataclass
 class StopRequest:
-    """``signal``: the first signal received, or None. A second Ctrl-C stops the process at once, as usual.
+    """Whether the run was asked to stop. ``signal``: the first signal received, or None. A second Ctrl-C stops the process at once.
 
-    ``asked``: the event that is set once the run was asked to stop, which ends waiting for rewards (``Ranks.stop``).
+    ``asked``: the event that is set when the run is asked to stop. It also limits the wait for rewards (``Ranks.stop``).
     """
 
     asked: threading.Event
@@ -33,13 +33,13 @@ class StopRequest:
 
     @property
     def code(self) -> int:
-        """The exit code of a process that a signal ended: 128 + its number (SIGTERM if another rank received it)."""
+        """The exit code after a stop: 128 + the number of the signal (SIGTERM if this rank received no signal)."""
         return 128 + (self.signal or signal.SIGTERM)
 
 
 @contextmanager
 def catch_stop_signals(request: StopRequest) -> Iterator[None]:
-    """Catch the first SIGINT, SIGTERM or SIGHUP inside the block as a request to stop. An ignored SIGHUP (nohup) stays ignored."""
+    """Treat the first SIGINT, SIGTERM or SIGHUP inside the block as a request to stop. An ignored SIGHUP (nohup) stays ignored."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -60,7 +60,7 @@ def catch_stop_signals(request: StopRequest) -> Iterator[None]:
 
 @contextmanager
 def explain_out_of_memory(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
-    """Raise OutOfMemory, with the keys of the recipe to change, if a device is full. ``stage``: what the run is doing."""
+    """Turn torch's OutOfMemoryError into OutOfMemory, which names the recipe keys to change. ``stage``: what the run is doing."""
     try:
         yield
     except torch.OutOfMemoryError as error:

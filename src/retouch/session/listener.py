@@ -1,4 +1,4 @@
-"""What a run tells to the process that drives it: its steps, evaluations and checkpoints."""
+"""Callbacks of a run: they report its steps, evaluations and checkpoints to the process that runs it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """A training step that is done. ``step``: counted from 1; ``steps``: of the whole run. ``metrics``: as in ``metrics.jsonl``."""
+    """A finished training step. ``step``: its number, from 1. ``steps``: the number of steps of the run. ``metrics``: the metrics
+    that ``metrics.jsonl`` stores."""
 
     step: int
     steps: int
@@ -22,13 +23,13 @@ class StepResult:
 
 
 class Listener:
-    """Is called on every rank. The base class ignores everything."""
+    """Callbacks of a run, called on every rank. The base class ignores all of them."""
 
     def stepped(self, result: StepResult) -> None:
-        """A step is done and recorded; it is not evaluated or saved yet."""
+        """Called after a step is recorded, before it is evaluated or saved."""
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        """The held-out tasks were evaluated after ``step`` steps."""
+        """Called after the held-out tasks were evaluated at ``step`` finished steps."""
 
     def saved(self, step: int, checkpoint: Path) -> None:
-        """A checkpoint was written to this folder."""
+        """Called after a checkpoint was written to the folder ``checkpoint``."""

@@ -1,4 +1,4 @@
-"""Opening the folder of a run: one owner, the same recipe, and nothing lost since the run was here last."""
+"""Opens the folder of a run: checks that it has one owner and the same recipe, and reports records that were lost."""
 
 import logging
 import os
@@ -22,10 +22,11 @@ log = logging.getLogger("retouch")
 
 @contextmanager
 def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, own_process: bool = True) -> Iterator[RunFolder]:
-    """The run's folder, which the main rank owns inside the block; other ranks share the ownership if a launcher has it.
+    """Open the run's folder. The main rank owns it inside the block; other ranks share the ownership if a launcher holds it.
 
-    ``fresh``: rename an existing folder first. ``own_process``: the log also goes to the terminal, and no longer to the loggers of
-    others. Raises ValueError, on every rank, if another process owns the folder or it holds a run of another recipe.
+    ``fresh``: rename an existing folder first. ``own_process``: the process belongs to the run: the log also goes to the terminal,
+    and is not passed to parent loggers. Raises ValueError, on every rank, if another process owns the folder or the folder contains
+    a run of another recipe.
     """
     with ExitStack() as closing:
         folder, aside = RunFolder(recipe.folder), None
@@ -58,14 +59,14 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
         try:
             yield folder
         except (OSError, ValueError):
-            folder.require_owner()  # a folder that was moved away explains every file that is missing
+            folder.require_owner()  # if the folder was moved away, raise that instead of the missing file
             raise
 
 
 def newest_state(folder: RunFolder, *, every: int) -> TrainState | None:
-    """The newest intact checkpoint of a run; None for a run that has not saved one yet. Says what was lost since the last start.
+    """Load the newest intact checkpoint of a run; None if the run has not saved one yet. Logs which steps were lost.
 
-    ``every``: the interval of checkpoints. Raises ValueError if the run had checkpoints and none of them is intact.
+    ``every``: the number of steps between checkpoints. Raises ValueError if the run had checkpoints and none of them is intact.
     """
     state = checkpoint.load_latest(folder.checkpoints, groups=GROUPS)
     lost = folder.lost_checkpoints(None if state is None else state.step, every=every)
@@ -110,7 +111,7 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
 
 @contextmanager
 def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[None]:
-    """Log to the rank's log file with times; in a process of the run's own, on the main rank also to the terminal without times."""
+    """Log to the rank's log file with times. With ``own_process``, the main rank also logs to the terminal, without times."""
     file = logging.FileHandler(folder.log(ranks.rank))
     file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
     if own_process:
@@ -125,7 +126,7 @@ def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[
     log.setLevel(logging.INFO)
     try:
         yield
-    except BaseException as error:  # the log ends with it, whatever prints it
+    except BaseException as error:  # the log ends with the error, even if the caller prints it too
         if not isinstance(error, GeneratorExit):
             known = isinstance(error, ValueError | OSError | KeyboardInterrupt)
             trace = None if known else (type(error), error, error.__traceback__)

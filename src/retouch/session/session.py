@@ -1,6 +1,6 @@
-"""A run from its recipe to its report: opening its folder and building its parts. ``training_session`` takes its steps.
+"""Starts a run: opens its folder and builds its parts from the recipe. ``training_session`` runs its steps.
 
-What only some recipes have (``watch``, ``push``, judges that are asked) is imported where it is used.
+Modules that only some recipes need (``watch``, ``push``, judges) are imported where they are used.
 """
 
 import logging
@@ -29,9 +29,9 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     """Train as the recipe says, or resume the run with its name. Returns the exit code of the process.
 
     ``fresh``: rename an existing run with this name and start from the beginning. ``new_judge``: the run may resume with another
-    judge. The exit code is 0 when the run is done, and 128 + a signal's number when it was stopped on request, with a checkpoint.
-    Raises ValueError if nothing was started (for example, because another process owns the run's folder), or if the run stopped
-    because of a fault that the message names, with a checkpoint of the last good step.
+    judge. The exit code is 0 when the run is finished, and 128 + the signal's number when it was stopped on request, with a
+    checkpoint. Raises ValueError if the run could not start (for example, because another process owns its folder), or if it
+    stopped because of an error that the message names, with a checkpoint of the last good step.
     """
     with open_session(recipe, fresh=fresh, new_judge=new_judge) as session:
         for _ in session.steps():
@@ -43,11 +43,11 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
 def open_session(
     recipe: Recipe, *, fresh: bool, new_judge: bool = False, listener: Listener | None = None, own_process: bool = True
 ) -> Iterator[TrainingSession]:
-    """A run that is ready to train: its folder is open and its parts are built. Closes everything at the end of the block.
+    """Open a run that is ready to train: open its folder and build its parts. Closes everything at the end of the block.
 
-    ``fresh``, ``new_judge``: as for ``run``. ``listener``: is called after each step, evaluation and checkpoint.
-    ``own_process``: the process belongs to the run, as under ``retouch train``: signals stop it, and the log goes to the terminal
-    and no longer to the loggers of others. Raises ValueError as ``run`` does.
+    ``fresh``, ``new_judge``: see ``run``. ``listener``: called after each step, evaluation and checkpoint. ``own_process``: the
+    process belongs to the run, like the process of ``retouch train``: signals stop the run, and the log goes to the terminal and is
+    not passed to parent loggers. Raises ValueError like ``run``.
     """
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
@@ -59,7 +59,7 @@ def open_session(
         log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
         if (warning := rank_count_warning(recipe, ranks.world)) is not None:
             log.warning("%s", warning)
-        accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
+        accelerate.utils.set_seed(recipe.seed)  # Retouch does not use the global generators, but a user's reward may
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
         opened = None
         if recipe.eval.suites:
@@ -104,7 +104,7 @@ def open_session(
 
 
 def _log_plan(recipe: Recipe, parts: Assembly) -> None:
-    """Log what the user should know before the first step: known test sets, evaluation on training tasks, calls of judges."""
+    """Log warnings and costs before the first step: known test sets, evaluation on training tasks, the number of judge calls."""
     for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
         log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
     if recipe.eval.split == "train":

@@ -1,4 +1,4 @@
-"""Takes the requests to a run (``records.control``) at the end of its steps, and answers them."""
+"""Reads the control requests to a run (``records.control``) at the end of each step, and answers them."""
 
 import logging
 import os
@@ -18,17 +18,17 @@ _SETTLED_NS = 2_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class StepRequests:
-    """What to do after a step; the same on all ranks."""
+    """What the run does after a step because of requests; the same on all ranks."""
 
     stop: bool
     checkpoint: bool
 
 
 class Steering:
-    """Costs one ``os.stat`` per step while there are no new requests, and no collective of its own.
+    """Reads the requests to a run and answers them. Without new requests, it costs one ``os.stat`` per step.
 
-    ``samples_every``: steps between stored samples, for the main rank. A request changes it until the process ends. Requests from
-    before this process are refused.
+    ``samples_every``: the number of steps between stored samples, used by the main rank. A request changes it until the process
+    ends. Requests that were made before this process started are refused.
     """
 
     def __init__(self, folder: RunFolder, ranks: Ranks, *, samples_every: int, step: int) -> None:
@@ -40,8 +40,8 @@ class Steering:
         self.refuse(step, "the run was not training")
 
     def wanted(self, *, stop: bool, last: bool) -> StepRequests:
-        """What new requests ask for, on all ranks. ``stop``: this rank was asked to stop by a signal. ``last``: the run is at its
-        last step, where requests have no effect."""
+        """Return what new requests ask for; the same on all ranks. ``stop``: whether a signal asked this rank to stop. ``last``:
+        whether this is the last step of the run, at which requests have no effect."""
         if self._ranks.is_main:
             self._waiting = self._new()
         for request in () if last else self._waiting.values():
@@ -53,7 +53,7 @@ class Steering:
         return StepRequests(stop=stopping > 0, checkpoint=saving > 0)
 
     def answer(self, step: int, *, last: bool) -> None:
-        """Answer the requests of this step, after the run did what they ask for."""
+        """Answer the requests of this step, after the run has carried them out."""
         for name, request in self._waiting.items():
             if last:
                 self._write(name, request, taken=False, step=step, answer="this was the last step; the run ends with a checkpoint")
@@ -75,7 +75,7 @@ class Steering:
             return {}
         if stamp == self._seen:
             return {}
-        # A file that is added within the resolution of the file system's clock does not change the time, so look again.
+        # A file that is added within the resolution of the file system's clock does not change the folder's time, so read again.
         self._seen = stamp if abs(time.time_ns() - stamp) > _SETTLED_NS else 0
         found = read_requests(self._folder).items()
         return {name: request for name, request in found if request.taken is None and name not in self._answered}
@@ -85,7 +85,7 @@ class Steering:
         self._answered.add(name)
         try:
             answer_request(self._folder, name, request, taken=taken, step=step, answer=answer)
-        except (OSError, NotOwner) as error:  # the file may be another user's; a run does not fail because it cannot answer
+        except (OSError, NotOwner) as error:  # another user may own the file; this must not stop the run
             log.warning("the answer could not be stored: %s", error)
 
 

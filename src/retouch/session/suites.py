@@ -1,4 +1,4 @@
-"""The suites of a recipe's ``eval.suites``: run on the policy during training, with the code and the files of `retouch bench`."""
+"""Runs the suites of ``eval.suites`` on the policy during training, with the code and the file formats of `retouch bench`."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ _REWARD = "reward/mean"
 
 @dataclass(frozen=True)
 class OpenSuite:
-    """A suite of the recipe with its items and its scorer. ``quotas``: of its judges, which count over the whole run."""
+    """A suite of the recipe with its items and its scorer. ``quotas``: the quotas of its judges, counted over the whole run."""
 
     keys: SuiteKeys
     scorer: Scorer
@@ -46,9 +46,10 @@ class OpenSuite:
 
 
 def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
-    """The suites of the recipe, with their items read and their judges audited, if ``eval.audit`` says so, before anything is made.
+    """Read the items of the recipe's suites, and audit their judges if ``eval.audit`` is true, before any image is made.
 
-    Raises ValueError, on every rank: no such suite, data or judge, a suite that is named twice, or a judge that fails its audit.
+    Raises ValueError, on every rank, if a suite, its data or its judge does not exist, a suite is named twice, or a judge fails its
+    audit.
     """
     names = [keys.suite for keys in recipe.eval.suites]
     if len(set(names)) < len(names):
@@ -69,7 +70,7 @@ def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
 
 
 class RunSuites:
-    """Runs the suites of a run. Every rank makes its share of the images and scores them; the main rank writes."""
+    """Runs the suites of a run. Every rank makes and scores its share of the images; the main rank writes the results."""
 
     def __init__(self, suites: Sequence[OpenSuite], recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
         self._suites = suites
@@ -79,14 +80,14 @@ class RunSuites:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether an alarm may go back to a checkpoint."""
+        """Whether an alarm of a suite may roll the run back to a checkpoint."""
         return any(suite.keys.on_alarm == "roll_back" for suite in self._suites)
 
     def after(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Alarm]]:
-        """Run the suites that are due after ``step`` steps. Returns their headlines, and alarms, as metrics of the step; and the
-        alarms. Equal on all ranks.
+        """Run the suites that are due after ``step`` steps. Returns metrics (headline scores and alarms), and the alarms.
 
-        ``metrics``: those of the step so far. Raises ValueError as the scorers do, BudgetSpent on every rank.
+        The result is equal on all ranks. ``metrics``: the metrics of this step, which are not stored yet. Raises the ValueErrors of
+        the scorers, and BudgetSpent on every rank.
         """
         return self._after(self._due(step), step, metrics)
 
@@ -103,13 +104,13 @@ class RunSuites:
         return found, alarms
 
     def catch_up(self, step: int) -> list[Alarm]:
-        """Run the suites that are due after ``step`` steps and have no result, because the run was interrupted; their alarms."""
+        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Returns their alarms."""
         done = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
-        self._parts.ranks.barrier()  # no rank writes a result before all have read which are there
+        self._parts.ranks.barrier()  # all ranks read the results before the main rank writes one
         return self._after([suite for suite in self._due(step) if suite.name not in done], step, {})[1]
 
     def stored_alarms(self, step: int) -> list[Alarm]:
-        """The alarms that the recipe's rules raise now on the results after ``step`` steps."""
+        """Return the alarms that the recipe's current rules raise on the stored results after ``step`` steps."""
         results = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
         found = []
         for suite in self._suites:
@@ -123,7 +124,7 @@ class RunSuites:
         return [suite for suite in self._suites if ends or (suite.keys.every and step % suite.keys.every == 0)]
 
     def _run(self, suite: OpenSuite, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The line of the result in the run's folder."""
+        """Run a suite and return the line that the run's folder stores for its result."""
         folder = self._path(suite, step)
         images, seed = ImageFolder(folder / "images", suite=suite.scorer.suite), self._recipe.eval.seed
         maker = PolicyMaker(self._parts, {"model": f"{self._recipe.name}, step {step}"})
@@ -156,7 +157,7 @@ class RunSuites:
             log.warning("ALARM at step %d: %s", step, alarm)
 
     def _alarm(self, suite: OpenSuite, step: int, now: BenchmarkResult, metrics: Mapping[str, float]) -> str | None:
-        """A sentence, if the suite has fallen since its best result while the training reward has not."""
+        """Return a message if the suite's score fell since its best result while the training reward did not; otherwise None."""
         earlier = [line for line in self._folder.read_suites() if line["suite"] == suite.name and line["step"] < step]
         means = {line["step"]: line["table"][ALL][line["headline"]]["mean"] for line in earlier}
         known = {at: mean for at, mean in means.items() if mean is not None and not math.isnan(mean)}
@@ -174,9 +175,9 @@ class RunSuites:
         )
 
     def _reward_change(self, since: int, step: int, metrics: Mapping[str, float]) -> float:
-        """The mean training reward of the last steps minus that of the steps around ``since``; NaN if one is not known.
+        """Return the mean training reward of the last steps minus the mean of the steps up to ``since``; NaN if one is unknown.
 
-        ``metrics``: of this step, where they are not in the run's folder yet.
+        ``metrics``: the metrics of this step, if the run's folder does not store them yet.
         """
         lines = [*self._folder.read_metrics(), {"step": step, **metrics}]
         values = {line["step"]: line[_REWARD] for line in lines if line["step"] <= step and line.get(_REWARD) is not None}
@@ -194,8 +195,11 @@ class RunSuites:
 
 @dataclass(frozen=True)
 class Fall:
-    """How much a suite's headline has become worse, over the items that both results have: from ``before`` to ``after``, by
-    ``mean``, which is ``sigmas`` standard errors of the paired difference. Negative where it has become better; NaN if unknown."""
+    """How much a suite's headline score became worse, over the items that both results have.
+
+    It changed from ``before`` to ``after`` and became worse by ``mean``, which is ``sigmas`` standard errors of the paired
+    difference. ``mean`` and ``sigmas`` are negative if the score became better, and NaN if unknown.
+    """
 
     before: float
     after: float
@@ -204,7 +208,7 @@ class Fall:
 
 
 def fall(suite: OpenSuite, before: BenchmarkResult, now: BenchmarkResult) -> Fall:
-    """The fall between two results of a suite. The standard error is that of the paired bootstrap interval."""
+    """Compare two results of a suite. The standard error is computed from the paired bootstrap interval."""
     cell = compared(suite.scorer.suite, before, now)[1][now.about["headline"]]
     mean = -suite.scorer.direction * cell["difference"]
     if cell["low"] is None:

@@ -1,6 +1,6 @@
-"""The steps of a run whose folder is open and whose parts are built: train, save, evaluate, summarise.
+"""Runs the steps of a run whose folder is open and whose parts are built: train, save, evaluate, summarise.
 
-What is needed only after the first step (trackers, the report, evaluations) is imported where it is used.
+Modules that are needed only after the first step (trackers, report, evaluations) are imported where they are used.
 """
 
 import logging
@@ -37,7 +37,7 @@ log = logging.getLogger("retouch")
 
 @dataclass
 class TrainingSession:
-    """A run that is ready to train. ``done``: steps that are done. ``code``: the exit code of a process of the run's own."""
+    """A run that is ready to train. ``done``: the number of finished steps. ``code``: the exit code for ``retouch train``."""
 
     recipe: Recipe
     folder: RunFolder
@@ -52,9 +52,9 @@ class TrainingSession:
     code: int = 0
 
     def steps(self) -> Iterator[StepResult]:
-        """Train, and yield each step once it is recorded, and evaluated and saved if due.
+        """Train, and yield each step after it was recorded and, if due, evaluated and saved.
 
-        If the caller stops iterating, a checkpoint of the last step is saved. Raises ValueError as ``run`` does.
+        If the caller stops iterating, a checkpoint of the last step is saved. Raises ValueError like ``run``.
         """
         state = newest_state(self.folder, every=self.recipe.checkpoints.every)
         self.done = 0 if state is None else state.step
@@ -89,7 +89,7 @@ class TrainingSession:
             from retouch.session.steering import Steering
             from retouch.training.recorder import Recorder
 
-            # After the preflight, so that a run that cannot learn shows up in no tracker.
+            # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
             trackers = stack.enter_context(closing(self._trackers()))
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
             self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
@@ -111,7 +111,7 @@ class TrainingSession:
             except RewardsAbandoned:
                 newest = checkpoint.latest(self.folder.checkpoints)
                 where = "there is no checkpoint yet" if newest is None else f"the checkpoint is {newest}"
-                log.warning("stopped while rewards did not answer; %s. Run the same command to continue", where)
+                log.warning("stopped before the rewards arrived; %s. Run the same command to continue", where)
                 self.code = self.request.code
 
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
@@ -144,12 +144,12 @@ class TrainingSession:
                         self.code = self.request.code
                         return
             except (TooManyMissing, BudgetSpent):
-                # Raised on every rank before any weight changed. The next start asks the judge again.
+                # Raised on every rank before any weight changed. The next start sends the failed samples to the judge again.
                 self._save(stepper)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
             except RewardsAbandoned:
-                if not self.watching:  # the look of this step is made again from the checkpoint before
+                if not self.watching:  # during a watch measurement, resume from the previous checkpoint and measure again
                     self._save(stepper)
                 raise
             except EngineFault:
@@ -162,7 +162,7 @@ class TrainingSession:
         self._save(stepper)
         try:
             self._heldout(baseline=False)
-        finally:  # the model card has these scores; the weights are pushed without them too
+        finally:  # the model card shows these scores; the weights are pushed even if the evaluation fails
             if self.publisher is not None:
                 self.publisher.after(self.parts, self.done, last=True)
         self.evaluations.write_summary(self.done)
@@ -170,7 +170,7 @@ class TrainingSession:
             self._report()
 
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
-        """Record the step, save and evaluate when due; also returns whether the run was asked to stop. Raises AlarmStop."""
+        """Record the step; evaluate and save if due. Also returns whether the run stops after it. Raises AlarmStop."""
         alarms: list[Alarm] = []
         try:
             if self.watcher is not None:
@@ -192,7 +192,7 @@ class TrainingSession:
         if alarms:
             self._stop_for_alarms(stepper, alarms)
         last = self.done == self.parts.steps
-        # Evaluate before saving: a run killed in between resumes from an older checkpoint and loses neither.
+        # Evaluate before saving: a run that is killed in between resumes from an older checkpoint and evaluates again.
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
         pictured = _due(self.done, self.steering.samples_every)
@@ -221,8 +221,11 @@ class TrainingSession:
                 self.recorder.groups(self.done, collected)
 
     def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]") -> None:
-        """If one of the alarms stops the run, raise AlarmStop with a checkpoint of this step, or go back to the newest existing
-        checkpoint, which is from before the alarm."""
+        """Raise AlarmStop if one of the alarms stops the run.
+
+        The run can then resume from a checkpoint of this step, or, if an alarm rolls back, from the newest existing checkpoint,
+        which was saved before the alarm.
+        """
         from retouch.watch.alarm_stop import stop_message, stopping_alarms, write_stop
         from retouch.watch.alarms import AlarmStop
 
@@ -269,7 +272,7 @@ class TrainingSession:
         self.folder.require_owner()
         try:
             log.info("report: %s", write_report(self.folder.root))
-        except ValueError as error:  # the report shows the run's files, which others can damage; it must not end the run
+        except ValueError as error:  # others can damage the files that it shows; this must not stop the run
             log.warning("no report was written: %s", error)
 
     def _save(self, stepper: Stepper) -> None:

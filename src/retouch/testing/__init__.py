@@ -1,7 +1,7 @@
 """Contract checks for the parts that you can write yourself, to call in your own tests.
 
-Each raises AssertionError, with measured values, at the first violation. Use tiny models: the checks evaluate many times. It may
-import everything except ``cli``.
+Each check raises AssertionError, with measured values, at the first violation. Use tiny models: the checks evaluate many times.
+This package may import everything except ``cli``.
 
 Example::
 

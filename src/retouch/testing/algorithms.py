@@ -1,4 +1,4 @@
-"""The contracts of an objective, an advantage, a transition and a window, and a small policy to check an objective with."""
+"""The contracts of an objective, an advantage, a transition and a window."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,16 +17,16 @@ from retouch.testing.assertions import call_twice, relative_distance, require, r
 from retouch.types import Batch, Minibatch, Trajectory
 
 CUT_LIMIT = 1e-4
-"""Largest relative difference of gradients that differ only in how a minibatch is cut."""
+"""Largest relative difference between gradients of one minibatch that is divided into microbatches in two ways."""
 
 
 def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
-    """Raises AssertionError where ``objective`` breaks a promise; ``batch`` should have groups of several samples of two tasks.
+    """Raises AssertionError if ``objective`` violates the contract; ``batch`` should have several samples of each of two tasks.
 
-    - Its losses are finite, the same on a second call, draw nothing from the global generator, and have a gradient.
-    - The gradient does not depend on the size of microbatches (``policy.microbatch``), to 1e-4.
-    - Rows of weight 0 do not change it, whatever their advantages.
-    - ``policy/loss`` in the metrics is the sum of the shares.
+    - The losses are finite, are the same on a second call, draw nothing from the global generator, and have a gradient.
+    - The gradient does not depend on the size of the microbatches (``policy.microbatch``), up to 1e-4.
+    - Rows of weight 0 do not change the gradient, whatever their advantages.
+    - ``policy/loss`` in the metrics is the sum of the losses of the microbatches.
 
     Example::
 
@@ -59,7 +59,7 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
 
 
 def _check_weights(built: Any, policy: Any, minibatch: Minibatch, trained: Sequence[Tensor]) -> None:
-    """Rows of weight 0 must not matter."""
+    """Check that the advantages of rows with weight 0 do not change the gradient."""
     weights, advantages = minibatch.weights.clone(), minibatch.advantages.clone()
     first = torch.tensor(minibatch.batch.group) == minibatch.batch.group[0]
     weights[first] = 0.0
@@ -83,7 +83,7 @@ def _gradient(built: Any, policy: Any, minibatch: Minibatch, trained: Sequence[T
 
 
 def _minibatch(batch: Batch, trajectory: Trajectory) -> Minibatch:
-    """All rows, with advantages of both signs in each group."""
+    """A minibatch of all rows, with advantages of both signs in each group."""
     rows, device = len(batch), trajectory.mask.device
     mask, valid = trajectory.mask.cpu(), torch.ones(rows, dtype=torch.bool)
     weights = loss_weights(mask, valid, normalise="sequence", total=denominator(mask, valid, normalise="sequence"))
@@ -93,9 +93,9 @@ def _minibatch(batch: Batch, trajectory: Trajectory) -> Minibatch:
 
 
 def check_advantage(advantage: Advantage, *, reward_range: tuple[float, float] = (0.0, 1.0)) -> None:
-    """Raises AssertionError where ``advantage`` breaks a promise on random rewards within ``reward_range``.
+    """Raises AssertionError if ``advantage`` violates the contract on random rewards within ``reward_range``.
 
-    - It returns one float32 number per row, finite where the reward is, the same on a second call.
+    - It returns one float32 number per row, which is finite if the rewards are finite, and the same on a second call.
     - Permuting the rows permutes the advantages; renumbering the groups does not change them.
     - A missing reward (NaN) leaves the advantages of other groups finite.
 
@@ -125,11 +125,13 @@ def check_advantage(advantage: Advantage, *, reward_range: tuple[float, float] =
 
 
 def check_transition(transition: Transition) -> None:
-    """Raises AssertionError where ``transition`` breaks a promise on random latents, for both reductions.
+    """Raises AssertionError if ``transition`` violates the contract on random latents, for both reductions.
 
     - Evaluating the sampled next x gives the log-probability of the rollout (1e-6), which is finite where ``step_std`` is not 0.
     - Without noise the next x is the mean, and 4096 samples have the standard deviation ``step_std`` to 5 %.
     - The log-probability has a gradient through the velocity, and the sampled x has none.
+
+    A transition that is not stochastic passes without a check.
 
     Example::
 
@@ -158,10 +160,10 @@ def check_transition(transition: Transition) -> None:
 
 
 def check_window(window: Window, *, num_steps: int = 10) -> None:
-    """Raises AssertionError where ``window`` breaks a promise for chains of ``num_steps``.
+    """Raises AssertionError if ``window`` violates the contract for chains of ``num_steps`` denoising steps.
 
-    - ``actions`` is a non-empty ``range`` within the chain, without its last step, in each of 50 training steps.
-    - It depends on (seed, step) only, so that every rank has the same.
+    - ``actions`` is a non-empty ``range`` within the chain, without the last denoising step, in each of 50 training steps.
+    - It depends on (seed, step) only, so that it is the same on every rank.
 
     Example::
 

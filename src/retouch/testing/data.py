@@ -21,14 +21,14 @@ FIELDS = ("mask", "reference", "target", "text")
 def check_data_source(source: DataSource, *, context: DataContext | None = None, tasks: int = 16) -> None:
     """Raises AssertionError if ``source`` violates the contract on the first ``tasks`` tasks of its training and held-out sets.
 
-    ``context``: what a run would tell it (default: images keep their size, up to 64 held-out tasks).
+    ``context``: what a run would pass to the source (default: images keep their size, up to 64 held-out tasks).
 
     - ``build`` gives training and held-out tasks; both have lengths, are indexed from 0, and are the same when built again.
     - Different training tasks have different ids (a task may be repeated); no held-out task has the id or the source images of a
       training task.
     - Instructions are not empty; images are RGB and masks L, of the size of the first source image (or of the target).
     - Every task has what ``contents`` promises, and nothing that it excludes.
-    - The recipe's document of the section can be read back.
+    - The section can be written to a recipe as JSON and read back.
 
     Example::
 

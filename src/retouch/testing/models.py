@@ -14,21 +14,22 @@ from retouch.types import Conditioning, Task
 
 ROUNDING = 1e-4
 _SMALL_STEP = 1e-5  # of sigma: a hundredth of a training time step of 1 / 1000
-_LARGEST_JUMP = 0.2  # by which the velocity may change over it, in changes between sigma 0.9 and 0.3
+_LARGEST_JUMP = 0.2  # largest change of the velocity over this step, as a share of its change from sigma 0.9 to 0.3
 _LEAST_EXPLAINED = 0.25
 
 
 def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int = 4, trained: bool = False) -> None:
-    """Raises AssertionError if ``model`` violates the contract on ``tasks``: two or more of one size, of unequal text lengths.
+    """Raises AssertionError if ``model`` violates the contract on ``tasks``: two or more, of one image size and unequal text
+    lengths.
 
     - A conditioning has one row per task and no gradient, also for the negative branch. Tasks encoded one by one and
       concatenated, rows repeated by an index, and longer padding give the same velocity (up to 1e-4 of the largest value).
     - The velocity has the shape of x, is fp32 and finite, depends only on its own row and sigma, and has a gradient to ``module``.
-    - It is computed by the module that is passed, and changes with it; it changes with the instruction, and smoothly with sigma: a
-      time step that is scaled twice makes it jump.
+    - The velocity is computed by the module that is passed, and changes with its weights. It changes with the instruction, and
+      smoothly with sigma: if the time step is scaled twice, the velocity jumps.
     - ``trained``: whether the weights are trained and the tasks have targets. The velocity v at the noised target then explains
       noise - data: 1 - |v - (noise - data)|^2 / |noise - data|^2 is at least 0.25 at every tested sigma, which finds wrong signs
-      and scales. Random weights cannot show it.
+      and scales. This cannot be tested with random weights.
     - Noise: row i from generator i only, standard normal. Sigmas: num_steps + 1 decreasing values from about 1 to 0.
     - Guidance with scale 1 gives the positive velocity. Images are decoded one per row and encoded to the shape of x.
 
@@ -161,7 +162,7 @@ def _check_direction(model: DenoisingModel, tasks: Sequence[Task], conditioning:
 
 
 def _padded(conditioning: Conditioning) -> Conditioning:
-    """Three positions longer than necessary."""
+    """The conditioning with three more positions of padding."""
     tensors = dict(conditioning.tensors)
     for name in conditioning.padded:
         tensor = tensors[name]

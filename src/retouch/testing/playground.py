@@ -1,4 +1,4 @@
-"""A small policy of the real classes, to check an objective with."""
+"""A small policy, built from the same classes as in a run, with which an objective can be checked."""
 
 from typing import Any
 
@@ -17,8 +17,8 @@ from retouch.types import Batch
 def playground_policy(rollout: DenoisingRollout | None = None, *, microbatch: int = 3) -> tuple[Any, Batch]:
     """The playground's editor as a policy, and a batch of two tasks with three samples each; all on the CPU, in seconds.
 
-    ``rollout``: how it samples; None takes 3 steps of the transition ``cps``. The last block of its transformer trains. It keeps
-    copies of its weights as ``reference`` and ``old``.
+    ``rollout``: how the policy samples; None uses 3 steps of the transition ``cps``. The attention of the last transformer block is
+    trainable. The policy keeps copies of its weights as ``reference`` and ``old``.
 
     Example::
 

@@ -22,15 +22,15 @@ CUT_LIMIT = 1e-5
 def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ratio_limit: float | None = None) -> None:
     """Raises AssertionError if ``policy`` violates the contract on ``batch``, which should have a few rows of at least two tasks.
 
-    - A rollout is keyed by its rows: the same bits on a second call, the same rows (up to rounding) in a smaller batch, no draw
-      from the global generator, no change of weights.
-    - ``evaluate`` reproduces it: |ratio - 1| is at most ``ratio_limit`` before a step (None: 1e-6 for transitions, which holds for
-      means over their elements, and 1e-5 for tokens), and not 0 after the weights have changed.
+    - The random draws of a rollout are keyed by its rows: a second call gives the same bits, and a smaller batch the same rows (up
+      to rounding). Nothing is drawn from the global generator, and no weight changes.
+    - ``evaluate`` reproduces the rollout: |ratio - 1| is at most ``ratio_limit`` before a step (None: 1e-6 for transitions, which
+      holds for means over their elements, and 1e-5 for tokens), and not 0 after the weights have changed.
     - Microbatches cover every row and action once, and the gradient does not depend on the slicing (up to 1e-5 of its norm).
     - Masked actions get no gradient, and the values stored for them do not matter.
     - If the trajectory has values, ``evaluate`` reproduces them too, for any slicing.
-    - ``needs.kl``: that KL is 0 while the policy equals its reference, and has a gradient after the weights have changed.
-      ``needs.log_ratio`` "norm": RatioNorm's ratio has the same limit.
+    - ``needs.kl``: the KL of this kind is 0 while the policy equals its reference, and has a gradient after the weights have
+      changed. ``needs.log_ratio`` "norm": the ratio of RatioNorm has the same limit.
     - A ``VelocityPolicy``: row slices cover every row once, and a row's velocity does not depend on the other rows.
 
     If a rollout consists of whole images without log-probabilities, the checks of log-probabilities are skipped. The weights are
@@ -88,7 +88,7 @@ def _check_outputs(a: Any, b: Any, *, limit: float, what: str) -> None:
 
 
 def _check_rows(trajectory: Trajectory) -> None:
-    """Slicing and concatenating must not change anything."""
+    """Check that slicing and concatenating rows changes nothing."""
     middle = (len(trajectory) + 1) // 2
     joined = type(trajectory).concat([trajectory.take(slice(0, middle)), trajectory.take(slice(middle, len(trajectory)))])
     for name in ("log_probs", "mask", "kind"):
@@ -187,7 +187,7 @@ def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> Non
 
 
 def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:
-    """With half of the actions masked, the objective's gradient must be that of the other half alone."""
+    """Check that with half of the actions masked, the objective's gradient equals the gradient of the other half alone."""
     rows, actions = trajectory.mask.shape
     checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
     mask = trajectory.mask & checkers.to(trajectory.mask.device)

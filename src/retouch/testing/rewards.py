@@ -65,7 +65,7 @@ def _unusual_images() -> Iterator[tuple[str, Image.Image]]:
 
 
 def _score(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:
-    """The scores. Raises AssertionError with ``what`` was scored if the reward raises an error."""
+    """Score the samples. Raises AssertionError if the reward raises an error; the message names the samples as ``what``."""
     try:
         return reward(samples)
     finally:

@@ -1,4 +1,4 @@
-"""From the arguments of a ``Trainer`` to a recipe."""
+"""Converts the arguments of a ``Trainer`` to a recipe."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ MADE_OF = {
     **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
     **{"name": "run_name", "out": "output_dir"},
 }
-"""Keys of a recipe that a Trainer makes of its own arguments, and these."""
+"""Keys of a recipe that a ``Trainer`` sets from its own arguments, with the names of these arguments."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A recipe, the objects of this process that its sections refer to, by name, and the modules of the classes that a script gave.
+    """A run, as described by the arguments of a ``Trainer``.
 
-    A script that passes an object of a class has run the module of the class already, so the recipe may import it.
+    ``objects``: the objects of this process that sections of the recipe refer to, by name. ``modules``: the modules of the classes
+    whose objects the script passed. The script has already imported these modules, so the recipe may import them too.
     """
 
     recipe: Recipe
@@ -71,7 +72,7 @@ def describe(
     run_name: str | None = None,
     **keys: Any,
 ) -> Described:
-    """The recipe of these arguments. Raises ValueError with a line for every mistake, in the words of the arguments.
+    """Convert the arguments of a ``Trainer`` to a recipe. Raises ValueError with a line for each mistake.
 
     ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
     """
@@ -122,7 +123,7 @@ def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
 
 
 def _modules(section: Section) -> Iterator[str]:
-    """The modules of a section that was given as an object: its own, and those of the classes that it names."""
+    """Yield the module of the section's own class, and the modules of the classes that the section names."""
     yield type(section).__module__
     yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
 
@@ -135,7 +136,7 @@ def _require_objective(objective: Any) -> None:
 
 
 def _require_use_of_pairs(data: DataSource, objective: Objective | None) -> None:
-    """A DPO that makes its own pairs is a mistake where the table has pairs."""
+    """Raise ValueError if DPO would sample its own pairs although the table contains pairs."""
     makes_pairs = objective is not None and objective.learns_from_pairs and not objective.needs_pairs
     if makes_pairs and isinstance(data, TableData) and {"chosen", "rejected"} <= set(data.has):
         raise ValueError(
@@ -156,7 +157,7 @@ def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gra
 
 
 def _train(peft_config: Any) -> dict[str, Any]:
-    """What trains: all weights (None), a section, or a ``peft.LoraConfig``."""
+    """The document of ``policy.train`` for None (all weights), a section, or a ``peft.LoraConfig``."""
     if peft_config is None:
         return FullWeights().model_dump(mode="json")
     if isinstance(peft_config, Section):
@@ -176,7 +177,7 @@ def _train(peft_config: Any) -> dict[str, Any]:
 def _rewards(
     given: RewardLike | Sequence[RewardLike] | None, weights: Sequence[float] | Mapping[str, float] | str | None
 ) -> tuple[dict[str, Any], Mapping[str, float] | str, dict[str, Any]]:
-    """The document of the rewards, how they are combined, and the functions among them by name."""
+    """The document of the rewards, their combination, and the reward functions by name."""
     if given is None:
         if weights is not None:
             raise ValueError("reward_weights: there are no reward_funcs to weight; give both, or neither")
@@ -215,7 +216,7 @@ def _reward(given: RewardLike) -> RewardSection:
 def _combine(
     sections: Sequence[RewardSection], weights: Sequence[float] | Mapping[str, float] | str | None
 ) -> Mapping[str, float] | str:
-    """How the columns become one number: a formula, weights by name, or a weight per reward, by default 1 each."""
+    """The combination of the columns: a formula, weights by column, or one weight per reward, by default 1 each."""
     if isinstance(weights, str | Mapping):
         return weights if isinstance(weights, str) else dict(weights)
     if weights is not None and len(weights) != len(sections):
@@ -260,14 +261,14 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
 
         streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
         return streamed, streamed.objects()
-    # A tenth for evaluation, as a number: a share of few rows may leave none.
+    # A tenth of the rows for evaluation, given as a count: a share of a few rows could be rounded to 0.
     share = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
     data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=share)
     return data, data.objects()
 
 
 def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
-    """The source of a file or folder: a prompt list, or a folder with metadata."""
+    """The data source of a path: a prompt list, or a folder with metadata."""
     from retouch.data.sources.folder import FolderData
     from retouch.data.sources.prompts import PromptData
 
@@ -281,7 +282,8 @@ def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
 def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The section of a renderer, and the pipeline that it refers to.
 
-    ``given``: a section, what makes the images, or a dictionary of the section's keys with what makes the images as ``model``.
+    ``given``: a section, an image model (see ``model_section``), or a dictionary of the section's keys, with the image model as
+    ``model``.
     """
     if isinstance(given, RendererSection):
         return RENDERERS.document(given), {}
@@ -297,7 +299,7 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
 
 
 def _plain(key: str, value: Any) -> Any:
-    """The value of a recipe's key as JSON."""
+    """Convert the value of a recipe's key to JSON."""
     if isinstance(value, Advantage):
         return ADVANTAGES.document(value)
     if isinstance(value, Section):

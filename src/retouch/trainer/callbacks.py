@@ -1,4 +1,4 @@
-"""What a script can do while a ``Trainer`` trains."""
+"""Callbacks: code of a script that runs while a ``Trainer`` trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retouch.recipe.recipe import Recipe
 
 @dataclass
 class TrainerState:
-    """Where a run is. ``step``: steps that are done, of ``steps``. ``stopped``: a callback stopped the run.
+    """The progress of a run. ``step``: completed steps. ``steps``: all steps of the run. ``stopped``: whether ``stop`` was called.
 
     ``log_history``: one entry per step with its metrics, and one per evaluation with ``eval/COLUMN`` means over the held-out tasks,
     each with ``step``.
@@ -25,9 +25,9 @@ class TrainerState:
 
 
 class ScoreTable(dict[str, dict[str, float]]):
-    """The table of an evaluation: row ("all", "tag=value") to column to mean; ``n`` counts tasks.
+    """The table of an evaluation, a dictionary: row ("all", "tag=value") to column to mean; the column ``n`` counts tasks.
 
-    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, where a row has more than one score.
+    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, if the row has more than one score.
     """
 
     def __init__(self, means: Mapping[str, dict[str, float]], intervals: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
@@ -53,8 +53,8 @@ class Running(Protocol):
 
 
 class Callback:
-    """Derive from it and override what you need. Any method may call ``trainer.stop()``: the run then ends after the current step,
-    with a checkpoint. With several ranks, every rank calls its own callbacks.
+    """Base class of callbacks: override the methods that you need. Any method may call ``trainer.stop()``: the run then ends after
+    the current step, with a checkpoint. With several ranks, every rank calls its own callbacks.
 
     Example::
 
@@ -65,7 +65,7 @@ class Callback:
     """
 
     def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done; ``step`` counts from 1, ``metrics`` are those of ``metrics.jsonl``."""
+        """A step was completed. ``step``: its number, from 1. ``metrics``: its line of ``metrics.jsonl``."""
 
     def on_evaluate(self, trainer: Running, step: int, table: ScoreTable) -> None:
         """The held-out tasks were evaluated."""
@@ -90,7 +90,7 @@ class ProgressBar(Callback):
         self._bar.update()
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar at its current position."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

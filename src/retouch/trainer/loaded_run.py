@@ -1,4 +1,4 @@
-"""``retouch.load_run``: what a run made, from its folder: the trained policy, a diffusers pipeline, and tables."""
+"""``retouch.load_run`` opens the results of a run from its folder: the trained policy, a diffusers pipeline, and tables."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ def load_run(
     device: str | None = None,
     allow_imports: Iterable[str] = (),
 ) -> LoadedRun:
-    """The run in this folder, with the weights of its newest checkpoint (the running average, if it keeps one).
+    """Open the run in this folder, with the weights of its newest checkpoint (their running average, if the run keeps one).
 
     ``model``, ``processing_class``, ``renderer``: for a run that was given loaded models, the same models; by default they are
-    loaded from where they came from. ``device``: by default the run's. ``allow_imports``: modules outside Retouch that the recipe
-    may import. Nothing is loaded before it is used. Raises ValueError if this is not the folder of a run.
+    loaded from their original folder or repository. ``device``: by default the device of the run. ``allow_imports``: modules
+    outside Retouch that the recipe may import. Nothing is loaded before it is used. Raises ValueError if this is not the folder of
+    a run.
 
     Example::
 
@@ -88,7 +89,7 @@ def _loaded(given: Any, processor: Any) -> Any:
 
 
 class LoadedRun:
-    """A run that is opened from its folder. Made by ``load_run``.
+    """A run that was opened from its folder by ``load_run``.
 
     ``recipe``: the run as a recipe; ``recipe.document()`` is its JSON.
     """
@@ -119,10 +120,10 @@ class LoadedRun:
         return LoadedPolicy(self._parts[0])
 
     def pipeline(self) -> Any:
-        """A diffusers pipeline with the trained weights, ready to call: the same images as the trainer's own.
+        """A diffusers pipeline with the trained weights, ready to call; it makes the same images as the trainer.
 
-        A LoRA is attached to the transformer, as ``pipe.load_lora_weights`` does it. Raises ValueError for a policy that is no
-        diffusers pipeline.
+        A LoRA is attached to the transformer, as by ``pipe.load_lora_weights``. Raises ValueError if diffusers has no pipeline for
+        the policy.
 
         Example::
 
@@ -132,11 +133,11 @@ class LoadedRun:
         section = self.recipe.policy.model
         if isinstance(section, LanguageModel):
             raise ValueError(
-                "its policy is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
+                "the policy of this run is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
             )
         own_layout = isinstance(section, PlaygroundFamily)
         if not isinstance(section, DiffusersModel) or own_layout or isinstance(self.recipe.policy.train, IpAdapter):
-            raise ValueError("no pipeline of diffusers has its layout; use run.policy.sample(...), or `retouch export`")
+            raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
         if section.path not in self._objects and not section.path.startswith(LIVE):
             self._load_pipeline(section)
         copies = self._parts[0].copies
@@ -145,7 +146,7 @@ class LoadedRun:
         return self._objects[self.recipe.policy.model.source]
 
     def _load_pipeline(self, section: DiffusersModel) -> None:
-        """Load the pipeline, and let the policy use its models, so that the weights are held once."""
+        """Load the pipeline, and let the policy use its models, so that the weights are in memory only once."""
         import diffusers
         import torch
 
@@ -213,9 +214,9 @@ class LoadedPolicy:
         self._parts = parts
 
     def sample(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None, seed: int = 0) -> list[Image]:
-        """An image for each prompt, as ``retouch sample`` makes it. ``images``: the source image of each prompt, for editors.
+        """Make an image for each prompt, like ``retouch sample``. ``images``: the source image of each prompt, for editors.
 
-        Raises ValueError if there are not as many, or if the policy makes no usable image.
+        Raises ValueError if there are not as many images as prompts, or if the policy makes no usable image.
 
         Example::
 
@@ -227,7 +228,7 @@ class LoadedPolicy:
         return [sample.image for sample in sample_tasks(self._parts, _tasks(prompts, images), seed)]
 
     def generate(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None) -> list[WriterOutput]:
-        """The most likely completion for each prompt, of a policy that is a language model. Raises ValueError for another one."""
+        """Generate the greedy completion of each prompt. Raises ValueError if the policy is not a language model."""
         from retouch.inference.writers import Writer
         from retouch.policies.autoregressive.policy import AutoregressivePolicy
 

@@ -1,4 +1,4 @@
-"""The recipe's section of a model that is given as an object, a folder or a Hugging Face id."""
+"""Makes the recipe section of a model that is given as an object, a folder or a Hugging Face id."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _WRITERS = {
 def model_section(
     model: Any, *, size: tuple[int, int] | None, key: str, processor: Any = None
 ) -> tuple[ImageModel | LanguageModel, dict[str, Any]]:
-    """The section of ``model``, and the live objects that it refers to.
+    """Make the recipe section of ``model``; also returns the live objects that the section refers to.
 
-    ``model``: a section, a loaded pipeline of diffusers or language model of transformers, or a folder or Hugging Face id of either
-    library. ``size``: (height, width) in px of the images; None is the source image's for editors, else the pipeline's own
-    (1024 x 1024 for a path). ``key``: the argument, for messages. ``processor``: the tokenizer or processor of a loaded language
-    model. Raises ValueError if its family is unknown, or if it cannot be trained as it is.
+    ``model``: a section, a loaded diffusers pipeline or transformers language model, or a folder or Hugging Face id of either
+    library. ``size``: (height, width) in px of the images; None uses the size of the source image for editors, otherwise the
+    default size of the pipeline (1024 x 1024 for a path). ``key``: the argument, for messages. ``processor``: the tokenizer or
+    processor of a loaded language model. Raises ValueError if the model's family is unknown, or if the model cannot be trained as
+    it is.
     """
     if processor is not None and not _is_language_model(model):
         raise ValueError("processing_class: it belongs to a loaded language model; omit it")
@@ -94,9 +95,7 @@ def _require_plain(module: Any, *, key: str) -> None:
     if getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False):
         raise ValueError(f"{key}: this {what} is quantized, which cannot be trained; load it in bfloat16 or float32")
     if any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules()):
-        raise ValueError(
-            f"{key}: this {what} is offloaded (enable_model_cpu_offload or device_map); load it without, and Retouch moves it"
-        )
+        raise ValueError(f"{key}: this {what} is offloaded (enable_model_cpu_offload or device_map); load it without that")
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ValueError(f"{key}: weights of this {what} are on the meta device; load them first, with from_pretrained")
 
@@ -128,7 +127,7 @@ def _language_family(model_type: str, *, name: str, key: str) -> type[LanguageMo
     """The family of a transformers configuration. ``name``: the model, for the message."""
     section = LANGUAGE_MODELS.load(_WRITERS.get(model_type))
     if section is None or not issubclass(section, LanguageModel):
-        raise ValueError(f"{key}: {name} is a {model_type!r} model, which has no adapter; there are {', '.join(_WRITERS)}")
+        raise ValueError(f"{key}: {name} is a {model_type!r} model, which is not supported; supported are {', '.join(_WRITERS)}")
     return section
 
 
@@ -137,18 +136,20 @@ def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
     families = {
         family.pipeline: family
         for family in IMAGE_MODELS.classes()
-        # The playground's models are tiny ones of published families, in a layout of their own.
+        # The playground's models are tiny versions of published families, with a layout of their own.
         if issubclass(family, DiffusersModel) and family.pipeline and not issubclass(family, PlaygroundFamily)
     }
     if pipeline in families:
         return families[pipeline]
-    raise ValueError(f"{key}: {pipeline} has no adapter; there are {', '.join(sorted(map(str, families)))}, or write your own")
+    raise ValueError(
+        f"{key}: {pipeline} is not supported; supported are {', '.join(sorted(map(str, families)))}, or write your own"
+    )
 
 
 def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
-    """A JSON file of a local folder or of a Hugging Face repository; None where it has no such file.
+    """Read a JSON file of a local folder or of a Hugging Face repository; None if that has no such file.
 
-    Raises ValueError if there is neither, or if the Hub cannot be reached.
+    Raises ValueError if there is neither a folder nor a repository, or if the Hub cannot be reached.
     """
     if Path(path).is_dir():
         file = Path(path) / name
@@ -171,7 +172,7 @@ def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
 
 
 def require_pair(size: Any) -> tuple[int, int] | None:
-    """(height, width) of a size that is given as a pair, as one number for a square, or as None. Raises ValueError for others."""
+    """Convert a size to (height, width): a pair, one number for a square, or None. Raises ValueError for other values."""
     if size is None or isinstance(size, int):
         return None if size is None else (size, size)
     if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size)):

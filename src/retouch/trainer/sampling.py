@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class SampledGroups:
     """The result of ``sample``. Row ``i`` belongs to ``prompts[i // group_size]``.
 
-    ``images``: one per row; None where the latents were not finite. ``log_probs``: of each stochastic step, NaN if there is none.
+    ``images``: one per row; None if the latents of the row were not finite. ``log_probs``: of each stochastic step, NaN if there is
+    none.
     ``states``: the latents before each stochastic step and after the last one. ``sigmas``: the noise levels of the schedule, from
     1 to 0. ``trajectory``: what an objective trains on.
     """
@@ -73,13 +74,13 @@ def sample(
     """Sample ``group_size`` images of each prompt as a policy does in training, with the log-probability of every step.
 
     ``pipe``: a loaded diffusers pipeline, a folder, a Hugging Face id, or a section such as ``retouch.models.SD3(path=...)``. Its
-    models are frozen, and the weights that it has now are used, with its LoRA. ``sde``: the noise level of Flow-GRPO's stochastic
-    step, another transition such as ``retouch.CPSTransition(noise_level=0.5)``, or None to sample deterministically. ``images``:
-    the source image of each prompt, for editors. ``size``: (height, width) in px, or one number for squares. ``batch``: images
-    sampled at once, at least one group. ``device``: by default the pipeline's. ``rollout``: other keys of ``rollout`` in a recipe:
-    ``window``, ``reduction``, ``shared_noise``. The same ``seed`` makes the same images.
+    models are frozen; a loaded pipeline samples with its current weights, including its LoRA. ``sde``: the noise level of
+    Flow-GRPO's stochastic step, another transition such as ``retouch.CPSTransition(noise_level=0.5)``, or None to sample
+    deterministically. ``images``: the source image of each prompt, for editors. ``size``: (height, width) in px, or one number for
+    squares. ``batch``: images sampled at once, at least one group. ``device``: by default the device of the pipeline. ``rollout``:
+    other keys of ``rollout`` in a recipe: ``window``, ``reduction``, ``shared_noise``. The same ``seed`` makes the same images.
 
-    Raises ValueError for a model without an adapter, and for wrong values.
+    Raises ValueError for a model of an unsupported family, and for wrong values.
 
     Source: denoising as a chain of actions, DDPO (arXiv 2305.13301) and Flow-GRPO (arXiv 2505.05470).
 
@@ -95,7 +96,9 @@ def sample(
 
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts or group_size < 1:
-        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}: give at least one of each")
+        raise ValueError(
+            f"{len(prompts)} prompts, group_size {group_size}: give at least one prompt, and a group_size of at least 1"
+        )
     if images is not None and len(images) != len(prompts):
         raise ValueError(f"images: {len(images)} for {len(prompts)} prompts; give one source image for each")
     section, objects = model_section(pipe, size=require_pair(size), key="pipe")
@@ -116,7 +119,7 @@ def sample(
 
 
 def _groups(model: Any, sampling: DenoisingRollout, tasks: Sequence[Task], *, group_size: int, seed: int, at_once: int) -> Any:
-    """Images and trajectory of ``at_once`` tasks at a time."""
+    """Yield the images and the trajectory of ``at_once`` tasks at a time."""
     from retouch.models.common.wrappers import Guided
     from retouch.policies.denoising.policy import DenoisingPolicy
     from retouch.policies.weights import WeightCopies

@@ -34,13 +34,13 @@ class Trainer:
     ``retouch.models.SD3(path=...)``. ``processing_class``: the tokenizer or processor of a loaded transformers model; by default
     that of its folder or repository. ``reward_funcs``: one reward or several: reward objects, plain functions (see
     ``retouch.reward``), or names; only ``retouch.DPO(pairs="data")``, which learns from pairs of images, needs none.
-    ``reward_weights``: how they become one number: a weight for each, weights by column, or a formula such as
-    ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a list of
+    ``reward_weights``: how the rewards are combined into one number: a weight for each reward, weights by column, or a formula such
+    as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a list of
     dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
-    ``columns``: our names of the data set's columns, where they differ. ``objective``: by default GRPO. ``peft_config``: what
-    trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model that writes,
-    the pipeline that makes images of its prompts, or that edits the source images and reads its responses. ``size``: (height,
-    width) in px of the images, or one number for squares. ``output_dir`` and ``run_name``: the run's folder is
+    ``columns``: field of a task to column of the data set, if the names differ. ``objective``: by default GRPO. ``peft_config``:
+    which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language
+    model, the pipeline that makes images from the prompts that it writes, or that reads its responses and edits the source images.
+    ``size``: (height, width) in px of the images, or one number for squares. ``output_dir`` and ``run_name``: the run's folder is
     ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar. ``keys``: every other key of a
     recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
 
@@ -99,10 +99,10 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         progress: bool = True,
     ) -> Trainer:
-        """The trainer of a recipe: a file, the name of a packaged recipe, or a document.
+        """Create a trainer from a recipe: a file, the name of a packaged recipe, or a document.
 
-        ``overrides``: ``key=value``, as ``--set`` of the command. ``allow_imports``: modules outside Retouch that the recipe may
-        import. Raises ValueError with one line for each mistake.
+        ``overrides``: ``key=value``, as for ``--set`` of the command. ``allow_imports``: modules outside Retouch that the recipe
+        may import. Raises ValueError with one line for each mistake.
         """
         if isinstance(recipe, str | Path):
             made = load(recipe, overrides, allow_imports=allow_imports)
@@ -139,8 +139,8 @@ class Trainer:
         """Train to the end, or resume the run in ``folder``; returns the comparison of held-out scores before and after.
 
         ``fresh``: rename an existing run of this name and start from the beginning. ``new_judge``: the run may resume with another
-        reward. The result is None if the run was stopped, and on all ranks but the first. Raises ValueError for a fault that the
-        message names; a checkpoint of the last good step is then in the folder.
+        reward. The result is None if the run was stopped, and on all ranks but the first. Raises ValueError if the run fails, with
+        the reason; the folder then contains a checkpoint of the last good step.
         """
         for _ in self.steps(fresh=fresh, new_judge=new_judge):
             pass
@@ -156,7 +156,7 @@ class Trainer:
         return self.steps()
 
     def steps(self, *, fresh: bool = False, new_judge: bool = False) -> Iterator[StepResult]:
-        """As ``train``, but yields each step once it is recorded."""
+        """Like ``train``, but yields each step after it was recorded."""
         from retouch.session.session import open_session
 
         self.state = TrainerState()
@@ -181,7 +181,8 @@ class Trainer:
             self._request.stop()
 
     def evaluate(self) -> ScoreTable:
-        """Score the held-out tasks with the current weights: row ("all", "tag=value") to column to mean, with ``intervals``."""
+        """Score the held-out tasks with the current weights. The table maps row ("all", "tag=value") to column to mean, and has
+        ``intervals``."""
         from retouch.rewards.judging import RewardScorer
 
         parts = self._assembled()
@@ -200,11 +201,11 @@ class Trainer:
         return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
-        """Write what was trained, a LoRA or the whole transformer, with a model card; returns the files.
+        """Write the trained weights, a LoRA or the whole transformer, with a model card; returns the files.
 
-        ``format``: of a LoRA: ``diffusers``, ``peft``, ``comfyui``, or all that exist for its model. On several ranks, the first
-        one writes, and the others return an empty list. Raises ValueError if the folder contains something else, if nothing was
-        trained yet, if the model has no such format, or if the weights are sharded by fsdp2.
+        ``format``: the format of a LoRA: ``diffusers``, ``peft``, ``comfyui``, or ``all`` that exist for the model. On several
+        ranks, the first one writes, and the others return an empty list. Raises ValueError if the folder contains something else,
+        if nothing was trained yet, if the model has no such format, or if the weights are sharded by fsdp2.
         """
         from retouch.inference.exporting import write_export
 
@@ -221,7 +222,7 @@ class Trainer:
         return write_export(parts, to, step=self.state.step, format=format)
 
     def push_to_hub(self, repo: str, *, private: bool = True) -> str:
-        """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address, which is empty on all ranks but the
+        """Upload the files of ``save_pretrained`` to the Hugging Face Hub; returns the address, which is empty on all ranks but the
         first.
 
         ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token, or if the Hub refuses it.
@@ -243,7 +244,7 @@ class Trainer:
         return before_and_after(self.folder)
 
     def _undeclared_ranges(self) -> Iterator[tuple[str, float, float]]:
-        """Name, lowest and highest score of each reward function that declares no range."""
+        """Yield the name, the lowest and the highest score of each reward function that declares no range."""
         from retouch.rewards.function import FunctionReward
 
         for _, _, section in self.recipe.reward.parts():
@@ -264,7 +265,7 @@ class Trainer:
 
 
 class _Listener(Listener):
-    """Passes what the session tells to the trainer's state and callbacks."""
+    """Forwards the events of the session to the trainer's state and callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer

@@ -2,8 +2,8 @@
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a folder with its final name is complete.
 ``manifest.json`` holds the size and SHA-256 of every file, so that damage is detected and another checkpoint is used. One process
-writes; all may read. Tensors that are spread over ranks are gathered and written one at a time, so a checkpoint needs CPU memory
-for one tensor, and reading one maps its files into memory.
+writes; all processes may read. Tensors that are sharded over ranks are gathered and written one at a time, so saving needs CPU
+memory for one tensor. Loading maps the files into memory.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ _log = logging.getLogger(__name__)
 class TrainState:
     """Everything that a run needs to continue after ``step`` with the same bits.
 
-    ``tensors``: group (weights, optimizer, copies, rng) to name to tensor; each group is one file ``<group>.safetensors``.
-    ``numbers``: everything else, as strict JSON (no NaN, no infinity).
+    ``tensors``: maps a group (weights, optimizer, copies, rng) to its tensors by name; each group is one file
+    ``<group>.safetensors``. ``numbers``: everything else, as strict JSON (no NaN, no infinity).
     """
 
     step: int
@@ -52,18 +52,19 @@ class TrainState:
 def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] = lambda: None) -> Path:
     """Write ``step-NNNNNN`` into ``folder`` and return its path once it is safely on disk.
 
-    An intact checkpoint of that step is left as it is; a damaged one is replaced. Raises ValueError if it cannot be written (for
-    example, no space left on the disk); existing checkpoints are then unchanged. ``before_commit`` is called at the start and
-    before the checkpoint gets its name, and may raise. If tensors are spread over ranks, rank 0 calls it and all others ``send``.
+    An intact checkpoint of that step is left as it is; a damaged one is replaced. Raises ValueError if the checkpoint cannot be
+    written (for example, no space left on the disk); existing checkpoints are then unchanged. ``before_commit`` is called at the
+    start and before the checkpoint gets its final name, and may raise. If tensors are sharded over ranks, rank 0 calls ``save`` and
+    all other ranks call ``send``.
     """
     try:
         return _save(folder, state, before_commit)
-    finally:  # whatever happened here, the other ranks wait to send
+    finally:  # after an error too, because the other ranks are blocked in send
         send(state)
 
 
 def send(state: TrainState) -> None:
-    """Take part in ``save`` on rank 0: send it this rank's parts of the tensors that are spread over ranks."""
+    """Take part in rank 0's ``save``: send this rank's shards of the tensors that are sharded over ranks."""
     for tensors in state.tensors.values():
         if isinstance(tensors, GatheredTensors):
             tensors.send_unread()
@@ -104,7 +105,7 @@ def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) ->
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest intact checkpoint according to its manifest, or None. Damaged ones are skipped with a warning."""
+    """Return the newest checkpoint that is intact according to its manifest, or None. Damaged ones are skipped with a warning."""
     for path in _newest_first(folder):
         if _is_intact(path):
             return path
@@ -125,7 +126,7 @@ def load(path: Path) -> TrainState:
 
 
 def load_latest(folder: Path, *, groups: Collection[str]) -> TrainState | None:
-    """The newest checkpoint that can be read and has these groups of tensors, or None. Others are skipped with a warning."""
+    """Return the newest checkpoint that can be read and has these groups of tensors, or None. Others are skipped with a warning."""
     for path in _newest_first(folder):
         try:
             state = load(path)
@@ -139,7 +140,7 @@ def load_latest(folder: Path, *, groups: Collection[str]) -> TrainState | None:
 
 
 def verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files. Raises ValueError, with the file and the reason, if one is not what ``save`` wrote."""
+    """Return the names of a checkpoint's files. Raises ValueError, with the file and the reason, if a file is not as saved."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         listed = _listed(path, manifest)
@@ -157,7 +158,7 @@ def verify(path: Path) -> list[str]:
 
 
 def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
-    """Remove all checkpoints except the newest ``keep``, those of every ``keep_every`` steps, and the newest intact one.
+    """Remove all checkpoints except the newest ``keep``, those at multiples of ``keep_every`` steps, and the newest intact one.
 
     Raises ValueError if ``keep`` is below 1.
     """
@@ -177,7 +178,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The states of this process's global generators: Python, NumPy, PyTorch on the CPU, and PyTorch on this rank's CUDA device."""
+    """Return the states of the global generators: Python, NumPy, PyTorch on the CPU, and PyTorch on this rank's CUDA device."""
     version, words, gauss = random.getstate()
     assert version == 3, f"unknown state of Python's generator: {version}"
     legacy = numpy.random.get_state(legacy=False)
@@ -194,7 +195,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """Set the generators to the result of ``rng_state``; CUDA's only if the state has it and this process has a device."""
+    """Set the generators to the result of ``rng_state``; the CUDA generator only if the state has it and CUDA is available."""
     gauss = state["python_gauss"].item()
     random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
     *key, position, has_gauss = state["numpy"].tolist()
@@ -208,7 +209,7 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """All paths that are named like a checkpoint, intact or not."""
+    """Return all paths that are named like a checkpoint, intact or not, from the last step to the first."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
 
@@ -226,7 +227,7 @@ def _is_intact(path: Path) -> bool:
 
 
 def _listed(path: Path, manifest: object) -> dict[str, dict[str, object]]:
-    """The files in the manifest. Raises ValueError if it is not a manifest of this format, or names files elsewhere."""
+    """Return the files in the manifest. Raises ValueError if it has another format, or names files outside of the folder."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{path / 'manifest.json'} is not a checkpoint's manifest; use another checkpoint")
     if manifest.get("format") != FORMAT:
@@ -252,7 +253,7 @@ def _manifest(folder: Path) -> dict[str, Json]:
 
 
 def _as_json(value: Json) -> bytes:
-    """Strict JSON. Raises ValueError for a number that JSON cannot represent, because dropping it would change the state."""
+    """Return strict JSON. Raises ValueError for a number that JSON cannot represent, because dropping it would change the state."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -262,7 +263,7 @@ def _sha256(path: Path) -> str:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint: rename it first, so that an interrupted removal leaves no half checkpoint, then delete its files."""
+    """Rename a checkpoint and then delete its files, so that an interrupted removal leaves no incomplete checkpoint."""
     temporary = path.with_name(f"{_TEMPORARY}old-{path.name}")
     remove(temporary)
     path.rename(temporary)

@@ -1,4 +1,4 @@
-"""Time of the stages of a step: on the GPU where one computes, elsewhere by the wall clock."""
+"""Times the stages of a step: with GPU events if the run computes on a GPU, otherwise with the host's clock."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,30 +8,31 @@ from typing import Any, Protocol
 
 
 class Event(Protocol):
-    """A point in a GPU's queue of kernels, as ``torch.cuda.Event``."""
+    """A point in a GPU's queue of kernels, like ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Add the point to the queue."""
+        """Add this point to the queue."""
         ...
 
     def query(self) -> bool:
-        """Whether the GPU has reached it. Does not wait."""
+        """Return whether the GPU has reached this point, without waiting for it."""
         ...
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds to another point that has been reached."""
+        """Return the milliseconds between this point and the later point ``end``; the GPU must have reached both."""
         ...
 
 
 @dataclass
 class Clock:
-    """Sums the seconds of each stage until they are taken.
+    """Sums the seconds of each stage until ``take`` is called.
 
-    A GPU computes later than the host asks, so the host's clock would count the end of a rollout as rendering, which waits for it.
-    ``event``: makes the points in the GPU's queue between which a stage is measured; None is the host's clock. Nothing waits for
-    the GPU: a stage that it has not finished when times are taken counts in the next step.
+    A GPU computes later than the host queues its kernels, so the host's clock would count the end of a rollout as part of the
+    rendering, which waits for the rollout. ``event``: creates the points in the GPU's queue at which a stage starts and ends; None:
+    use the host's clock. The clock never waits for the GPU: a stage that the GPU has not finished when ``take`` is called counts in
+    the next step.
 
-    ``stage``: the stage that is running, or that ended with an exception.
+    ``stage``: the stage that is running, or the stage that ended with an exception.
     """
 
     event: Callable[[], Event] | None = None
@@ -65,8 +66,8 @@ class Clock:
         self._spent[stage] = self._spent.get(stage, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """Seconds by ``time/<stage>`` since the last call."""
-        # A GPU finishes stages in order.
+        """Return the seconds of each stage since the last call, with keys ``time/<stage>``."""
+        # A GPU finishes stages in the order in which they were queued.
         while self._pending and self._pending[0][2].query():
             stage, start, end = self._pending.pop(0)
             self._add(stage, start.elapsed_time(end) / 1000)

@@ -1,4 +1,4 @@
-"""Completions in a run's records: their texts, which are stored with the images, and their metrics; and those of engines."""
+"""What a run records about completions: their texts, which are stored with the images, and metrics of completions and engines."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from retouch.types import Kind, Trajectory
 
 
 def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
-    """Each row's text; None if the policy writes no text (it may generate an image token by token)."""
+    """Return the text of each row, or None if the policy writes no text (it may generate an image token by token)."""
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return [None] * len(trajectory)
     if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # image tokens only
@@ -21,11 +21,13 @@ def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
 
 
 def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
-    """The mean number of tokens of a completion, including the one that ended it, and the fraction cut off, over all ranks.
+    """Return the mean number of tokens per completion, including the end token, and the fraction of truncated completions.
 
-    If the actions were sampled by an engine with log-probabilities of its own, also the difference from ours in nats an action: the
-    mean and the largest |log ours - log engine|, and the mean of log engine - log ours, which estimates their KL divergence. Of
-    denoising chains also ``engine/deviation``: how far the engine's means are from ours, in standard deviations of a step.
+    Metrics are over all ranks. If an engine sampled the actions and returned its own log-probabilities, they are compared with the
+    policy's, in nats per action: ``engine/mismatch`` and ``engine/mismatch_max`` are the mean and the largest
+    |log policy - log engine|; ``engine/kl`` is the mean of log engine - log policy, which estimates the KL divergence of the two.
+    Denoising trajectories also get ``engine/deviation``: the root mean square distance between the engine's and the policy's step
+    means, in standard deviations of a step.
 
     Source: the completion metrics of TRL's GRPOTrainer.
     """

@@ -18,17 +18,17 @@ from retouch.training.completions import completion_texts
 from retouch.training.loop import wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
 
-# Keys the noise of evaluations. Training steps count from 0, so they never use this key.
+# The step number in the noise key of evaluations. Training steps count from 0, so they never use this key.
 EVALUATION_STEP = -1
 MOST_TAG_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationResult:
-    """Scores and rewards (n,) of the held-out tasks in their order, NaN if missing.
+    """Scores and rewards (n,) of the held-out tasks, in the order of ``tasks``; NaN for a missing score.
 
-    ``images`` and ``texts``: the images of the first few tasks, and the completions they were made from (None: the policy writes
-    none). ``shares``: columns of 1 (yes), 0 (no) and 0.5 (undecided).
+    ``images`` and ``texts``: the images of the first few tasks, and the completions that they were made from (None if the policy
+    writes no text). ``shares``: the names of the columns with values 1 (yes), 0 (no) and 0.5 (undecided).
     """
 
     tasks: Sequence[Task]
@@ -39,7 +39,7 @@ class EvaluationResult:
     shares: Sequence[str] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Every score by task, as stored in the run's folder."""
+        """Return the scores of every task as JSON, as they are stored in the run's folder."""
         return {
             **({"shares": list(self.shares)} if self.shares else {}),
             "tasks": [task.id for task in self.tasks],
@@ -49,7 +49,7 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any], tasks: Sequence[Task]) -> "EvaluationResult":
-        """The inverse of ``to_json``, for the same tasks. Raises ValueError if the tasks have changed."""
+        """Read the result of ``to_json``. Raises ValueError if ``tasks`` are not the tasks of the record."""
         if [task.id for task in tasks] != record["tasks"]:
             raise ValueError("the held-out tasks differ from those at the start of the run; start a new run with --fresh")
         scores = {name: _column(values) for name, values in record["scores"].items()}
@@ -64,9 +64,10 @@ def _column(values: Sequence[float | None]) -> Tensor:
 class Evaluator:
     """Evaluates a policy on ``tasks``, which are divided among the ranks.
 
-    ``seed`` keys the initial noise. ``batch``: rows per batch. ``pictures``: the number of images to return. ``demonstrates``:
-    whether the policy can demonstrate the task, because it has a target. ``scores_images``: whether there is a reward; without one
-    only the images to return are made. ``objective``: adds what it measures of the tasks itself.
+    ``seed``: the key of the initial noise. ``batch``: rows per batch. ``pictures``: the number of images to return.
+    ``demonstrates``: whether the policy can demonstrate a task, because the task has a target. ``scores_images``: whether there is
+    a reward; without a reward, only the images that are returned are made. ``objective``: adds the columns that the objective
+    measures itself (``heldout_columns``).
     """
 
     tasks: Sequence[Task]
@@ -82,11 +83,11 @@ class Evaluator:
 
     @property
     def measured(self) -> Mapping[str, str]:
-        """The columns that the objective measures, as its ``heldout_columns``."""
+        """The columns that the objective measures (its ``heldout_columns``); empty without an objective."""
         return {} if self.objective is None else self.objective.heldout_columns
 
     def __call__(self, policy: Any) -> EvaluationResult:
-        """Score the policy as a user would run it."""
+        """Evaluate the policy on all tasks, sampling as in inference: without exploration."""
         result = self._evaluate(policy.sample, slot=0) if self.scores_images else self._unscored(policy.sample)
         if self.objective is None:
             return result
@@ -94,19 +95,19 @@ class Evaluator:
         return replace(result, scores=result.scores | self._measure(policy, self.objective), shares=shares)
 
     def ceiling(self, policy: Any) -> EvaluationResult | None:
-        """Score the tasks' own targets or completions after rendering; None if a task has none.
+        """Score the targets or completions that are stored in the tasks, after rendering; None if a task has no target.
 
-        A denoising policy cannot exceed the score of its targets. A writer may find better completions than those of the tasks.
+        A denoising policy cannot score higher than the targets. A writer may find better completions than those of the tasks.
         """
         if not all(self.demonstrates(task) for task in self.tasks):
             return None
         return self._evaluate(policy.demonstrate, slot=0)
 
     def best_of(self, policy: Any, *, k: int) -> EvaluationResult:
-        """The best of ``k`` samples per task, separately for each column; a sample without a score is never the best.
+        """Return the best of ``k`` samples per task, separately for each column; a sample without a score is never the best.
 
-        A denoising policy starts from new noise each time. A writer samples its tokens, because its most likely tokens are always
-        the same.
+        A denoising policy starts each sample from new noise. A writer samples its tokens, because greedy decoding would give the
+        same completion each time.
         """
         act = policy.rollout if policy.sampling.writes_tokens else policy.sample
         results = [self._evaluate(act, slot=slot) for slot in range(k)]
@@ -124,19 +125,19 @@ class Evaluator:
         return self._result(dict(zip(judged.scores, columns, strict=True)), rewards, samples)
 
     def _unscored(self, act: Any) -> EvaluationResult:
-        """The images to return, without scores."""
+        """Make only the images that are returned, without scores."""
         samples = [made for batch in self._batches(slots=(0,), most=self.pictures) for made in self._samples(act, batch)]
         return self._result({}, torch.full((len(self.tasks),), torch.nan), samples)
 
     def _measure(self, policy: Any, objective: Objective) -> Scores:
-        """The columns that the objective measures, under the average weights if there are any, as for ``policy.sample``."""
+        """Return the columns that the objective measures, under the average weights if there are any, like ``policy.sample``."""
         with policy.copies.using("average") if "average" in policy.copies.copies else nullcontext():
             parts = [objective.measure(policy, batch) for batch in self._batches(slots=(0, 1))]
         columns = self._gathered([torch.cat([part[name].cpu() for part in parts]) for name in self.measured])
         return dict(zip(self.measured, columns, strict=True))
 
     def _batches(self, *, slots: Sequence[int], most: int | None = None) -> Iterator[Batch]:
-        """This rank's tasks, or the first ``most`` of them, a row for each slot. All ranks have equally many."""
+        """Yield this rank's tasks, or the first ``most`` of them, with one row per slot. All ranks get the same number of rows."""
         count = len(self.tasks)
         share = math.ceil(count / self.ranks.world)
         mine = [min(index, count - 1) for index in range(self.ranks.rank * share, (self.ranks.rank + 1) * share)][:most]
@@ -158,7 +159,7 @@ class Evaluator:
         return [Sample(*parts) for parts in zip(batch.tasks, images, completion_texts(trajectory), strict=True)]
 
     def _gathered(self, columns: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The columns of this rank's tasks, over all ranks and in the order of ``tasks``."""
+        """Gather the columns of all ranks, in the order of ``tasks``."""
         return self.ranks.gather(torch.stack(list(columns), dim=1))[: len(self.tasks)].unbind(dim=1)
 
     def _result(self, scores: Scores, rewards: Tensor, samples: Sequence[Sample]) -> EvaluationResult:
@@ -177,10 +178,10 @@ Row = dict[str, float | int]
 def score_table(
     evaluated: EvaluationResult, headline: Tensor | None = None
 ) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
-    """Column means by row, and their 95 % confidence intervals where a row has more than one score.
+    """Return the column means of each row of the table, and their 95 % confidence intervals if more than one score is known.
 
-    The rows are ``all``; ``headline``, the tasks for which ``headline`` (n,) is True, unless these are all; and ``tag=value`` for
-    each tag with few values.
+    The rows of the table are: ``all``; ``headline``, the tasks for which ``headline`` (n,) is True (left out if it is all tasks);
+    and ``tag=value`` for each value of the tags with at most ``MOST_TAG_VALUES`` values.
     """
     means: dict[str, Row] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
@@ -202,9 +203,10 @@ def score_table(
 
 
 def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] | None) -> Tensor:
-    """A mask (n,) of the tasks that the summary is about: all of them, or those with one of the given values for every given tag.
+    """Return a mask (n,) of the tasks that the summary reports (``eval.headline``).
 
-    Raises ValueError if there is no such task.
+    These are the tasks that have, for every given tag, one of the given values; all tasks if no tag is given. Raises ValueError if
+    there is no such task.
     """
     tags = headline or {}
     mask = torch.tensor([all(task.tags.get(tag) in values for tag, values in tags.items()) for task in tasks])
@@ -214,9 +216,9 @@ def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] 
 
 
 def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float] | None]:
-    """The mean of after - before over tasks scored both times, and its 95 % interval (normal approximation, paired).
+    """Return the mean of after - before over the tasks with both scores, and its 95 % interval (normal approximation, paired).
 
-    The interval is None for a single task.
+    The interval is None if only one task has both scores.
     """
     difference = (after - before).double()
     difference = difference[~difference.isnan()]

@@ -1,6 +1,6 @@
-"""The ledger of a training run on one rank: the file that holds every score of the run, and every answer of a judge or a server.
+"""One rank's ledger of a training run: the file that holds every score, and every answer of a judge or a reward server.
 
-It is opened before the rewards are built, so that calls to judges and servers go through its cache of answers.
+It is opened before the rewards are built, so that calls to judges and reward servers go through its cache of answers.
 """
 
 import json
@@ -32,8 +32,10 @@ log = logging.getLogger("retouch")
 
 
 class Ledger:
-    """``run``: the run's folder. ``keep_images``: keep every image that is scored. ``new_judge``: the run may continue with another
-    reward than it began with, as before its first step. ValueError: the file is damaged, or was written by another version.
+    """The ledger of one rank in the folder ``run``.
+
+    ``keep_images``: store every image that is scored. ``new_judge``: whether the run may continue with a different reward from the
+    one that it began with. Raises ValueError if the file is damaged or was written by another version.
     """
 
     def __init__(self, run: Path, ranks: Ranks, *, keep_images: bool, new_judge: bool) -> None:
@@ -52,13 +54,13 @@ class Ledger:
 
     @cached_property
     def cache(self) -> "AnswerCache":
-        """The answers of judges and reward servers."""
+        """The cache of the answers of judges and reward servers."""
         from retouch.rewards.ledger.answers import AnswerCache
 
         return AnswerCache(self._database)
 
     def cached(self, reward: Reward) -> Reward:
-        """The reward with its calls to judges and reward servers going through the ledger; other rewards as they are."""
+        """Return the reward with its calls to judges and reward servers cached in the ledger; other rewards are unchanged."""
         if not any(hasattr(reward, name) for name in ("panel", "submit_with_stats")):
             return reward
         from retouch.rewards.ledger.caching import with_cache
@@ -66,7 +68,7 @@ class Ledger:
         return with_cache(reward, self.cache)
 
     def require_same_judge(self, reward: Reward) -> None:
-        """ValueError, on every rank, where the run began with another reward and ``new_judge`` is False."""
+        """Raise ValueError, on every rank, if the run began with a different reward and ``new_judge`` is False."""
         known = self._last()
         changed = [] if known is None else list(changes(known, describe(reward)))
         if not self._ranks.any(bool(changed)):
@@ -81,10 +83,10 @@ class Ledger:
         log.warning("the run goes on with another judge:\n  %s", told)
 
     def attach(self, judge: RewardScorer, *, since: int) -> None:
-        """Give the training judge its journal, and note in the ledger that it judges from step ``since`` on."""
+        """Attach the journal to the training judge, and record in the ledger that it scores from step ``since`` on."""
         about, last = describe(judge.reward), self._last()
         same = last is not None and not any(changes(last, about))
-        # An earlier release may have described the same judge in other words; its scores are found under its fingerprint.
+        # An earlier release may have described the same judge in other words: its scores are stored under the old fingerprint.
         key = short(last if same else about)
         if not same:
             with self._database.writing() as connection:
@@ -93,15 +95,15 @@ class Ledger:
         judge.journal = Journal(self._database, judge=key, images=self._images)
 
     def attach_heldout(self, judge: RewardScorer) -> None:
-        """Give a judge that does not train its journal. It must use splits that the training judge does not."""
+        """Attach a journal to a judge that only evaluates. It must use other splits than the training judge."""
         judge.journal = Journal(self._database, judge=fingerprint(judge.reward))
 
     def usage(self) -> dict[str, float]:
-        """What the judges took since the run began, by metric name: totals over all ranks, which all call this.
+        """Return the requests, tokens and cost of all judges since the run began, by metric name, summed over all ranks.
 
-        Judges of benchmarks count too, and those of an earlier start with more ranks. Empty before the first request.
-        ``judge/cost``, in dollars, is there only if a price is known, and ``judge/unpriced_requests`` counts the requests that it
-        does not contain.
+        All ranks must call it. It includes the judges of benchmarks, and the ledgers of an earlier start with more ranks. Empty
+        before the first request. ``judge/cost`` (in dollars) is present only if a price is known; ``judge/unpriced_requests``
+        counts the requests that the cost does not include.
         """
         own = self._database.path
         self._add_usage(own, self._database.reading())
@@ -110,7 +112,7 @@ class Ledger:
             if path == own or rank is None:
                 continue
             if rank == self._ranks.rank or (self._ranks.is_main and rank >= self._ranks.world):
-                with suppress(ValueError, sqlite3.Error):  # a statistic ends no run
+                with suppress(ValueError, sqlite3.Error):  # a statistic must not stop the run
                     self._add_usage(path, closing(open_read_only(path)))
         mine = sum((used for used, _ in self._usage.values()), JudgeUsage())
         total = JudgeUsage(*self._ranks.sum(torch.tensor(astuple(mine), dtype=torch.float64)).tolist())
@@ -128,25 +130,25 @@ class Ledger:
         self._database.close()
 
     def _add_usage(self, path: Path, connecting: "AbstractContextManager[sqlite3.Connection]") -> None:
-        """Count the answers that are new in a ledger."""
+        """Add the answers that are new in a ledger file to its usage."""
         before, last = self._usage.get(path, (JudgeUsage(), 0))
         with connecting as connection:
             used, last = read_usage(connection, after=last)
         self._usage[path] = before + used, last
 
     def _last(self) -> dict[str, Json] | None:
-        """The description of the run's latest judge; None in a new run."""
+        """Return the description of the run's latest judge; None in a new run."""
         with self._database.reading() as connection:
             row = connection.execute("SELECT about FROM judges ORDER BY number DESC LIMIT 1").fetchone()
         return None if row is None else json.loads(row[0])
 
 
 def ledger_path(run: Path, rank: int) -> Path:
-    """A rank's ledger in a run's folder."""
+    """Return the path of a rank's ledger in a run's folder."""
     return run / ("ledger.sqlite" if rank == 0 else f"ledger.rank{rank}.sqlite")
 
 
 def rank_of(ledger: Path) -> int | None:
-    """The rank that wrote a ledger with a name of `ledger_path`; None for another name, such as that of a copy."""
+    """Return the rank that wrote a ledger file; None if its name is not one of ``ledger_path`` (for example, a copy)."""
     named = re.fullmatch(r"ledger(?:\.rank([1-9][0-9]*))?\.sqlite", ledger.name)
     return None if named is None else int(named[1] or 0)

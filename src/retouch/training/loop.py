@@ -41,23 +41,24 @@ _log = logging.getLogger("retouch")
 
 
 class RewardsAbandoned(Exception):
-    """The run was asked to stop and the rewards did not come within ``STOP_SECONDS``. Nothing was learned from them."""
+    """The run was asked to stop, and the rewards did not arrive within ``STOP_SECONDS``. The step made no update."""
 
 
 class TooManyMissing(ValueError):
-    """More samples than allowed have no reward. Nothing was learned from this step."""
+    """More samples than allowed have no reward. The step made no update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """How to collect samples and what to learn from them.
 
-    ``batch``: this rank's rows of a step. ``order``: the global row numbers of all ranks' rows, in the order of ranks. ``group``:
-    the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no reward).
-    ``reward_range``: smallest and largest possible reward. ``normalise`` and ``max_length``: see ``core/weights.py``.
-    ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0. ``demonstrate``:
-    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves. ``source``: what each step
-    learns from, from a given step on (``staleness.py``, ``refill.py``); None collects one step after the other.
+    ``batch``: maps a step to this rank's rows. ``order``: the global row numbers of the rows of all ranks, in the order of ranks.
+    ``group``: the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no
+    reward). ``reward_range``: the smallest and the largest possible reward. ``normalise`` and ``max_length``: see
+    ``core/weights.py``. ``trained_kinds``: maps a step to the kinds of actions (see ``Kind``) that it trains; None: all kinds.
+    Actions of other kinds have loss weight 0. ``demonstrate``: makes a trajectory from the targets of the tasks; used without an
+    ``advantage``. ``source``: yields the training data of each step, from a given step on (``staleness.py``, ``refill.py``); None:
+    collect one step after the other.
     """
 
     name: str
@@ -80,12 +81,13 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is the same in all phases.
+    """The parts of a run that are the same in all phases.
 
-    ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: rows that are sampled, rendered and scored together.
-    ``average``: updates the weight average, called with the number of optimizer steps. ``clock``: times a named stage.
-    ``describe``: metrics of a trajectory, over all ranks. ``completions``: each row's text, None if the policy writes none.
-    ``counted``: columns whose share of missing scores is a metric.
+    ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: the number of rows that are sampled, rendered and
+    scored together. ``max_missing``: the largest allowed fraction of samples without a reward. ``average``: updates the weight
+    average; called with the number of optimizer steps in the phase. ``clock``: times a named stage. ``describe``: computes metrics
+    of a trajectory, over all ranks. ``completions``: returns the text of each row, None if the policy writes no text. ``counted``:
+    the columns whose fraction of missing scores is logged.
     """
 
     policy: Any
@@ -104,8 +106,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """This rank's rows of a step with their advantages. ``valid``: the row has a reward. ``returns``: targets of a value head.
-    ``importance``: importance weights of actions that other weights sampled."""
+    """This rank's rows of a step with their advantages. ``valid``: whether the row has a reward. ``returns``: the targets of a
+    value head. ``importance``: the importance weights of actions that were sampled with older weights."""
 
     batch: Batch
     trajectory: Trajectory
@@ -120,7 +122,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolledOut:
-    """A step's samples, of which the rewards are being computed. ``pending``: one for each chunk."""
+    """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk."""
 
     batch: Batch
     trajectory: Trajectory
@@ -129,7 +131,7 @@ class RolledOut:
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
-    """Train the phase's steps from ``start`` on; yields (step, what was collected, metrics) after each."""
+    """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
     every = map(partial(collect, run, phase), steps) if phase.source is None else phase.source(run, phase, steps.start)
     for step, collected in zip(steps, every, strict=True):
@@ -138,7 +140,7 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collecte
 
 
 def collect(run: Run, phase: Phase, step: int) -> Collected:
-    """Sample, render, score and compute advantages; for an objective that imitates, encode the targets instead."""
+    """Sample, render, score and compute advantages; for an imitation objective, encode the targets of the tasks instead."""
     if phase.advantage is None:
         batch = phase.batch(step)
         with run.clock("encode"):
@@ -172,7 +174,7 @@ def finish_collecting(run: Run, phase: Phase, made: RolledOut) -> Collected:
 
 
 def assign_credit(run: Run, phase: Phase, made: RolledOut, judged: ScoredBatch) -> Collected:
-    """What was rolled out and its scores, with advantages and metrics. Raises TooManyMissing as ``compute_advantages``."""
+    """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
     assert phase.advantage is not None
     row_advantages, metrics = compute_advantages(run, phase, judged)
     trajectory = made.trajectory
@@ -183,15 +185,15 @@ def assign_credit(run: Run, phase: Phase, made: RolledOut, judged: ScoredBatch) 
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
-    """The scores of all chunks, in order. Raises, on every rank, what ``wait_for_chunks`` raises."""
+    """Return the scores of all chunks, in order. Raises the same errors as ``wait_for_chunks``, on every rank."""
     return ScoredBatch.concat(wait_for_chunks(ranks, pending))
 
 
 def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
-    """The scores of each chunk; a rank may have none.
+    """Return the scores of each chunk; a rank may have no chunks.
 
-    Raises on every rank: BudgetSpent if one rank's judge has spent its budget, RewardsAbandoned if one rank was asked to stop and
-    its rewards did not come within ``STOP_SECONDS``.
+    Raises on every rank: BudgetSpent if the judge of one rank has spent its budget, RewardsAbandoned if one rank was asked to stop
+    and its rewards did not arrive within ``STOP_SECONDS``.
     """
     parts, spent, abandoned = [], None, not _all_done(ranks, pending)
     for future in () if abandoned else pending:
@@ -208,7 +210,7 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> l
 
 
 def _all_done(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> bool:
-    """Wait for the futures; False if this process was asked to stop and they do not end soon."""
+    """Wait for the futures; False if this process was asked to stop and they did not finish within ``STOP_SECONDS``."""
     deadline = math.inf
     while unfinished := wait(pending, timeout=_POLL_SECONDS).not_done:
         if not ranks.stop.is_set():
@@ -222,16 +224,16 @@ def _all_done(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> bool:
 
 
 def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
-    """One number per row of this rank, from the rewards of all ranks, and means of the scores.
+    """Return one advantage per row of this rank, computed from the rewards of all ranks, and metrics of the scores.
 
-    Raises TooManyMissing on every rank if a larger share than ``run.max_missing`` has no reward.
+    Raises TooManyMissing on every rank if more than the fraction ``run.max_missing`` of the rows has no reward.
     """
     assert phase.advantage is not None
     names = list(judged.scores)
     table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
     gathered = in_global_order(run, phase, table)
     rewards = gathered[:, 0]
-    missing = rewards.isnan().double().mean().item()  # fp32 would round exactly the allowed share to above it
+    missing = rewards.isnan().double().mean().item()  # in fp32, a fraction that equals the limit could exceed it
     if missing > run.max_missing:
         raise TooManyMissing(
             f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "
@@ -256,7 +258,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
 
 
 def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
-    """The rows of all ranks, (b, ...) on each to (rows, ...), in the step's global order."""
+    """Gather the rows of all ranks, (b, ...) on each rank, to (rows, ...) in the step's global order."""
     gathered = torch.empty(len(phase.order), *values.shape[1:])
     gathered[phase.order] = run.ranks.gather(values)
     return gathered
@@ -288,7 +290,7 @@ def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
 
 
 def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -> Minibatch:
-    """The given rows, with loss weights that sum to 1 over all ranks, so that the loss does not depend on the number of ranks."""
+    """Return the given rows with loss weights that sum to 1 over all ranks, so the loss does not depend on the number of ranks."""
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
     if (kinds := phase.trained_kinds(collected.batch.step)) is not None:
@@ -297,7 +299,7 @@ def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, ep
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
     device = trajectory.mask.device
     advantages = collected.advantages[rows]
-    if collected.importance is not None:  # every surrogate is proportional to the advantage, so this weights it
+    if collected.importance is not None:  # surrogates are proportional to the advantage, so this weights them
         advantages = advantages * collected.importance[rows]
     advantages, weights = (to_device(each, device) for each in (advantages, weights))
     returns = None if collected.returns is None else collected.returns[rows].to(device)
@@ -305,9 +307,9 @@ def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, ep
 
 
 def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
-    """The rows whose advantage is not 0, with advantages of 1 and their former advantages as factors of their weights.
+    """Return the rows whose loss weight is not 0 after the advantages were multiplied into the weights. Their advantages become 1.
 
-    Every rank gets equally many rows, at least one; those it has too many have weight 0.
+    Every rank gets the same number of rows, at least one; the surplus rows of a rank have weight 0.
     """
     weights = minibatch.weights * minibatch.advantages
     unused = (weights == 0).all(dim=1).cpu()

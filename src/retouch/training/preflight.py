@@ -1,9 +1,9 @@
-"""Preflight: a trial step before training, which shows whether the policy can learn. It asks no judge and restores every bit.
+"""Preflight: a trial step before training, which shows whether the policy can learn. It calls no judge and restores every bit.
 
-The ratio must be 1 before the step and not 1 after it. Gradients must be finite and non-zero. Trained weights must change and
-frozen ones and weight copies must not. A KL penalty must have a gradient once the policy differs from the reference.
+The ratio must be 1 before the step and not 1 after it. Gradients must be finite and non-zero. Trained weights must change; frozen
+weights and weight copies must not. A KL penalty must have a gradient once the policy differs from the reference.
 
-What the step changes is kept in CPU memory, each rank its own shards, so a device needs no memory for it.
+Each rank keeps the original values of its shards in CPU memory, so the undo needs no device memory.
 """
 
 import math
@@ -39,7 +39,7 @@ _UNMOVED = (
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check: the measured ``value``, and the ``limit`` it was compared with, if there is one."""
+    """The result of one check: the measured ``value``, and the ``limit`` that it was compared with, if there is one."""
 
     name: str
     ok: bool
@@ -52,11 +52,11 @@ class Check:
 
 
 class PreflightFailed(ValueError):
-    """The trial step shows that this run could not learn, or would learn something else."""
+    """The trial step shows that this run could not learn, or would learn something wrong."""
 
 
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
-    """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks call it."""
+    """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks must call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: local_shard(p).to("cpu", copy=True) for name, p in trained.items()}
     frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
@@ -76,10 +76,10 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
 def trial_steps(
     phases: Sequence[range], build: Callable[[int], tuple[Run, Phase]], *, done: int, named: bool = True
 ) -> Iterator[Check]:
-    """The checks of each phase that is not finished after ``done`` steps, so that a fault in a later phase is found before the
-    first one starts.
+    """Yield the checks of each phase that is not finished after ``done`` steps, so a fault in a later phase is found at the start.
 
-    ``phases``: the steps of each. ``build``: makes the phase of that index. ``named``: put the phase's name before its checks.
+    ``phases``: the steps of each phase. ``build``: builds the phase with the given index. ``named``: whether the text of a check
+    begins with the name of its phase.
     """
     for index, steps in enumerate(phases):
         if done >= steps.stop or not steps:
@@ -99,10 +99,10 @@ def require_passed(checks: list[Check]) -> None:
 
 
 def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
-    """A few rows with advantages of both signs.
+    """Return a few rows with advantages of both signs.
 
-    The rows are from as many tasks as possible, because a policy may have almost no entropy on one task. An objective that learns
-    from pairs gets pairs of the same task.
+    The rows come from as many tasks as possible, because a policy may have almost no entropy on one task. An objective that learns
+    from pairs gets pairs of rows of the same task.
     """
     batch = phase.batch(step)
     pairs = isinstance(phase.objective, Objective) and phase.objective.learns_from_pairs
@@ -164,7 +164,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
 
 
 def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
-    """The number of trained tensors that changed on some rank, compared in CPU memory, one at a time."""
+    """Count the trained tensors that changed on at least one rank. Compares one tensor at a time, in CPU memory."""
     trained = (p for name, p in run.policy.module.named_parameters() if name in before)
     pairs = zip(before.values(), trained, strict=True)
     changed = torch.tensor([float(not torch.equal(old, local_shard(p).cpu())) for old, p in pairs])
@@ -172,7 +172,7 @@ def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
 
 
 def _max_ratio_deviation(run: Run, minibatch: Minibatch) -> float:
-    """The largest |ratio - 1| of all actions and ranks."""
+    """Return the largest |ratio - 1| over all actions and ranks."""
     largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
         with torch.no_grad():
@@ -212,8 +212,8 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
 
 
 def _fingerprints(run: Run) -> list[Tensor]:
-    """The sum and the sum of absolute values of every tensor that a step must not change: frozen parameters, buffers and weight
-    copies."""
+    """Return the sum and the sum of absolute values of every tensor that a step must not change: frozen parameters, buffers and
+    weight copies."""
     module = run.policy.module
     frozen = [p.detach() for p in module.parameters() if not p.requires_grad] + list(module.buffers())
     copies = [tensor for copy in run.policy.copies.copies.values() for tensor in copy.values()]
@@ -221,7 +221,7 @@ def _fingerprints(run: Run) -> list[Tensor]:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Computed in pieces, because torch converts the whole argument of a sum in fp64."""
+    """Return the sum and the absolute sum of a tensor. Works in pieces, because a sum in fp64 converts its whole argument."""
     pieces = map(torch.Tensor.double, torch.split(tensor.reshape(-1), PIECE))
     return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(dim=0)
 

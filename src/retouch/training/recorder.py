@@ -23,8 +23,8 @@ log = logging.getLogger("retouch")
 
 
 class Recorder:
-    """Use it on the main rank only. ``total``: the number of steps of the run, for the remaining time. ``samples``: of the
-    recipe. ``details``: what else is stored of training samples."""
+    """Records a run; only the main rank uses it. ``total``: the number of steps of the run, for the remaining time. ``samples``:
+    the section ``samples`` of the recipe. ``details``: reads the tokens and denoising states to store; None stores neither."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Recorder:
         self.resume_clock()
 
     def step(self, done: int, phase: str, metrics: Metrics, seconds: Mapping[str, float]) -> None:
-        """Record the step that ended as number ``done``, and log its line."""
+        """Record a step and log its line. ``done``: the number of finished steps, including this one."""
         self.folder.append_metrics(done, phase, metrics)
         now = time.perf_counter()
         if self._began is None:
@@ -56,11 +56,11 @@ class Recorder:
         log.info(self._line(done, phase, metrics, now))
 
     def resume_clock(self) -> None:
-        """Start timing the next step now: what ran between two steps (an evaluation, for example) is not part of a step."""
+        """Start timing the next step now. Work between two steps (an evaluation, for example) is not part of a step."""
         self._last, self._cpu = time.perf_counter(), time.process_time()
 
     def groups(self, done: int, collected: Collected) -> None:
-        """Store the images of the step's first groups."""
+        """Store the samples of the step's first groups."""
         if collected.judged is None:
             return
         batch, texts = collected.batch, completion_texts(collected.trajectory)
@@ -84,7 +84,7 @@ class Recorder:
         self._write(done, "group", records)
 
     def heldout(self, done: int, evaluated: EvaluationResult) -> None:
-        """Store the first held-out images."""
+        """Store the images of the first held-out tasks."""
         records = [
             SampleRecord(
                 sample=Sample(evaluated.tasks[row], image),
@@ -121,13 +121,13 @@ class Recorder:
 
 
 def _advantage(collected: Collected, row: int) -> float:
-    """The mean advantage over the row's unmasked actions."""
+    """Return the mean advantage over the row's actions that the mask contains."""
     mask = collected.trajectory.mask[row].cpu()
     return collected.advantages[row][mask].mean().item() if mask.any() else 0.0
 
 
 def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """A stored sample as a row of a table, with the paths of its images."""
+    """Return a stored sample as a row of a table, with the paths of its images."""
     images = {name: None if line[name] is None else folder / line[name] for name in ("source", "image")}
     about = {"instruction": line["instruction"], "text": line.get("text"), "reward": line["reward"], "advantage": line["advantage"]}
     return {"task": line["task"], "slot": line["slot"], **about, **images, **line["scores"]}

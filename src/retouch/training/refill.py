@@ -1,13 +1,13 @@
-"""Groups of equal rewards are replaced with samples of further tasks (``rollout.refill``).
+"""Replaces groups of equal rewards with samples of other tasks (``rollout.refill``).
 
-A group whose rewards are all equal has the advantage 0, so a step with many of them learns little. After the rewards of a step are
-known, such groups are sampled again with other tasks, in at most ``rounds`` rounds. A group takes the place of the one that it
-replaces: the same rows of the same ranks. Groups with fewer than two scores are not replaced, because their tasks are not at fault;
-``reward.max_missing`` limits them.
+A group whose rewards are all equal has the advantage 0, so a step with many such groups learns little. After the rewards of a step
+are known, such groups are sampled again with other tasks, in at most ``rounds`` rounds. A new group takes the rows, on the same
+ranks, of the group that it replaces. Groups with fewer than two scores are not replaced, because missing scores say nothing about
+the task; ``reward.max_missing`` limits them.
 
 Source: dynamic sampling of DAPO (arXiv 2503.14476), which samples whole batches until enough prompts have unequal rewards.
 
-Tasks and draws are keyed by the step and the round, and the groups of round k are numbered from k times ``tasks_per_step``, so a
+Tasks and random draws are keyed by the step and the round, and the group ids of round k start at k times ``tasks_per_step``, so a
 resumed run makes the same samples and reads their scores from the ledger.
 """
 
@@ -34,11 +34,11 @@ from retouch.training.loop import (
 from retouch.types import Batch, Task
 
 Further = Callable[[int, int], Sequence[Task]]
-"""The tasks of a step's round, from 1: one for each group of the step."""
+"""Maps a step and a round (from 1) to the tasks of that round, one for each group of the step."""
 
 
 def collect_refilled(run: Run, phase: Phase, start: int, *, rounds: int, further: Further) -> Iterator[Collected]:
-    """What each step of the phase learns from, from ``start`` on."""
+    """Yield the training data of each step of the phase from ``start`` on."""
     for step in range(start, phase.steps.stop):
         yield collect_step(run, phase, step, rounds=rounds, further=further)
 
@@ -46,9 +46,9 @@ def collect_refilled(run: Run, phase: Phase, start: int, *, rounds: int, further
 def collect_step(run: Run, phase: Phase, step: int, *, rounds: int, further: Further) -> Collected:
     """Sample and score a step, and replace its groups of equal rewards.
 
-    The metrics of the rewards are those of the step's own tasks, as without refill. ``refill/rounds``: rounds that were needed.
-    ``refill/samples``: all samples that were made, over all ranks. ``refill/dropped_fraction``: the share of the groups that were
-    made and replaced. ``refill/equal_fraction``: the share of groups that are still without a signal.
+    The reward metrics describe the step's original tasks, as without refill. ``refill/rounds``: the number of rounds that were
+    sampled. ``refill/samples``: the number of samples that were made, over all ranks. ``refill/dropped_fraction``: the fraction of
+    all sampled groups that were replaced. ``refill/equal_fraction``: the fraction of groups whose rewards are still all equal.
     """
     made = begin_collecting(run, phase.batch(step))
     with run.clock("judge"):
@@ -78,9 +78,10 @@ def collect_step(run: Run, phase: Phase, step: int, *, rounds: int, further: Fur
 def rows_to_sample(
     phase: Phase, groups: Int[Tensor, " n"], *, rank: int, world: int
 ) -> tuple[Int[Tensor, " r"], Int[Tensor, " w"]]:
-    """This rank's rows of these groups, filled up with others to as many as every rank samples, and which of them are not fillers.
+    """Return the rows (r,) that this rank samples, and the positions (w,) in them of the rows that belong to ``groups``.
 
-    All ranks must call the policy equally often: its weights may be sharded, and engines check their answers on all ranks at once.
+    The other rows are fillers: every rank samples the same number of rows, because all ranks must call the policy equally often.
+    Its weights may be sharded, and engines check their answers on all ranks at once.
     """
     wanted = torch.isin(phase.group[phase.order], groups).view(world, -1)
     count = int(wanted.sum(dim=1).max())
@@ -89,7 +90,7 @@ def rows_to_sample(
 
 
 def with_tasks(batch: Batch, tasks: Sequence[Task], *, groups: int, turn: int) -> Batch:
-    """The same rows with other tasks, ``tasks[k]`` for group k of the step, and group numbers of this round."""
+    """Return the same rows with other tasks (``tasks[k]`` for group k of the step) and with the group ids of round ``turn``."""
     places = [number % groups for number in batch.group_ids]
     numbers = tuple(place + turn * groups for place in places)
     return replace(batch, tasks=tuple(tasks[place] for place in places), group_ids=numbers)
@@ -104,7 +105,7 @@ def replace_rows(
     scores: ScoredBatch,
     taken: Int[Tensor, " w"],
 ) -> tuple[RolledOut, ScoredBatch]:
-    """``made`` with row ``rows[k]`` replaced by row ``taken[k]`` of ``new``."""
+    """Return ``made`` and ``judged`` with row ``rows[k]`` replaced by row ``taken[k]`` of ``new`` and ``scores``."""
     origin = torch.arange(len(made.batch))
     origin[rows] = len(made.batch) + taken
     trajectory = type(made.trajectory).concat([made.trajectory, new.trajectory]).take(origin.to(made.trajectory.mask.device))

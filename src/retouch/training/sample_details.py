@@ -1,4 +1,4 @@
-"""What a run can store of a training sample besides its image: tokens of its completion, and states of its denoising chain."""
+"""What a run can store about a training sample besides its image: the tokens of its completion, and its denoising states."""
 
 from dataclasses import replace
 
@@ -14,16 +14,16 @@ from retouch.types import Kind, Trajectory
 
 
 class SampleDetails:
-    """Reads stored tensors only, so that nothing is sampled again. ``model``: what trains."""
+    """Reads only stored tensors, so nothing is sampled again. ``model``: the model that is trained."""
 
     def __init__(self, model: DenoisingModel | AutoregressiveModel, *, tokens: bool, states: bool) -> None:
         self._decode = model.decode if tokens and not isinstance(model, DenoisingModel) else None
         self._renderer = LatentRenderer(model) if states and isinstance(model, DenoisingModel) else None
 
     def tokens(self, trajectory: Trajectory, row: int) -> list[tuple[str, float]] | None:
-        """The text tokens that the policy sampled in a row, with their log-probabilities in nats; None if it samples no text.
+        """Return the text tokens that the policy sampled in a row, with log-probabilities in nats; None if it sampled no text.
 
-        Tokens that the grammar forced are left out, because they were no choice of the policy.
+        Tokens that the grammar forced are left out, because the policy did not choose them.
         """
         if self._decode is None or not isinstance(trajectory, AutoregressiveTrajectory):
             return None
@@ -35,7 +35,7 @@ class SampleDetails:
 
     @torch.no_grad()
     def states(self, collected: Collected, row: int) -> list[Image]:
-        """An image of each state before the row's actions and after the last one, with the noise that is still in it.
+        """Return an image of each state of the row, before each action and after the last one, including its remaining noise.
 
         Empty for a policy that does not denoise.
         """

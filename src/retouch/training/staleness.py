@@ -1,17 +1,18 @@
 """Rollouts that run ahead of learning (``rollout.staleness``).
 
-Before a step learns, the rollouts of up to ``staleness`` steps after it have been made, and their rewards are being computed. When
-its turn comes, the log-probabilities of a stale rollout are computed again under the current weights. The ratio of the surrogate is
-relative to these, so that it is 1 before the first update and the clip range limits the change of one step. That other weights
-sampled the actions is corrected by an importance weight, which has no gradient: current over acting probability, truncated at
-``truncate_at``. Of the weights, the mean of a surrogate over stale actions is one over those of the current policy.
+Before the update of a step, the rollouts of up to ``staleness`` later steps have been made, and their rewards are being computed.
+When the update of a stale rollout begins, its log-probabilities are computed again under the current weights. The ratio of the
+surrogate is relative to them, so it is 1 before the first update, and the clip range limits the change of one step. An importance
+weight without gradient corrects for the older weights that sampled the actions: the probability under the current weights divided
+by the probability under the weights that sampled, truncated at ``truncate_at``. With it, and except for the truncation, the mean of
+a surrogate over stale actions estimates its mean over actions of the current policy.
 
 Sources: decoupled PPO (Hilton et al. 2021, arXiv 2110.00641); its use for asynchronous rollouts (AReaL, arXiv 2505.24298);
 truncated importance sampling (Ionides 2008).
 
 The rollout of step r is made under the weights with which step max(first step of the phase, r - staleness) began. These weights are
-kept as copies and saved in checkpoints, and draws are keyed by the step, so a resumed run makes the rollouts of its queue again,
-bit for bit; scores are read from the ledger.
+kept as copies and saved in checkpoints, and random draws are keyed by the step, so a resumed run makes the rollouts of its queue
+again, bit for bit; their scores are read from the ledger.
 """
 
 from collections import deque
@@ -31,7 +32,7 @@ from retouch.types import Needs, Trajectory
 
 
 def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncate_at: float) -> Iterator[Collected]:
-    """What each step of the phase learns from, from ``start`` on. The caller takes the step before it asks for the next one."""
+    """Yield the training data of each step of the phase from ``start`` on. The caller updates before it asks for the next step."""
     first, stop = phase.steps.start, phase.steps.stop
     copies, names = run.policy.copies, stale_copies(staleness)
     queue: deque[RolledOut] = deque()
@@ -43,18 +44,19 @@ def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncat
         age = step - max(first, step - staleness)
         made = finish_collecting(run, phase, queue.popleft())
         collected = under_current_weights(run, made, age=age, truncate_at=truncate_at)
-        # It replaces the weights that sampled this step, so not before the rewards are there: a checkpoint may be saved until then.
+        # The snapshot replaces the weights that sampled this step. It is taken after the rewards arrived, because a checkpoint may
+        # be saved until then.
         copies.snapshot(names[step % staleness])
         yield collected
 
 
 def under_current_weights(run: Run, collected: Collected, *, age: int, truncate_at: float) -> Collected:
-    """A stale rollout with the log-probabilities of the current weights, and the importance weights of its actions.
+    """Return a stale rollout with the log-probabilities of the current weights, and the importance weights of its actions.
 
-    ``age``: the steps that were taken since the weights that sampled it. Metrics: ``staleness/steps`` is the age,
-    ``staleness/weight`` the mean of the weights, ``staleness/truncated`` the share of them that is truncated, and
-    ``staleness/kl`` the mean of log acting - log current, which estimates the KL divergence of the current policy from the acting
-    one.
+    ``age``: the number of steps since the weights that sampled the rollout. Metrics: ``staleness/steps`` is the age,
+    ``staleness/weight`` the mean importance weight, ``staleness/truncated`` the fraction of truncated weights, and ``staleness/kl``
+    the mean of log old - log current probability, which estimates the KL divergence of the current policy from the policy that
+    sampled.
     """
     if age == 0:
         return replace(collected, metrics={**collected.metrics, "staleness/steps": 0.0})

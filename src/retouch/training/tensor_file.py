@@ -1,4 +1,4 @@
-"""Writing a safetensors file one tensor at a time. The header comes first, because types and shapes are known before any value."""
+"""Writes a safetensors file one tensor at a time. The header is written first: it needs only dtypes and shapes, no values."""
 
 import json
 import struct
@@ -26,9 +26,9 @@ _ALIGNMENT = 8
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write ``tensors`` as a safetensors file. Views and tensors that share storage are written as they look.
+    """Write ``tensors`` as a safetensors file. Views, and tensors that share storage, are written as separate full tensors.
 
-    Each tensor is read once and released before the next is read, so CPU memory is needed for one of them.
+    Each tensor is read once and released before the next is read, so CPU memory is needed for one tensor at a time.
     """
     header, end = {}, 0
     found, names = forms(tensors), in_file_order(tensors)

@@ -1,11 +1,12 @@
 """``retouch view``: a local web page that follows the runs in a folder; and ``retouch.view(run)`` for notebooks.
 
-It reads the files that a run writes, so the trainer never waits for it and never knows about it. ``tail`` follows a file of
-JSON lines, ``live_run`` reads one run's folder again and again, ``catalogue`` finds the runs of a folder and the files that may be
-served, ``judged`` reads the answers of judges in a ledger, ``thumbnails`` makes small images, ``gate`` checks who asks, ``bodies``
-reads what the page sends, ``app`` has the endpoints, and ``command`` starts the server. With options, ``control`` records requests
-to runs, and ``trying`` lets ``trial_worker`` make images. The page is in ``static``: plain JavaScript modules and no library, so
-nothing is built and nothing is loaded from other sites. ``inline`` makes the static page.
+It reads the files that a run writes, so the trainer never waits for it. ``tail`` follows a file of JSON lines, ``live_run`` reads
+the folder of one run repeatedly, ``catalogue`` finds the runs in a folder and the files that may be served, ``judged`` reads the
+answers of judges from a ledger, ``thumbnails`` makes small images, ``gate`` authenticates requests, ``bodies`` reads request
+bodies, ``app`` defines the endpoints, and ``command`` starts the server. With the matching options, ``voting`` records votes,
+``control`` records requests to runs, and ``trying`` lets ``trial_worker`` generate images. The page is in ``static``: plain
+JavaScript modules without a library, so nothing is built and nothing is loaded from other sites. ``inline`` makes the page for
+notebooks and files.
 
 May import ``session`` and everything below it.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 
 class _CallableModule(ModuleType):
-    """``retouch.view`` is this package and, called with a run, ``retouch.view.inline.view``."""
+    """The class of this package's module. It makes ``retouch.view(run)`` call ``retouch.view.inline.view``."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         from retouch.view.inline import view

@@ -1,4 +1,6 @@
-"""The endpoints of ``retouch view``: a page, and the runs' files as JSON and images. What changes something is in other modules."""
+"""The read-only endpoints of ``retouch view``: the page, and the files of runs as JSON and images. Other modules define the
+endpoints that write.
+"""
 
 import asyncio
 import json
@@ -43,11 +45,11 @@ def build_app(
     trying: str | None = None,
     poll_seconds: float = POLL_SECONDS,
 ) -> Starlette:
-    """The application for the runs in ``root``.
+    """Build the application for the runs in ``root``.
 
-    ``vote``: with votes on pairs of images. ``control``: with requests to runs that are training. Without both, no file is written.
-    ``trying``: with tries of the runs' checkpoints, on this device; "auto" is the recipe's. ``poll_seconds``: how often an open
-    page looks for new lines.
+    ``vote``: enable votes on pairs of images. ``control``: enable requests to runs that are training. Without both, no file is
+    written. ``trying``: enable tries of checkpoints on this device; "auto" is the device of the recipe, or the CPU while the run
+    trains. ``poll_seconds``: how often new lines are sent to an open page.
     """
     catalogue, thumbnails = Catalogue(root), Thumbnails()
     bench = None if trying is None else Bench(None if trying == "auto" else trying)
@@ -95,7 +97,7 @@ def build_app(
 
     @asynccontextmanager
     async def reading_ahead(app: Starlette) -> AsyncIterator[None]:
-        """Reads all runs while the user still opens the address, so that the first page has to read only what is new."""
+        """Read all runs at the start of the server, so that the first page only has to read what was appended since."""
         task = asyncio.create_task(run_in_threadpool(lambda: [run.overview() for run in catalogue.runs().values()]))
         yield
         await task
@@ -124,7 +126,7 @@ def build_app(
 
 
 async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:
-    """Server-sent events with the lines that are new, or with nothing but a comment if there are none."""
+    """Yield server-sent events with the new lines, or a comment if there are no new lines."""
     generation, metrics, timings = counts
     last: Mapping[str, Any] | None = None
     while not await request.is_disconnected():
@@ -143,7 +145,8 @@ async def _follow(request: Request, run: LiveRun, counts: list[int], poll_second
 
 
 def _select(samples: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """The samples of a ``set`` or ``task``, or with a ``search`` text, in the order of a ``sort`` column."""
+    """Filter the samples by ``set``, ``task`` and ``search`` text, and sort them by the ``sort`` column (``COLUMN`` or
+    ``COLUMN:desc``). Samples without that score come last."""
     found = list(samples)
     for name in ("set", "task"):
         if query.get(name):

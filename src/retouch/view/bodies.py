@@ -1,4 +1,4 @@
-"""Reads what the page sends: numbers in the address, and JSON within a limit on its bytes and its time."""
+"""Reads the input of a request: numbers in the query string, and a JSON body of limited size and duration."""
 
 import asyncio
 import json
@@ -11,25 +11,25 @@ SECONDS = 30.0
 
 
 class BadBody(Exception):
-    """A body that cannot be used. ``status``: of the reply."""
+    """A request body that cannot be used. ``status``: the HTTP status of the reply."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
 
     def reply(self) -> JSONResponse:
-        """What the page is told."""
+        """Return the reply to the page, with the message of this error."""
         return JSONResponse({"error": str(self)}, self.status)
 
 
 def integer(request: Request, name: str, default: int = 0) -> int:
-    """A number of at most nine digits in a request's address; ``default`` if there is none."""
+    """Return a number of at most nine digits from the query string; ``default`` if there is none."""
     given = request.query_params.get(name, "")
     return int(given) if given.isascii() and given.isdecimal() and len(given) < 10 else default
 
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """The JSON object in a request's body. Raises BadBody if it is larger than ``max_bytes``, arrives too slowly, or is none."""
+    """Return the JSON object in the body. Raises BadBody if it is not one, has more than ``max_bytes``, or arrives too slowly."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -37,7 +37,7 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
             async for part in request.stream():
                 size += len(part)
                 if size > max_bytes:
-                    raise BadBody(413, f"this is more than {max_bytes} bytes")
+                    raise BadBody(413, f"the request has more than {max_bytes} bytes")
                 parts.append(part)
         found = json.loads(b"".join(parts))
     except TimeoutError:
@@ -45,7 +45,7 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
     except ClientDisconnect:
         raise BadBody(400, "the connection was closed") from None
     except (ValueError, RecursionError):
-        raise BadBody(400, "this is not JSON") from None
+        raise BadBody(400, "the request is not JSON") from None
     if not isinstance(found, dict):
-        raise BadBody(400, "this is not a JSON object")
+        raise BadBody(400, "the request is not a JSON object")
     return found

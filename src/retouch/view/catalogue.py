@@ -1,6 +1,6 @@
 """The runs of a folder, and which of their files may be served.
 
-A name in a request is only ever compared with names that were found on the disk; no path is built from it.
+The name of a run in a request is only compared with the names that were found on the disk; no path is built from it.
 """
 
 import re
@@ -14,7 +14,7 @@ _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,100}\.png", re.ASCII)
 
 
 class Catalogue:
-    """The runs directly in ``root``, or ``root`` itself if it is a run's folder. New runs appear when they are asked for."""
+    """The runs directly in ``root``, or ``root`` itself if it is the folder of a run. Each call of ``runs`` finds new runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -22,14 +22,14 @@ class Catalogue:
         self._lock = threading.Lock()
 
     def runs(self) -> dict[str, LiveRun]:
-        """All runs by name, in the order of their names."""
+        """Return all runs by name, sorted by name."""
         with self._lock:
             found = self._find()
             self._runs = {name: self._runs.get(name) or LiveRun(path) for name, path in sorted(found.items())}
             return dict(self._runs)
 
     def run(self, name: str) -> LiveRun | None:
-        """The run of this name; None if there is none."""
+        """Return the run with this name; None if there is none."""
         with self._lock:
             known = self._runs.get(name)
         if known is not None and known.folder.root.is_dir():
@@ -37,7 +37,7 @@ class Catalogue:
         return self.runs().get(name)
 
     def image(self, name: str, step: int, file: str) -> Path | None:
-        """The file of a stored sample's image; None if there is none, or if a link leads out of the run's folder."""
+        """Return the path of a stored image; None if there is none, or if a symbolic link leads out of the folder of the run."""
         run = self.run(name)
         if run is None or _IMAGE.fullmatch(file) is None:
             return None
@@ -49,7 +49,7 @@ class Catalogue:
             return {self.root.name: self.root}
         try:
             return {path.name: path for path in self.root.iterdir() if not path.is_symlink() and path.is_dir() and _is_run(path)}
-        except OSError:  # the folder is not there yet, or no longer
+        except OSError:  # the folder was not created yet, or was removed
             return {}
 
 

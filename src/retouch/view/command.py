@@ -17,10 +17,10 @@ def view(
     trying: str | None = None,
     report: Callable[[str], None],
 ) -> int:
-    """Serve the page on loopback until a signal stops it; returns the exit code.
+    """Serve the page on the loopback address until a signal stops it, and return the exit code.
 
-    ``port``: 0 chooses a free one. ``hosts``: further names under which a browser reaches this machine, for example behind a proxy.
-    ``vote``, ``control`` and ``trying``: as for ``build_app``.
+    ``port``: 0 chooses a free port. ``hosts``: further names under which a browser reaches this machine, for example behind a
+    proxy. ``vote``, ``control`` and ``trying``: see ``build_app``. ``report``: called with the line that contains the address.
     Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
     """
     for package in ("starlette", "uvicorn"):
@@ -37,7 +37,7 @@ def view(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("127.0.0.1", port))
-        listener.listen()  # before the address is printed: whoever opens it at once waits, and is not refused
+        listener.listen()  # before the address is printed, so that a browser that opens it at once waits and is not refused
     except OSError as error:
         listener.close()
         raise ValueError(f"port {port} cannot be used: {error.strerror}; choose another with --port, or 0 for any") from None

@@ -1,4 +1,4 @@
-"""The endpoint of ``retouch view --control``: records a request to a run that is training."""
+"""The endpoint of ``retouch view --control``, which records a request to a run that is training."""
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -13,7 +13,7 @@ _MOST_BYTES = 10_000
 
 
 def control_routes(catalogue: Catalogue) -> list[Route]:
-    """``POST /api/runs/NAME/control`` with ``{"action": ..., "value": ...}``, as for ``records.control.make_request``."""
+    """``POST /api/runs/NAME/control`` with ``{"action": ..., "value": ...}``, the arguments of ``records.control.make_request``."""
 
     async def control(request: Request) -> Response:
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])

@@ -1,11 +1,11 @@
-"""Who may read the page, and who may send to it: whoever has the token, from this machine's own addresses.
+"""Authenticates requests: a client needs the token, and must use one of this machine's own addresses.
 
 The token is in the address that ``retouch view`` prints. The first request exchanges it for a cookie that scripts cannot read and
-other sites cannot send, and continues at an address without the token. The cookie's name has the port, because browsers share
-cookies between the ports of a host, and several pages may be open.
+other sites cannot send, and is redirected to an address without the token. The name of the cookie contains the port, because
+browsers share cookies between the ports of a host, and several servers may be open.
 
-A request that changes something is a POST of JSON. It needs the cookie, and an ``Origin`` header that is the page's own address: a
-server on another port of this machine is another origin.
+A request that changes something is a POST of JSON. It needs the cookie, and an ``Origin`` header with the address of the page
+itself: a server on another port of this machine has a different origin.
 """
 
 import hmac
@@ -33,9 +33,9 @@ _HEADERS = {
 
 
 class Gate:
-    """Wraps the application: checks host, origin and token of every request, and adds the security headers to every reply.
+    """ASGI middleware that checks host, origin and token of every request, and adds security headers to every reply.
 
-    ``writes``: the application has endpoints that change something; otherwise every method but GET and HEAD is refused.
+    ``writes``: allow POST, for an application with endpoints that change something; otherwise only GET and HEAD are allowed.
     """
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = (), writes: bool = False) -> None:
@@ -73,7 +73,7 @@ class Gate:
         return reply
 
     def _may_write(self, headers: Headers) -> bool:
-        """Whether a request comes from a script of the page: other origins cannot send JSON without asking first."""
+        """Whether a script of the page sent the request. Scripts of other origins cannot send JSON without a CORS preflight."""
         own = urlsplit(headers.get("origin", "")).netloc.lower() == headers["host"].lower()
         is_json = headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json"
         return own and is_json and self._has_cookie(headers)

@@ -1,4 +1,4 @@
-"""A run in a notebook: the curves and images of its report, in place and without a server."""
+"""Shows a run in a notebook: the curves and images of its report, without a server."""
 
 from dataclasses import dataclass
 from html import escape
@@ -20,9 +20,9 @@ class HasFolder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """A page about a run. A notebook shows it in a frame of ``height`` px, in which the page's style and script stay.
+    """A page about a run. A notebook shows it in a frame of ``height`` px, so that its style and script do not affect the notebook.
 
-    ``html``: the whole page, one file that loads nothing.
+    ``html``: the complete page, which loads no other file.
     """
 
     html: str
@@ -46,10 +46,10 @@ class RunView:
 
 
 def view(run: str | Path | HasFolder, *, everything: bool = False, height: int = 700) -> RunView:
-    """A run's reward, evaluations, and images before and after, as they are now; also while it trains.
+    """Show the current reward, evaluations, and images before and after training of a run, also while it trains.
 
-    ``run``: the run's folder, a ``Trainer``, or a loaded run. ``everything``: also all metrics, times and the recipe, as in
-    ``report.html``. ``height``: px. Raises ValueError if this is not the folder of a run.
+    ``run``: the folder of the run, a ``Trainer``, or a loaded run. ``everything``: also show all metrics, times and the recipe, as
+    in ``report.html``. ``height``: px, at least 1. Raises ValueError if ``run`` is not the folder of a run.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""What the judges answered about a stored sample: their own words and scores, from the run's ledger."""
+"""Reads the answers of judges about a stored sample, texts and scores, from the ledger of the run."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from retouch.rewards.ledger.database import decode_scores, open_read_only
 from retouch.view.bodies import integer
 from retouch.view.catalogue import Catalogue
 
-_SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts the steps before a training sample
+_SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts training steps from 0
 _PLACE = "SELECT DISTINCT picture FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ? AND picture != ''"
 _ANSWERS = (
     "SELECT judge, rubric, substr(text, 1, ?) AS text, length(text) AS characters, fault, scores, attempts, seconds, cost "
@@ -27,7 +27,7 @@ _MOST_ANSWERS = 20
 
 
 def judged_routes(catalogue: Catalogue) -> list[Route]:
-    """``GET /api/runs/NAME/answers?set=SET&step=STEP&group=GROUP&slot=SLOT``, as in the sample's line."""
+    """``GET /api/runs/NAME/answers?set=SET&step=STEP&group=GROUP&slot=SLOT``, with the values of the sample's stored line."""
 
     async def answers(request: Request) -> Response:
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
@@ -45,10 +45,11 @@ def judged_routes(catalogue: Catalogue) -> list[Route]:
 
 
 def read_answers(folder: RunFolder, kind: str, *, step: int, group: int, slot: int) -> list[dict[str, Any]]:
-    """The answers about the image of a stored sample, in the order in which they were given; long ones are cut.
+    """Return the answers about the image of a stored sample, in the order in which they were given; long texts are cut.
 
-    ``judge``: who answered. ``rubric``: what was asked, empty for a reward server. ``fault``: why there is no score, otherwise
-    empty. ``scores``: by column, or None. ``cost``: None if no price is known. Raises ValueError if a ledger is damaged.
+    ``kind``: the ``set`` of the sample, "group" or "heldout"; empty list for another one. Keys of an answer: ``judge``: its name.
+    ``rubric``: the fingerprint of the rubric, empty for a reward server. ``fault``: why there is no score, otherwise empty.
+    ``scores``: by column, or None. ``cost``: None if no price is known. Raises ValueError if a ledger is damaged.
     """
     if kind not in _SPLITS:
         return []

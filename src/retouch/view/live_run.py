@@ -1,4 +1,4 @@
-"""One run's folder, read again and again while the run may be writing to it."""
+"""Reads the folder of one run repeatedly, while the run may be writing to it."""
 
 import statistics
 import threading
@@ -23,7 +23,9 @@ _REQUESTS = 20
 
 
 class LiveRun:
-    """A run's files. Methods may be called from several threads; a damaged file makes a part of the result empty, not an error."""
+    """The files of a run. Methods may be called from several threads. A damaged file raises no error: its part of the result is
+    empty.
+    """
 
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root)
@@ -36,7 +38,7 @@ class LiveRun:
         self._generation = 0
 
     def overview(self) -> dict[str, Any]:
-        """The run's row in the table of runs."""
+        """Return the row of the run in the table of runs."""
         with self._lock:
             self._update()
             recipe, problem = self._recipe()
@@ -63,7 +65,7 @@ class LiveRun:
             }
 
     def details(self) -> dict[str, Any]:
-        """What the run's page shows, apart from its row: recipe, checks, evaluations, benchmarks, alarm, and all metrics."""
+        """Return the content of the run's page: its row, recipe, checks, evaluations, benchmarks, alarm, and all metrics."""
         row = self.overview()
         with self._lock:
             return {
@@ -78,7 +80,7 @@ class LiveRun:
             }
 
     def _results(self) -> dict[str, Any]:
-        """What a run writes now and then, and may replace."""
+        """Return what a run writes only at some steps: evaluations, suites, steps with samples, and control requests."""
         self._evals.update()
         self._suites.update()
         suites = [line for line in self._suites.lines if _is_suite(line)]
@@ -91,7 +93,10 @@ class LiveRun:
         }
 
     def since(self, generation: int, metrics: int, timings: int) -> dict[str, Any]:
-        """The lines after the given numbers of lines. A new ``generation`` means that they begin again from the first."""
+        """Return the lines after the first ``metrics`` and ``timings`` lines.
+
+        If ``generation`` is not the current one, the files were replaced, and the lines start with the first.
+        """
         row = self.overview()
         with self._lock:
             if generation != self._generation:
@@ -104,7 +109,7 @@ class LiveRun:
             }
 
     def samples(self, only: int | None = None) -> list[dict[str, Any]]:
-        """The lines of all stored samples, in the order of their steps; of one step, if it is given."""
+        """Return the lines of all stored samples in the order of their steps, or only those of step ``only``."""
         with self._lock:
             found = []
             for step in self.folder.sample_steps():
@@ -123,7 +128,7 @@ class LiveRun:
             return found
 
     def _judges(self) -> dict[str, float | None] | None:
-        """What judges took so far; None before the first request. ``cost``: in dollars, None if no price is known."""
+        """Return requests, tokens and cost of judges so far; None before the first request. ``cost``: dollars, None if unknown."""
         paths = ledger_files(self.folder.root)
         self._ledgers = {path: self._ledgers.get(path) or UsageTail(path) for path in paths}
         used = sum((tail.update() for tail in self._ledgers.values()), JudgeUsage())
@@ -135,7 +140,7 @@ class LiveRun:
             self._generation += 1
 
     def _recipe(self) -> tuple[Mapping[str, Any], str | None]:
-        """The resolved recipe, and what is wrong with its file."""
+        """Return the resolved recipe (empty if unreadable), and the error of reading it, or None."""
         record, problem = self._read(self.folder.recipe, self.folder.read_recipe)
         return ({} if record is None else record["recipe"]), problem
 
@@ -143,7 +148,7 @@ class LiveRun:
         return self._read(path, lambda: files.read_json(path) if path.is_file() else None)[0]
 
     def _read(self, path: Path, read: Callable[[], Any]) -> tuple[Any, str | None]:
-        """A file's content, and what is wrong with it. It is read again only after it has changed."""
+        """Return the content of a file, and the error of reading it, or None. The file is read again only after it has changed."""
         try:
             stat = path.stat()
             stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
@@ -172,7 +177,7 @@ class LiveRun:
         return ("stopped" if step else "waiting"), self._last_words()
 
     def _last_words(self) -> str | None:
-        """The last line of the log without its time, which is the error of a run that failed."""
+        """Return the last line of the log without its time; for a failed run, this is the error."""
         try:
             with self.folder.log().open("rb") as log:
                 log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
@@ -213,7 +218,7 @@ def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _total_steps(recipe: Mapping[str, Any], summary: object) -> int | None:
-    """The steps of the whole run; None if they depend on the data, and the run has not ended yet."""
+    """Return the total number of steps; None if it depends on the data and the run has not ended yet."""
     phases = recipe.get("phases")
     counts = [phase.get("steps") if isinstance(phase, dict) else None for phase in phases] if isinstance(phases, list) else []
     known = [count for count in counts if isinstance(count, int)]
@@ -228,7 +233,7 @@ def _number(value: object) -> float | None:
 
 
 def _thin(values: Sequence[float | None]) -> list[float | None]:
-    """At most ``_POINTS`` means of consecutive values."""
+    """Average consecutive values, so that at most ``_POINTS`` values remain."""
     size = max(1, -(-len(values) // _POINTS))
     parts = (values[start : start + size] for start in range(0, len(values), size))
     known = ([value for value in part if value is not None] for part in parts)
@@ -236,7 +241,7 @@ def _thin(values: Sequence[float | None]) -> list[float | None]:
 
 
 def _changed(folder: RunFolder) -> float | None:
-    """When the run last wrote, in seconds since 1970."""
+    """Return when the run last wrote a file, in seconds since 1970."""
     for path in (folder.metrics, folder.recipe, folder.root):
         try:
             return path.stat().st_mtime

@@ -1,4 +1,4 @@
-"""Follows files that another process appends to: JSON lines, and the answers in a ledger."""
+"""Follows files to which another process appends: JSON lines, and the answers in a ledger."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from retouch.rewards.ledger.database import JudgeUsage, open_read_only, read_usa
 
 
 class LineTail:
-    """The objects in a JSON Lines file, of which each call reads only what was appended.
+    """Reads the objects of a JSON Lines file; each update reads only the lines that were appended since.
 
-    A run that resumes replaces its files by shorter ones; the tail then begins again. ``lines``: what was read so far.
+    A run that resumes replaces its files by shorter ones; the file is then read from the beginning. ``lines``: all objects so far.
     ``damaged``: the number of complete lines that are not JSON objects; they are skipped.
     """
 
@@ -27,7 +27,7 @@ class LineTail:
         self.damaged = 0
 
     def update(self) -> bool:
-        """Read what is new. Returns whether the file began again, so that what was read before is no longer valid."""
+        """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid."""
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
@@ -58,8 +58,8 @@ class LineTail:
 
 
 class UsageTail:
-    """What the answers in a ledger took, of which each call reads only those that are new. A ledger that cannot be read
-    takes nothing new, and is read again at the next call."""
+    """Sums the usage of the answers in a ledger; each update reads only the new answers. If the ledger cannot be read, the sum
+    stays the same, and the next update tries again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,10 +69,10 @@ class UsageTail:
         self._used = JudgeUsage()
 
     def update(self) -> JudgeUsage:
-        """What all answers so far took."""
+        """Return the usage of all answers so far."""
         stamp = [_stamp(path) for path in (self._path, self._path.with_name(f"{self._path.name}-wal"))]
         if stamp != self._stamp:
-            if stamp[0][0] != self._inode:  # another file
+            if stamp[0][0] != self._inode:  # the file was replaced
                 self._inode, self._last, self._used = stamp[0][0], 0, JudgeUsage()
             try:
                 with closing(open_read_only(self._path)) as connection:

@@ -1,4 +1,4 @@
-"""Small versions of images, made once and kept in memory."""
+"""Makes thumbnails of images, and caches them in memory."""
 
 import io
 import threading
@@ -12,7 +12,7 @@ _MOST_BYTES = 64 * 2**20
 
 
 class Thumbnails:
-    """PNG files of at most ``EDGE`` pixels an edge; the least recently used are dropped above 64 MiB."""
+    """A cache of PNG thumbnails with edges of at most ``EDGE`` pixels; above 64 MiB, the least recently used ones are dropped."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Path, int], bytes] = OrderedDict()
@@ -20,7 +20,7 @@ class Thumbnails:
         self._lock = threading.Lock()
 
     def get(self, path: Path) -> bytes | None:
-        """The thumbnail of an image; None if the file is not an image."""
+        """Return the thumbnail of an image; None if the file is not an image."""
         try:
             key = path, path.stat().st_mtime_ns
         except OSError:

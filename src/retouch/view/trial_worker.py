@@ -1,7 +1,6 @@
-"""The process in which the page's tries are computed: it reads jobs from its input and writes what happens to its output, as lines
-of JSON.
+"""The worker process of ``retouch view --try``: it reads jobs from stdin and writes progress and results to stdout, as JSON lines.
 
-It keeps the model of the last run. It ends when its input is closed, or after ten minutes without a job.
+It keeps the model of the last run. It ends when stdin is closed, or after ten minutes without a job.
 """
 
 import base64
@@ -26,10 +25,10 @@ _REPORT_SECONDS = 0.1
 
 
 def main() -> None:
-    """Work until the input ends."""
-    os.nice(10)  # a run that is training comes first
+    """Process jobs until stdin is closed or no job arrives for ``IDLE_SECONDS``."""
+    os.nice(10)  # a run that is training has priority
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no event
+    os.dup2(2, 1)  # stdout becomes stderr, so that libraries cannot print between the events
     opened: tuple[tuple[str, str | None], SideBySide] | None = None
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
@@ -40,7 +39,7 @@ def main() -> None:
             task = _task(job)
             key = (job["run"], job["device"])
             if opened is None or opened[0] != key:
-                opened = None  # its memory is free before the next model is loaded
+                opened = None  # free its memory before the next model is loaded
                 _send(events, {"stage": "loading"})
                 opened = key, SideBySide(Path(job["run"]), device=job["device"])
             _run(events, opened[1], task, job)
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def _task(job: dict[str, Any]) -> Task:
-    """The task of a job. Raises ValueError if its image cannot be read."""
+    """Make the task of a job. Raises ValueError if its image cannot be read."""
     images: tuple[Image, ...] = ()
     if job["image"] is not None:
         try:

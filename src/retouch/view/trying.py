@@ -1,4 +1,6 @@
-"""The endpoints of ``retouch view --try``: a task under the untrained and the trained weights of a run, in a process of its own."""
+"""The endpoints of ``retouch view --try``: sample a task with the untrained and the trained weights of a run, in a separate
+process.
+"""
 
 import asyncio
 import json
@@ -25,8 +27,8 @@ _POLL_SECONDS = 0.5
 
 
 class Bench:
-    """One worker process, which does one job at a time and is stopped when nobody waits for its job. ``device``: None is the
-    recipe's, or the CPU for a run that is training."""
+    """One worker process, which does one job at a time and is killed if the client disconnects. ``device``: None is the device of
+    the recipe, or the CPU for a run that is training."""
 
     def __init__(self, device: str | None) -> None:
         self._device = device
@@ -36,8 +38,10 @@ class Bench:
         self._busy = False
 
     async def events(self, folder: RunFolder, asked: Mapping[str, Any], request: Request) -> AsyncIterator[str]:
-        """Lines of JSON: ``stage`` with ``calls`` of the model so far, and at the end ``done`` or ``error``. If the client
-        disconnects, the process is killed."""
+        """Yield lines of JSON: ``stage`` with the number of model ``calls`` so far, and at the end ``done`` or ``error``.
+
+        Empty lines keep the connection alive. If the client disconnects, the process is killed.
+        """
         if self._busy:
             yield json.dumps({"error": "another try is being computed; wait until it is done"}) + "\n"
             return
@@ -71,12 +75,12 @@ class Bench:
         except (BrokenPipeError, ConnectionResetError):
             yield json.dumps({"error": await self._last_words()}) + "\n"
         finally:
-            self._busy = False  # nothing here may wait: a cancelled task cannot
+            self._busy = False  # no await in this block: a cancelled task cannot wait
             if not complete:
                 self.close()
 
     def close(self) -> None:
-        """Kill the process."""
+        """Kill the process, without waiting for its end."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
@@ -84,7 +88,7 @@ class Bench:
             self._reading.cancel()
 
     async def stop(self) -> None:
-        """Kill the process, and wait until it has ended."""
+        """Kill the process and wait for its end."""
         process = self._process
         self.close()
         if process is not None:
@@ -139,22 +143,22 @@ def try_routes(catalogue: Catalogue, bench: Bench) -> list[Route]:
 
 
 def _steps(folder: RunFolder) -> list[int]:
-    """The steps of the checkpoints."""
+    """Return the steps of the stored checkpoints."""
     names = (path.parent.name.removeprefix("step-") for path in folder.checkpoints.glob("step-*/manifest.json"))
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
 def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
-    """The job. Raises BadBody."""
+    """Return the job for the worker. Raises BadBody if a value is missing or invalid."""
     instruction, image, step, seed = (asked.get(name) for name in ("instruction", "image", "step", "seed"))
     if not isinstance(instruction, str) or not instruction.strip():
         raise BadBody(409, "the prompt is empty")
     if len(instruction) > MOST_CHARACTERS:
         raise BadBody(409, f"the prompt has more than {MOST_CHARACTERS} characters")
     if not isinstance(image, str | None):
-        raise BadBody(409, "the image is not base64")
+        raise BadBody(409, "the image must be a base64 string or null")
     if type(step) is not int or step not in steps:
-        raise BadBody(409, "there is no checkpoint of this step")
+        raise BadBody(409, "this run has no checkpoint of this step")
     if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
         raise BadBody(409, f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
     return {"instruction": instruction, "image": image, "step": step, "seed": seed}

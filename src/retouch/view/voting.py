@@ -1,6 +1,6 @@
-"""The endpoints of ``retouch view --vote``: pairs of images, the votes on them, and what the votes say.
+"""The endpoints of ``retouch view --vote``: pairs of images, the votes on them, and statistics of the votes.
 
-The page is blind: it gets an instruction and the addresses of images, which name neither a run, nor a step, nor a file.
+Voting is blind: the page gets an instruction and the addresses of images, which name neither a run, nor a step, nor a file.
 """
 
 import secrets
@@ -34,7 +34,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 @dataclass(frozen=True, slots=True)
 class ShownPair:
-    """What a voter is asked. ``log``: where the answer goes. ``root``: no file outside of it is served."""
+    """A question to a voter. ``log``: stores the vote. ``root``: the folder of the runs; no file outside of it is served."""
 
     voter: str
     log: VoteLog
@@ -42,7 +42,7 @@ class ShownPair:
     root: Path
 
     def image(self, which: str) -> Path | None:
-        """The file of ``left``, ``right`` or ``source``; None if there is none, or if a link leads out of the runs."""
+        """Return the file of ``left``, ``right`` or ``source``; None if there is none, or if a link leads out of ``root``."""
         pair = self.next.pair
         first, second = (pair.second, pair.first) if self.next.exchanged else (pair.first, pair.second)
         file = {"left": first.file, "right": second.file, "source": pair.source}.get(which)
@@ -53,14 +53,14 @@ class ShownPair:
 
 
 def _remember(questions: OrderedDict[str, ShownPair], identity: str, question: ShownPair, *, most: int) -> None:
-    """Add a question, and forget the oldest ones above ``most``."""
+    """Add a question, and remove the oldest ones so that at most ``most`` remain."""
     questions[identity] = question
     while len(questions) > most:
         questions.popitem(last=False)
 
 
 class Polls:
-    """The pairs to vote on, and the questions that were asked. Methods may be called from several threads."""
+    """The pairs to vote on, and the open and recently answered questions. Methods may be called from several threads."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -72,7 +72,7 @@ class Polls:
         self._stored: dict[Path, StoredPairs] = {}
 
     def overview(self, run: LiveRun) -> dict[str, Any]:
-        """What can be voted on: steps with held-out images of this run and of others, and the pairs that wait in its queue."""
+        """Return what can be voted on: the steps with stored images of this run and of others, and the number of queued pairs."""
         with self._lock:
             waiting = None
             if (run.folder.root / QUEUE / "groups").is_dir():
@@ -86,7 +86,7 @@ class Polls:
             }
 
     def next(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """The next question of a voter. Raises ValueError for an unknown run or step, or a name that cannot be used."""
+        """Return the next question for a voter. Raises ValueError for an unknown run or step, or an invalid name of a voter."""
         voter = voter_name(query.get("voter", ""))
         with self._lock:
             log, pairs, shared = self._poll(query)
@@ -104,7 +104,7 @@ class Polls:
             return {"question": shown, **progress}
 
     def answer(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Record an answer. Raises ValueError for an unknown question or choice; a question is answered once."""
+        """Record a vote. Raises ValueError for an invalid choice, or a question that is unknown or already answered."""
         choice = given.get("choice")
         if choice not in CHOICES:
             raise ValueError(f"choose one of {', '.join(CHOICES)}")
@@ -112,7 +112,7 @@ class Polls:
             identity = str(given.get("question"))
             question = self._questions.pop(identity, None)
             if question is None:
-                raise ValueError("this pair was answered, or the server was started again; here is the next one")
+                raise ValueError("this pair was already answered, or the server was restarted; here is the next one")
             _remember(self._answered, identity, question, most=_MOST_ANSWERED)
             made = question.next
             vote = made.pair.vote(choice, voter=question.voter, exchanged=made.exchanged, repeat=made.repeat)
@@ -120,31 +120,31 @@ class Polls:
             return {"vote": vote.id}
 
     def undo(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Take back the voter's last vote. Raises ValueError if there is none."""
+        """Undo the last vote of the voter. Raises ValueError if there is none."""
         voter = voter_name(str(given.get("voter", "")))
         with self._lock:
             log, _, _ = self._poll({key: str(value) for key, value in given.items()})
             own = [vote for vote in log.read().votes if vote.voter == voter]
             if not own:
-                raise ValueError("there is no vote of yours to take back")
+                raise ValueError("you have no vote to undo")
             log.undo(own[-1].id, voter=voter)
             return {"undone": own[-1].id}
 
     def image(self, question: str, which: str) -> Path | None:
-        """The image of a question that is open, or was answered a short time ago: a voter may be faster than the images load."""
+        """Return the image of an open or recently answered question: a voter may answer before the images have loaded."""
         with self._lock:
             found = self._questions.get(question) or self._answered.get(question)
         return None if found is None else found.image(which)
 
     def results(self, run: LiveRun) -> dict[str, Any]:
-        """What the votes of a run say."""
+        """Return the statistics of the votes of a run."""
         with self._lock:
             folders = [run.folder.root, run.folder.root / QUEUE]
             logs = [self._log(folder) for folder in folders if (folder / FILE).is_file()]
         return {"run": run.folder.name, **summarise(logs)}
 
     def _poll(self, query: Mapping[str, str]) -> tuple[VoteLog, list[VotePair], bool]:
-        """Where the votes are, the pairs, and whether one vote on each is enough."""
+        """Return the log of the votes, the pairs, and whether one vote on each pair is enough (``shared``)."""
         run = self._run(query.get("run", ""))
         root = run.folder.root
         if query.get("live"):
@@ -181,8 +181,8 @@ class Polls:
 
 
 def voting_routes(catalogue: Catalogue, *, writes: bool) -> list[Route]:
-    """``/api/votes/NAME/results``; and if it ``writes``, ``/api/votes/NAME`` (what can be voted on), ``/api/next-pair``,
-    ``/pair-images``, and for POST ``/api/votes`` and ``/api/undo-vote``."""
+    """``GET /api/votes/NAME/results``; with ``writes`` also ``GET`` of ``/api/votes/NAME`` (what can be voted on),
+    ``/api/next-pair`` and ``/pair-images``, and ``POST`` of ``/api/votes`` and ``/api/undo-vote``."""
     polls = Polls(catalogue)
 
     async def overview(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Stopping a run because of an alarm: the record of it, the message, and whether the run may continue later."""
+"""Stops a run because of an alarm: records the stop, builds the message, and decides whether the run may continue later."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,21 +8,21 @@ from retouch.watch.alarms import Alarm, AlarmStop
 
 
 def stopping_alarms(alarms: Sequence[Alarm]) -> list[Alarm]:
-    """The alarms whose response stops the run."""
+    """Return the alarms whose response stops the run."""
     return [alarm for alarm in alarms if alarm.response != "note"]
 
 
 def write_stop(folder: RunFolder, alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> None:
-    """Record why the run stopped after ``step`` steps, and the step whose state was restored (None: the state is unchanged).
+    """Record why the run stopped after ``step`` steps. ``back_to``: the step to which it was rolled back; None: no roll-back.
 
-    Call this last: a run that is killed earlier must not be taken for a stopped one.
+    Call this last: a run that was killed before must not look like a stopped one.
     """
     records = [{"rule": alarm.rule, "text": alarm.text, "response": alarm.response} for alarm in alarms]
     folder.write_alarm({"step": step, "back_to": back_to, "alarms": records})
 
 
 def stop_message(alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> str:
-    """The message for the user."""
+    """Return the message for the user."""
     state = (
         f"The checkpoint of step {step} is saved"
         if back_to is None
@@ -33,10 +33,10 @@ def stop_message(alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> 
 
 
 def refuse_if_stopped(folder: RunFolder, alarms_at: Callable[[int], Sequence[Alarm]], *, ranks: Ranks) -> None:
-    """Raise AlarmStop if an alarm stopped the run and would do so again under the rules that the recipe has now.
+    """Raise AlarmStop if an alarm stopped the run and would stop it again under the recipe's current rules.
 
-    Otherwise the run may continue, and the record of the stop is deleted. ``alarms_at``: the alarms that these rules raise after so
-    many steps. Call this before later records are deleted from the run's folder.
+    Otherwise the run may continue, and the record of the stop is deleted. ``alarms_at``: maps a number of steps to the alarms that
+    the current rules raise after them. Call this before later records are deleted from the run's folder.
     """
     record = folder.read_alarm()
     if record is None:

@@ -1,6 +1,6 @@
-"""Alarms: each rule of a recipe's ``watch`` as a pure function of the observations so far.
+"""Alarms: each rule of a recipe's ``watch`` is a pure function of the observations so far.
 
-Because alarms depend on nothing else, a resumed run raises the same ones as an uninterrupted run.
+Because alarms depend on nothing else, a resumed run raises the same alarms as an uninterrupted run.
 """
 
 import math
@@ -18,8 +18,8 @@ class AlarmStop(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """``rule``: its key in ``watch``, or "suite NAME" of ``eval.suites``. ``text``: what was observed, with figures.
-    ``response``: the recipe's ``on_alarm``."""
+    """An alarm. ``rule``: the rule's key in ``watch``, or "suite NAME" for a suite of ``eval.suites``. ``text``: a sentence with
+    the measured numbers. ``response``: the rule's ``on_alarm`` in the recipe."""
 
     rule: str
     text: str
@@ -27,16 +27,16 @@ class Alarm:
 
     @property
     def key(self) -> str:
-        """The rule's place in the recipe, for messages."""
+        """The rule's key in the recipe, for messages."""
         return f"eval.suites, {self.rule}" if self.rule.startswith("suite ") else f"watch.{self.rule}"
 
 
 def find_alarms(
     watch: Watch, observations: Sequence[Observation], diversity: Sequence[float], columns: Mapping[str, Column]
 ) -> list[Alarm]:
-    """The alarms at the last of ``observations``, of which the first was made before training.
+    """Return the alarms at the last observation. The first observation was made before training.
 
-    ``diversity``: the group diversity of every step so far. ``columns``: the reward's columns, which the canaries are scored in.
+    ``diversity``: the group diversity of every step so far. ``columns``: the reward's columns, in which the canaries are scored.
     """
     found = {}
     for name, rule in watch.rules.items():
@@ -58,7 +58,7 @@ def find_alarms(
 
 
 def since_best(observations: Sequence[Observation]) -> tuple[Observation, PairedChange, PairedChange]:
-    """The observation with the best held-out score, and how the training reward and the held-out score changed since then.
+    """Return the observation with the best held-out score, and the changes of the training reward and of the held-out score since.
 
     Source: the signature of reward over-optimisation (Gao et al. 2022, arXiv 2210.10760).
     """
@@ -69,7 +69,7 @@ def since_best(observations: Sequence[Observation]) -> tuple[Observation, Paired
 
 
 def canary_shift(observation: Observation, start: Observation, columns: Mapping[str, Column]) -> tuple[str, float]:
-    """The column whose canary scores changed most since ``start``, and its mean absolute change as a fraction of its range.
+    """Return the column whose canary scores changed most since ``start``, and its mean absolute change as a fraction of its range.
 
     The change is NaN if no canary has a score in both observations.
     """
@@ -83,7 +83,7 @@ def canary_shift(observation: Observation, start: Observation, columns: Mapping[
 
 
 def diversity_ratio(diversity: Sequence[float], window: int) -> float:
-    """The mean of the last ``window`` steps divided by that of the first ``window``; NaN until there are twice as many steps."""
+    """Return the mean of the last ``window`` steps divided by the mean of the first ``window``; NaN before 2 * ``window`` steps."""
     known = [value for value in diversity if not math.isnan(value)]
     if len(known) < 2 * window:
         return math.nan
@@ -139,7 +139,7 @@ def _factor_alarm(name: str, observations: Sequence[Observation], rule: Factor) 
 
 
 def _means(name: str, observations: Sequence[Observation]) -> tuple[float, float]:
-    """The means of the first and the last observation over the tasks that both scored; NaN if there are none."""
+    """Return the means of the first and the last observation over the tasks that both scored; NaN if there are none."""
     start, now = observations[0].scores[name].double(), observations[-1].scores[name].double()
     known = ~(start.isnan() | now.isnan())
     return start[known].mean().item(), now[known].mean().item()

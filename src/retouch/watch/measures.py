@@ -1,4 +1,4 @@
-"""What is measured of images apart from the reward that trains: a held-out judge, image statistics and group diversity."""
+"""Measurements of images besides the training reward: a held-out judge, image statistics and group diversity."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,14 @@ _SIDE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class WatchMeasures:
-    """``heldout``: a judge that never trains the policy, None if there is none. ``measures``: rewards that need no judge."""
+    """The measures of ``watch``. ``heldout``: a judge that is not used for training, or None. ``measures``: rewards without a
+    judge."""
 
     heldout: RewardScorer | None
     measures: Sequence[Reward]
 
     def measure(self, samples: Sequence[Sample]) -> Scores:
-        """The columns of every measure, each (b,); NaN for a sample without an image."""
+        """Return the columns of every measure, each (b,); NaN for a sample without an image."""
         scores: Scores = {}
         rows = [row for row, sample in enumerate(samples) if sample.image is not None]
         for reward in self.measures:
@@ -47,9 +48,9 @@ class WatchMeasures:
 def build_measures(
     watch: Watch, *, device: torch.device | str, cached: Callable[[Reward], Reward] = lambda reward: reward
 ) -> WatchMeasures:
-    """The measures of the recipe's ``watch``; ``cached`` wraps the held-out judge in the ledger's cache.
+    """Build the measures of the recipe's ``watch``. ``cached``: wraps the held-out judge in the ledger's cache.
 
-    Raises ValueError if that judge or the OCR model cannot be built.
+    Raises ValueError if the held-out judge or the OCR model cannot be built.
     """
     section = None if watch.judge is None else watch.judge.reward
     heldout = None if section is None else RewardScorer(section.build(device=device, keep=cached), section.combine)
@@ -58,11 +59,11 @@ def build_measures(
 
 
 def group_diversity(batch: Batch, images: Sequence[Image.Image | None], ranks: Ranks) -> float:
-    """The root mean square difference, 0 to 1, of two images of a group, over all pairs of all groups and all ranks.
+    """Return the root mean square difference, 0 to 1, of two images of a group, over all pairs of all groups and all ranks.
 
-    Images are compared in RGB at 32 x 32 pixels (area-averaged), so that their content counts and not fine detail. The mean squared
-    difference of two members of a group is twice their sample variance, which can be summed over ranks. Rows without an image are
-    left out; NaN if no group has two images.
+    Images are compared in RGB at 32 x 32 pixels (area-averaged), so content counts and fine detail does not. The mean squared
+    difference of two images of a group is twice the group's sample variance, whose sums can be added over ranks. Rows without an
+    image are left out; NaN if no group has two images.
     """
     groups = int(ranks.max(torch.tensor(float(max(batch.group_ids)))).item()) + 1
     sums = torch.zeros(groups, 2 + 3 * _SIDE * _SIDE, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Observations: the scores of images for the watched held-out tasks after some step, and how two observations compare."""
+"""Observations: the scores of images of the watched held-out tasks after a step, and the comparison of two observations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from retouch.types import Scores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Observation:
-    """What was measured after ``step`` steps.
+    """The measurements after ``step`` steps.
 
-    ``scores``: name to (n,), one score per task, NaN if it could not be measured. ``canaries``: reward column to the scores (k,)
+    ``scores``: by name, one score per task (n,), NaN if it could not be measured. ``canaries``: by reward column, the scores (k,)
     of the canary images. ``judge``: the fingerprint of the held-out judge, or "".
     """
 
@@ -29,7 +29,7 @@ class Observation:
     judge: str = ""
 
     def mean(self, name: str) -> float:
-        """The mean over tasks with a score."""
+        """Return the mean over the tasks with a score."""
         return self.scores[name].double().nanmean().item()
 
     def to_json(self) -> dict[str, Any]:
@@ -43,21 +43,22 @@ class Observation:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "Observation":
-        """The inverse of ``to_json``."""
+        """Read the result of ``to_json``."""
         scores, canaries = ({name: _column(record[part][name]) for name in record[part]} for part in ("scores", "canaries"))
         return cls(record["step"], tuple(record["tasks"]), scores, canaries, record["judge"])
 
 
 @dataclass(frozen=True, slots=True)
 class PairedChange:
-    """The mean difference over tasks that both observations scored, also in standard errors of the paired difference."""
+    """The mean difference over the tasks that both observations scored. ``sigmas``: ``mean`` in standard errors of the paired
+    difference."""
 
     mean: float
     sigmas: float
 
 
 def paired_change(before: Float[Tensor, " n"], after: Float[Tensor, " n"]) -> PairedChange:
-    """The change of the scores of the same n tasks. NaN if no task has both scores; ``sigmas`` is 0 for a single task."""
+    """Return the change of the scores of the same n tasks. NaN if no task has both scores; ``sigmas`` is 0 for a single task."""
     difference = (after - before).double()
     difference = difference[~difference.isnan()]
     mean = difference.mean().item()
@@ -68,18 +69,18 @@ def paired_change(before: Float[Tensor, " n"], after: Float[Tensor, " n"]) -> Pa
 
 
 class ObservationStore:
-    """The observations of a run, one file each in ``folder``; one rank writes them, all ranks read them."""
+    """Stores the observations of a run, one file each, in ``folder``. One rank writes them, all ranks read them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def write(self, observation: Observation) -> None:
-        """Store the observation, which replaces one of the same step."""
+        """Store the observation. It replaces an observation of the same step."""
         self.folder.mkdir(parents=True, exist_ok=True)
         files.write_json(self.folder / f"step-{observation.step:06d}.json", observation.to_json())
 
     def until(self, step: int) -> list[Observation]:
-        """The observations up to and including that step, in order."""
+        """Return the observations up to and including ``step``, in order."""
         found = [Observation.from_json(files.read_json(path)) for path in self.folder.glob("step-*.json")]
         return sorted((each for each in found if each.step <= step), key=lambda each: each.step)
 

@@ -1,8 +1,8 @@
-"""The watcher of a run: observes images of held-out tasks at intervals, measures every step, and raises alarms.
+"""The watcher of a run: scores images of held-out tasks every few steps, measures every step, and raises alarms.
 
-Everything that decides an alarm is stored: the observations, one file each, and the metrics. The judges of an observation are asked
-through the run's journal, so an observation repeated after a kill asks no judge twice, and the alarms equal those of an
-uninterrupted run.
+Everything that an alarm depends on is stored: the observations, one file each, and the metrics. Scores of judges are stored in the
+run's journal, so an observation that is repeated after a kill calls no judge twice, and the alarms equal those of an uninterrupted
+run.
 """
 
 import logging
@@ -34,10 +34,10 @@ log = logging.getLogger("retouch")
 
 
 class Watcher:
-    """Observes, measures and stores. Every rank makes the same calls; the main rank writes.
+    """Makes and stores the observations of a run. Every rank makes the same calls; the main rank writes. Call ``open`` first.
 
-    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. ``columns``: those of
-    the reward that trains it. Call ``open`` first.
+    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. ``columns``: the columns
+    of the training reward.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Watcher:
         self._diversity: list[float] = []
 
     def open(self, ledger: Ledger, judge: RewardScorer, *, done: int) -> None:
-        """Load the observations of the first ``done`` steps, at which the metrics end; a new run makes its first observation.
+        """Load the observations of the first ``done`` steps, the last step with metrics. A new run makes its first observation.
 
-        ``judge``: the judge that trains the policy. Raises ValueError if another held-out judge made the stored observations.
+        ``judge``: the training judge. Raises ValueError if another held-out judge made the stored observations.
         """
         self._ledger = ledger
         self._judge = judge
@@ -78,24 +78,24 @@ class Watcher:
                 "that judge, or start a new run with --fresh"
             )
         self._diversity = read_diversity(self._folder, done)
-        # An exhausted budget can have left out the observation of the last step.
+        # The observation of the last step is missing if the budget was spent during that step.
         if not self._observations or (done % self.watch.every == 0 and self._observations[-1].step < done):
             self._observe(done)
 
     @property
     def rolls_back(self) -> bool:
-        """Whether an alarm may go back to a checkpoint."""
+        """Whether an alarm may roll the run back to a checkpoint."""
         return self.watch.rolls_back
 
     def stored_alarms(self, step: int) -> list[Alarm]:
-        """The alarms that the rules raise now on what was observed after ``step`` steps, read from the run's folder."""
+        """Return the alarms that the current rules raise on the stored observations after ``step`` steps."""
         observations = self._store.until(step)
         if not observations or observations[-1].step != step:
             return []
         return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
 
     def after(self, done: int, collected: Collected) -> tuple[Metrics, list[Alarm]]:
-        """Measure what a step collected, and observe if it is time: the metrics for the step's line, and the alarms."""
+        """Measure the samples of a step, and make an observation if it is due. Returns metrics of the step, and the alarms."""
         metrics: Metrics = {}
         if len(collected.images):
             self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
@@ -124,7 +124,7 @@ class Watcher:
         return observation
 
     def _judges(self, step: int, executor: WorkerThread) -> BatchScorer:
-        """Scores a batch at ``step``: ``proxy`` and ``heldout``, the results of the two judges, and every measure."""
+        """Return the scorer of an observation: ``proxy`` (training reward), ``heldout`` (held-out judge) and all measures."""
 
         def score(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
             futures = {"proxy": self._judge.for_split("heldout", step)(batch, samples)}
@@ -145,7 +145,7 @@ class Watcher:
         return "" if heldout is None or heldout.journal is None else heldout.journal.judge
 
     def _write_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
-        """Store the first images of the main rank as canaries, with the completions they were made from."""
+        """Store the first images of the main rank as canaries, with the completions that they were made from."""
         if self.ranks.is_main and images:
             self._folder.watch.mkdir(parents=True, exist_ok=True)
             present = [(index, image) for index, image in enumerate(images) if image is not None]
@@ -154,7 +154,7 @@ class Watcher:
             files.write_json(self._folder.watch / "canaries.json", {index: texts[index] for index, _ in present})
 
     def _score_canaries(self, step: int) -> Scores:
-        """The reward's columns (except diagnostics) for the canaries, scored again by the main rank and sent to all ranks."""
+        """Score the canaries again on the main rank. Returns the reward's columns (except diagnostics) on all ranks."""
         names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
         indices, samples = self._read_canaries() if self.ranks.is_main and self.watch.canaries is not None else ((), [])
         count = int(self.ranks.max(torch.tensor(float(len(samples)))))
@@ -172,7 +172,7 @@ class Watcher:
         return dict(zip(names, self.ranks.sum(table), strict=True)) if count else {}
 
     def _read_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
-        """The canaries' task indices, and the images that were made for these tasks at the start."""
+        """Return the canaries: the indices of their tasks, and the images that were made for these tasks at the start."""
         texts = {int(index): text for index, text in files.read_json(self._folder.watch / "canaries.json").items()}
         tasks = self.evaluator.tasks
         samples = [Sample(tasks[index], _read(self._canary(index)), completion=text) for index, text in texts.items()]
@@ -182,7 +182,7 @@ class Watcher:
         return self._folder.watch / f"canary-{index:03d}.png"
 
     def _metrics(self, observation: Observation) -> Metrics:
-        """The observation as metrics, without measures that apply to no image."""
+        """Return the observation as metrics, without the measures that have no score for any image."""
         means = {name: observation.mean(name) for name in observation.scores}
         metrics = {f"watch/{name}": mean for name, mean in means.items() if not math.isnan(mean) or name in ("proxy", "heldout")}
         if "heldout" in observation.scores:
@@ -194,7 +194,7 @@ class Watcher:
 
 
 def build_watcher(parts: Assembly, folder: RunFolder, measures: WatchMeasures) -> Watcher:
-    """The watcher of a run whose recipe has a ``watch`` section."""
+    """Build the watcher of a run whose recipe has a ``watch`` section."""
     assert parts.recipe.watch is not None
     return Watcher(
         parts.recipe.watch,
@@ -207,7 +207,7 @@ def build_watcher(parts: Assembly, folder: RunFolder, measures: WatchMeasures) -
 
 
 def read_diversity(folder: RunFolder, done: int) -> list[float]:
-    """The group diversity of every step up to ``done``, read from the metrics; NaN for a step without one."""
+    """Read the group diversity of every step up to ``done`` from the metrics; NaN for a step without a value."""
     values = [line.get("watch/diversity") for line in folder.read_metrics() if line["step"] <= done]
     return [math.nan if value is None else value for value in values]
 

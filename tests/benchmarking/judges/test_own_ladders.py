@@ -71,17 +71,17 @@ def test_images_without_a_source_have_no_order(folder) -> None:
     ("row", "told"),
     [
         ("{", "line 1: not JSON"),
-        ("[1]", "line 1: not an object"),
+        ("[1]", "line 1: not a JSON object"),
         ({**GOOD, "instruction": ""}, "instruction: .*at least 1"),
         ({**GOOD, "rungs": GOOD["rungs"][:1]}, "rungs: .*at least 2"),
         ({**GOOD, "rungs": [{"image": "best.png"}] * 2}, "rungs.0.truth: missing"),
         ({**GOOD, "rungs": [{"image": "best.png", "truth": "high"}] * 2}, "rungs.0.truth"),
         (
             {**GOOD, "rungs": [{"image": "best.png", "truth": 1}, {"image": "bad.png", "truth": 1}]},
-            "at least two images of different truth",
+            "at least two images with different values of truth",
         ),
         ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}, {"image": "best.png", "truth": 1}]}', "rungs.0.truth"),
-        ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two are called 'one'"),
+        ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two have the name 'one'"),
         ({**GOOD, "sources": "x"}, "sources: unknown key; did you mean source"),
         ({**GOOD, "source": "gone.png"}, "gone.png: no such file in"),
         ({**GOOD, "source": "../x.png"}, "outside the folder"),
@@ -97,7 +97,7 @@ def test_mistakes_are_named_by_line(folder, row, told) -> None:
 
 def test_all_mistakes_are_listed(folder) -> None:
     write(folder, GOOD, GOOD, {**GOOD, "id": "c", "source": "gone.png"}, "{")
-    with pytest.raises(ValueError, match="line 2: the id 'barn' is used before") as error:
+    with pytest.raises(ValueError, match="line 2: an earlier line has the same id 'barn'") as error:
         read_ladders(folder)
     assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [
         f"ladder.jsonl line {number}" for number in (2, 3, 4)

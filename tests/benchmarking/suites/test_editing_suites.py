@@ -239,7 +239,7 @@ def test_earl_averages_six_sets(tmp_path):
     two, _ = EarlSuite(sets=("vismin", "aurora")).items(tmp_path)
     assert [item.category for item in two] == ["vismin", "aurora"]
     (tmp_path / "aurora.parquet").unlink()
-    with pytest.raises(ValueError, match=r"aurora.*not there"):
+    with pytest.raises(ValueError, match=r"aurora.*no such file"):
         suite.items(tmp_path)
 
 

@@ -122,7 +122,7 @@ CASES = {
         suite_rows.rise,
         ({"reasoning_score": 5, "consistency": 5, "quality": 5}, {"reasoning_score": 5, "consistency": 4, "quality": 5}),
         (1 / 2, 1),
-        ("right result",),
+        ("correct result",),
     ),
     "geneval": Case(
         "test_text_to_image_suites.test_geneval_is_the_mean_of_its_tasks",

@@ -95,7 +95,7 @@ def test_rise_weighs_its_scores_as_published(rise):
     suite = RiseSuite()
     items, broken = suite.items(rise)
     assert len(items) == 5
-    assert ["right result" in broken[0].reason, "musical" in broken[1].reason] == [True, True]
+    assert ["correct result" in broken[0].reason, "musical" in broken[1].reason] == [True, True]
     answers = {
         1: {"consistency": 5, "reasoning_score": 5, "quality": 5},
         2: {"reasoning_score": 5, "quality": 5},

@@ -135,7 +135,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         ("gpt-image-edit", "aurora", {}, "no edit of gpt-image-edit has both images"),
         ("gpt-image-edit", "broken", {}, "should be a list of edits with id"),
         ("gpt-image-edit", "nowhere", {}, "download the data set first"),
-        ("ultraedit", "downloaded", {}, "known are gpt-image-edit"),
+        ("ultraedit", "downloaded", {}, "the known data sets are gpt-image-edit"),
     ]
     for name, folder, options, why in cases:
         with pytest.raises(ValueError, match=why):

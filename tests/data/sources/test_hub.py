@@ -146,9 +146,9 @@ def test_rows_that_come_from_one_picture_have_one_source(tmp_path):
 
 def test_what_is_missing_is_said(tmp_path):
     path = stored(tmp_path, "dict")
-    with pytest.raises(ValueError, match="name one of its splits: train, dev"):
+    with pytest.raises(ValueError, match="set split to one of the splits: train, dev"):
         read_hub(path, columns=COLUMNS)
-    with pytest.raises(ValueError, match="name one of its splits: train, dev"):
+    with pytest.raises(ValueError, match="set split to one of the splits: train, dev"):
         read_hub(path, split="test", columns=COLUMNS)
     with pytest.raises(ValueError, match=r"'image' should be read from 'src', but .* has only"):
         read_hub(path, split="dev", columns={"image": "src"})

@@ -155,7 +155,7 @@ PROMPT = {"prompt": "a cat"}
         (lambda: as_stream(PROMPT).shuffle(seed=1), "the buffer of .shuffle\\(\\) is lost when a run resumes"),
         (lambda: as_stream(PROMPT).shuffle(seed=1).map(dict), "the buffer of .shuffle\\(\\) is lost when a run resumes"),
         (lambda: split_dataset_by_node(as_stream(PROMPT), 0, 2), "this is one rank's part of a stream"),
-        (lambda: iter([PROMPT]), "list_iterator is no datasets.IterableDataset; wrap it with"),
+        (lambda: iter([PROMPT]), "list_iterator is not a datasets.IterableDataset; wrap it with"),
         (lambda: datasets.IterableDataset.from_generator(lambda: iter([])), "train_dataset: no rows"),
         (lambda: as_stream(*[PROMPT] * 4), "train_dataset: all 4 rows are held out"),
         (lambda: as_stream(*[{"prompt": ""}] * 9), "train_dataset:1: error: 'prompt': no instruction"),
@@ -171,7 +171,7 @@ def test_what_cannot_be_trained_on_is_refused_in_plain_words(stream, message):
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match="cannot be opened as a stream"):
         built(StreamData(path=str(tmp_path / "none"), **KEYS))
-    with pytest.raises(ValueError, match="no file has such a name"):
+    with pytest.raises(ValueError, match="no file matches this name"):
         built(StreamData(path=str(tmp_path / "*.tar"), **KEYS))
     with pytest.raises(ValueError, match="leave revision out"):
         built(StreamData(path=str(tmp_path / "*.tar"), revision="main", **KEYS))

@@ -100,7 +100,7 @@ def test_z_image(tmp_path, head):
 def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
     folder = tiny_models.save_flux(tmp_path, distilled=False)
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
-    with pytest.raises(ValueError, match="FluxFill gives its transformer 192 channels a token, and this one takes 64"):
+    with pytest.raises(ValueError, match="FluxFill gives its transformer 192 channels per token, but this transformer takes 64"):
         FluxFill.from_pretrained(folder, dtype=torch.float32, device="cpu")
     with pytest.raises(ValueError, match="takes no guidance"):
         Flux.from_pretrained(folder, dtype=torch.float32, device="cpu", guidance=3.5)

@@ -105,7 +105,7 @@ def test_the_attention_to_reference_images_follows(monkeypatch):
 
 
 def test_a_model_without_a_choice_is_refused():
-    with pytest.raises(ValueError, match=r"policy\.attention: SD3Transformer2DModel has no choice .* use null"):
+    with pytest.raises(ValueError, match=r"policy\.attention: SD3Transformer2DModel does not support attention backends; use null"):
         kernels.set_attention(tiny_models.sd3_transformer(), "_native_math")
 
 

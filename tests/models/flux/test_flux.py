@@ -186,7 +186,7 @@ def test_what_cannot_be_is_said(text):
         build(Flux, text, size=(24, 40)).encode([tiny_models.task("x", "blue " * 30)])
     with pytest.raises(ValueError, match="takes no guidance"):
         build(Flux, text, distilled=False, guidance=2.0)
-    with pytest.raises(ValueError, match="this one takes 64"):
+    with pytest.raises(ValueError, match="this transformer takes 64"):
         FluxFill(
             transformer=tiny_models.flux_transformer(),
             vae=tiny_models.sd3_vae(),

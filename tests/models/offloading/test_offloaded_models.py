@@ -117,13 +117,13 @@ def test_the_memory_plan_leaves_out_what_waits() -> None:
 def test_doctor_reports_the_kept_embeddings(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(check_prompt_embeddings(parse(small(tmp_path, "live")))) == []
     (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
-    assert f"0 kept prompt embeddings, 0.00 GB of at most 100.00 GB, in {kept}" in found.text
+    assert f"0 stored prompt embeddings, 0.00 GB of at most 100.00 GB, in {kept}" in found.text
     kept.mkdir()
     (kept / "one.safetensors").write_bytes(bytes(2 * 10**7))
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "1e9")
     (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
-    assert "1 kept prompt embeddings, 0.02 GB of at most" in found.text
-    assert "are free there, less than they may take" in found.text
+    assert "1 stored prompt embeddings, 0.02 GB of at most" in found.text
+    assert "are free there, less than the embeddings may take" in found.text
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "none")
     (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
     assert (found.status, found.fix) == ("FAILED", "export RETOUCH_PROMPT_CACHE_GB=100")

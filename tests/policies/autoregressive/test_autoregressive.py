@@ -345,7 +345,7 @@ def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
     [
         ({}, "no text in meta"),
         ({"completion": 3}, "no text in meta"),
-        ({"completion": "A B C D E"}, "raise max_new_tokens above 7"),
+        ({"completion": "A B C D E"}, "raise rollout.max_new_tokens above 7"),
     ],
 )
 def test_a_completion_that_cannot_be_imitated_is_refused(meta, says):

@@ -73,8 +73,8 @@ def test_an_engine_that_is_not_named_is_not_in_the_document(make: Make) -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"rollout__temperature": 2.5}, "rollout.temperature: vllm takes no 2.5; give 2 or less"),
-        ({"rollout__top_p": 0.9}, "rollout.top_p: vllm tells which tokens it kept only where top_k bounds them"),
+        ({"rollout__temperature": 2.5}, "rollout.temperature: vllm does not accept 2.5; use 2 or less"),
+        ({"rollout__top_p": 0.9}, "rollout.top_p: vllm reports which tokens it kept only if top_k is set too"),
         ({"rollout__engine__url": "localhost:8000"}, "rollout.engine.url: 'localhost:8000' does not match"),
         ({"rollout__engine__truncate_at": 0.5}, "rollout.engine.truncate_at: should be greater than or equal to 1"),
         ({"rollout__engine__kind": "continuous"}, "rollout.engine.kind: 'continuous' is not one of 'cached', 'vllm'"),
@@ -92,8 +92,8 @@ def test_image_tokens_are_written_by_a_server_that_cuts_nothing(make: Make, tmp_
     parse(make(**tokens, rollout__engine=VLLM, policy__train={"kind": "full"}))
     for cut in ({"rollout__top_k": 100}, {"rollout__top_p": 0.9}):
         told = refusal(make(**tokens, rollout__engine=VLLM, **cut))
-        assert "rollout.top_k, top_p: vllm does not tell which tokens these kept" in told
-        assert "give top_k too" not in told
+        assert "rollout.top_k, top_p: vllm does not report which tokens they kept" in told
+        assert "set top_k, for example" not in told
         parse(make(**tokens, **cut))
     free = {**tokens, "policy__model": {**tokens["policy__model"], "grammar": False}}
     parse(make(**free, rollout__engine=VLLM, rollout__top_k=9))

@@ -166,14 +166,14 @@ def shifted(place, value):
 
 
 FAULTS = {
-    "fewer images": (lambda rows: rows[:-1], r"images where \d were requested"),
-    "no list": (lambda rows: rows[0], "no list of images"),
+    "fewer images": (lambda rows: rows[:-1], r"images, but \d images were requested"),
+    "no list": (lambda rows: rows[0], "not a list of images"),
     "another prompt": (field("prompt", lambda prompt: "another", None), "another prompt or seed"),
     "another seed": (field("seed", lambda seed: seed + 1, None), "another prompt or seed"),
     "another size": (field("latents", lambda latents: latents[..., :-1]), r"latents has the shape"),
     "a state less": (field("latents", lambda latents: latents[1:]), "latents has the shape"),
-    "a state that is no number": (field("latents", shifted((0, 0), torch.nan)), "latents has a value that is no finite"),
-    "integers": (field("latents", lambda latents: latents.long()), "latents has a value that is no finite"),
+    "a state that is no number": (field("latents", shifted((0, 0), torch.nan)), "latents has a value that is not a finite"),
+    "integers": (field("latents", lambda latents: latents.long()), "latents has a value that is not a finite"),
     "no tensor": (field("latents", lambda latents: [1.0]), "no tensor dit_trajectory.latents"),
     "another schedule": (field("sigmas", shifted(1, 0.9)), "scheduler_config.json"),
     "more steps": (field("sigmas", lambda sigmas: torch.cat([sigmas, sigmas[-1:]])), "sigmas has the shape"),
@@ -181,7 +181,7 @@ FAULTS = {
     "an infinite log-probability": (field("rollout_log_probs", shifted(0, -torch.inf), None), "rollout_log_probs has a value"),
     "log-probabilities of other steps": (
         field("rollout_log_probs", lambda found: found.roll(1), None),
-        "other steps were stochastic",
+        "other steps than requested were stochastic",
     ),
     "no trajectory": (field("dit_trajectory", lambda found: None, None), "no dit_trajectory"),
     "twice the same": (lambda rows: [rows[0]] * len(rows), "two images with the same states"),
@@ -200,7 +200,7 @@ def test_a_response_with_a_fault_is_rejected(tmp_path, way):
 def test_a_body_that_is_no_message_is_rejected(tmp_path):
     with served(tmp_path) as (policy, double):
         double.fault = lambda path: "not a message" if path == GENERATE else None
-        with pytest.raises(EngineFault, match="no MessagePack"):
+        with pytest.raises(EngineFault, match="not MessagePack"):
             policy.rollout(batch())
 
 
@@ -260,7 +260,7 @@ def test_a_server_that_was_restarted_samples_again_with_the_weights(tmp_path, tr
 def test_a_load_that_did_not_happen_is_noticed(tmp_path):
     with served(tmp_path) as (policy, double):
         double.set_lora = lambda body: {"status": "ok", "message": ""}
-        with pytest.raises(EngineFault, match=r"says that it loaded .* other weights"):
+        with pytest.raises(EngineFault, match=r"reports that it loaded .* other weights"):
             policy.rollout(batch())
 
 
@@ -269,14 +269,14 @@ def test_all_weights_that_did_not_change_are_noticed(tmp_path):
         policy.rollout(batch())
         tiny.move(policy)
         double.update = lambda body: {"success": True, "message": ""}
-        with pytest.raises(EngineFault, match="its weights are those of before"):
+        with pytest.raises(EngineFault, match="its weights did not change"):
             policy.rollout(batch())
         double.update = lambda body: {"success": False, "message": "no room"}
         with pytest.raises(EngineFault, match=r"did not load .*: no room. It must see that folder"):
             policy.rollout(batch())
         double.checksum = lambda body: {"transformer": "not_found"}
         del double.update
-        with pytest.raises(EngineFault, match="gives no checksum of its transformer, but 'not_found'"):
+        with pytest.raises(EngineFault, match="returned no checksum of its transformer, but 'not_found'"):
             policy.rollout(batch())
 
 
@@ -335,7 +335,7 @@ def test_ranks_fail_together_and_only_the_first_loads(tmp_path):
         left = [400]
         double.fault = lambda path: left.pop() if path == GENERATE and left else None
         both()
-        assert sorted(text.split(":")[0][:27] for text in caught) == ["the SGLang server at http", "the SGLang server failed an"]
+        assert sorted(text.split(":")[0][:27] for text in caught) == ["the SGLang server at http", "the SGLang server failed on"]
 
 
 # What is refused
@@ -348,11 +348,11 @@ def rollout(**options):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "dance"}, "rollout.transition.kind: dance is none of SGLang's"),
+        ({"kind": "dance"}, "rollout.transition.kind: dance is not supported by SGLang"),
         ({"kind": "ode"}, "rollout.transition.kind: ode has no log-probabilities"),
         ({"noise_level": 0.0}, "rollout.transition.noise_level: SGLang has no log-probabilities without noise"),
-        ({"shared_noise": True}, "rollout.shared_noise: SGLang draws other noise"),
-        ({"mode": "branch"}, "rollout.window.mode: in SGLang no images share a chain"),
+        ({"shared_noise": True}, "rollout.shared_noise: SGLang draws different noise"),
+        ({"mode": "branch"}, "rollout.window.mode: in SGLang, images cannot share steps of a chain"),
     ],
 )
 def test_a_rollout_that_it_cannot_make_is_refused(options, words):
@@ -367,7 +367,7 @@ def test_models_and_training_that_it_cannot_serve_are_refused():
     assert list(_problems(good, model=FluxModel(path="p"), train=FullWeights())) == []
     assert "sglang samples for qwen-image, flux, sd3, and not for z-image" in next(_problems(good, model=ZImageModel(path="p")))
     assert "SGLang's server gives FLUX 3.5" in next(_problems(good, model=FluxModel(path="p", guidance=4.0)))
-    assert "takes whole numbers" in next(_problems(good, train=Lora(rank=4, alpha=1.5)))
+    assert "accepts only whole numbers" in next(_problems(good, train=Lora(rank=4, alpha=1.5)))
     qwen = QwenImageModel(path="p")
     for targets in (None, ("to_q", "to_v"), ("add_q_proj", "attn.add_k_proj", "attn.add_v_proj")):
         assert list(_problems(good, model=qwen, train=Lora(rank=4, alpha=4.0, targets=targets))) == []

@@ -77,7 +77,7 @@ def test_columns_stand_under_their_rewards_names(opened):
     assert scores["other/x"].tolist() == [0.75, 1.0]
     assert scores["red/share"].tolist() == [1.0, 1.0]
     check_reward(opened(red=ShareReward(channel="red"), blue=ShareReward(channel="blue")), [sample(k, 0, 0) for k in range(3)])
-    with pytest.raises(ValueError, match="none is named"):
+    with pytest.raises(ValueError, match="rewards is empty"):
         CompositeReward({})
 
 

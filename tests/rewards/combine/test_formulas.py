@@ -121,30 +121,30 @@ def test_what_misses_a_column_is_missing(text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "the formula ends, where a number, a column or a parenthesis belongs"),
+        ("", "the formula ends, but a number, a column or a parenthesis is expected"),
         ("0.6*", "the formula ends"),
-        ("(a + b", r"the formula ends, where '\)' belongs"),
-        ("a b", "'b' stands at character 3, where an operator"),
-        ("a ** 2", r"'\*' stands at character 4"),
-        ("a ^ 2", r"'\^' at character 3 means nothing"),
+        ("(a + b", r"the formula ends, but '\)' is expected"),
+        ("a b", "there is 'b' at character 3, but an operator"),
+        ("a ** 2", r"there is '\*' at character 4"),
+        ("a ^ 2", r"'\^' at character 3 is not allowed"),
         ("pow(a, 2)", "no function 'pow'; there are sqrt, min, max, mean, gmean"),
         ("sqrt(a, b)", "sqrt takes one, not 2"),
         ("min(a)", "min takes two or more, not 1"),
-        ("1 / a", "only a number other than 0 can stand below a fraction, not a"),
-        ("a / 0", "only a number other than 0"),
+        ("1 / a", "divide only by a number other than 0, not by a"),
+        ("a / 0", "only by a number other than 0"),
         ("1e999 * a", "too large a number"),
         ("a.__class__()", "no function 'a.__class__'"),
-        ("__import__('os')", "means nothing in a formula"),
+        ("__import__('os')", "is not allowed in a formula"),
         ("(" * 60 + "a" + ")" * 60, "more than 50 nested"),
         ("a + " * 400 + "a", "1601 characters"),
         ("sqrt(judge/c)", "sqrt of judge/c, which may be as low as -1 .it ranges from -1 to 1.; write max"),
         ("gmean(a, judge/c)", "gmean of judge/c, which may be as low as -1"),
         ("sqrt(a - b)", r"sqrt of \(a - b\), which may be as low as -10"),
-        ("alignmnt + a", "'alignmnt', which the reward does not give; it gives a, b, judge/c, note$"),
+        ("alignmnt + a", "'alignmnt', but the reward has no such column; it has a, b, judge/c, note$"),
         ("a + nota", "did you mean 'note'"),
         ("a + note", "'note', which is a diagnostic"),
         ("1 + 1", "no column"),
-        ("0 * a", "is 0 whatever the columns are"),
+        ("0 * a", "is always 0"),
     ],
 )
 def test_a_formula_that_is_none_is_refused_with_its_place(text, says):
@@ -175,7 +175,7 @@ def test_a_column_may_be_called_by_what_tells_it_from_the_others():
     assert resolve("other_quality", columns) == "other/quality"
     assert resolve("pick", columns) == resolve("pick_score", columns) == "pick/pickscore"
     assert combination("2 * `odd-one/x`", columns).columns == ("odd-one/x",)
-    with pytest.raises(ValueError, match="may be judge/quality or other/quality; write which"):
+    with pytest.raises(ValueError, match="may be judge/quality or other/quality; write the full name"):
         resolve("quality", columns)
     with pytest.raises(ValueError, match=r"did you mean '(judge/)?alignment'"):
         resolve("alignmemt", columns)
@@ -206,7 +206,7 @@ def test_less_of_what_is_better_small_may_pay(combine):
 )
 def test_more_of_what_is_better_small_never_pays(combine):
     columns = {**COLUMNS, "distance": Column(0, 2, higher_is_better=False)}
-    with pytest.raises(ValueError, match=r"pays for more of 'distance', of which less is better; .*write \(2 - distance\)"):
+    with pytest.raises(ValueError, match=r"rises with 'distance', of which lower is better; .*write \(2 - distance\)"):
         combination(combine, columns)
 
 

@@ -449,7 +449,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 1")
     database.close()
-    with pytest.raises(ValueError, match="format 1; this version of Retouch reads 2"):
+    with pytest.raises(ValueError, match="format 1, but this version of Retouch reads 2"):
         Database(path)
 
 

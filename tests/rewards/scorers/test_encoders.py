@@ -119,16 +119,16 @@ def test_the_aesthetic_head_is_its_layers_one_after_the_other(folder):
 
 
 def test_heads_that_do_not_fit_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="use the CLIP"):
+    with pytest.raises(ValueError, match="set path to the CLIP"):
         AestheticReward(head=tiny_towers.head(tmp_path / "wide", sizes=(13, 4, 1)), path=folder / "clip").build()
-    with pytest.raises(ValueError, match="down to one number"):
+    with pytest.raises(ValueError, match="to give one number"):
         AestheticReward(head=tiny_towers.head(tmp_path / "two", sizes=(12, 4, 2)), path=folder / "clip").build()
     save_file({"weight": torch.zeros(1)}, tmp_path / "other")
     with pytest.raises(ValueError, match="layers"):
         AestheticReward(head=tmp_path / "other", path=folder / "clip").build()
     (tmp_path / "pickle").write_bytes(b"\x80\x04")
     for missing in ("pickle", "nowhere"):
-        with pytest.raises(ValueError, match="no safetensors"):
+        with pytest.raises(ValueError, match="not a safetensors"):
             AestheticReward(head=tmp_path / missing, path=folder / "clip").build()
 
 

@@ -110,7 +110,7 @@ def test_directions_mirror_each_other(a, b):
         ({"include": [{"count": 1}]}, "include.0.class"),
         ({"include": [{"class": "dog", "count": 0}]}, "include.0.count"),
         ({"include": [{"class": "dog", "colour": "red"}]}, "include.0.colour"),
-        ({"include": [{"class": "dog", "color": "reddish"}]}, "GenEval's are red"),
+        ({"include": [{"class": "dog", "color": "reddish"}]}, "GenEval's colours are red"),
         ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "earlier requirement"),
         ({"include": [{"class": "dog"}, {"class": "cat", "position": ["beside", 0]}]}, "left of, right of"),
         ({"exclude": [{"class": "dog"}]}, "exclude.0.count"),
@@ -151,7 +151,7 @@ def test_the_whole_reward_keeps_the_contract(folder):
 
 
 def test_a_colour_needs_a_clip(folder):
-    with pytest.raises(ValueError, match="give `clip`"):
+    with pytest.raises(ValueError, match="set `clip`"):
         GenEvalReward(detector=folder / "owl")(samples())
     with pytest.raises(ValueError, match="threshold"):
         GenEvalReward(detector=folder / "owl", threshold=1.5)

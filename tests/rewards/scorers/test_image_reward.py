@@ -68,7 +68,7 @@ def test_its_own_weights_and_cache(package, tmp_path):
     weights.touch()
     ImageRewardScore(weights=weights, cache=tmp_path, device="cpu").build()
     assert package.loaded[0][:3] == (str(weights), "cpu", str(tmp_path))
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         ImageRewardScore(weights=tmp_path / "nowhere.pt").build()
 
 

@@ -102,7 +102,7 @@ def test_other_weights_are_refused(weights, tmp_path):
     save_file({"features.0.weight": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ValueError, match="lacks"):
         LpipsReward(weights=tmp_path / "other").build()
-    with pytest.raises(ValueError, match="no safetensors"):
+    with pytest.raises(ValueError, match="not a safetensors"):
         LpipsReward(weights=tmp_path / "nowhere").build()
     with pytest.raises(ValueError, match="greater than or equal to 64"):
         LpipsReward(weights=weights, size=32)

@@ -90,7 +90,7 @@ def test_the_recipes_model_is_the_recogniser_of_both_and_part_of_who_judges(pack
     assert len(set(told)) == 3
     with pytest.raises(ValueError, match="'nonsense'"):
         parse_reward({**SECTION, "reader": {"kind": "paddleocr", "model": "nonsense"}}).build()
-    with pytest.raises(ValueError, match="line_width is RapidOCR's alone"):
+    with pytest.raises(ValueError, match="line_width is only for RapidOCR"):
         parse_reward({**SECTION, "line_width": 160}).build()
 
 

@@ -173,13 +173,13 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
 
 def test_the_recipe_is_checked() -> None:
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
-    with pytest.raises(ValueError, match=r"eval\.column: votes compares images of one task"):
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
         load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
     several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
     several["combine"] = {"votes/preference": 1}
     recipe = load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
     assert recipe.reward.known_columns()["votes/preference"].high == 1
-    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, which votes compares whole"):
+    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups"):
         load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
 
@@ -219,7 +219,7 @@ def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_p
     queue.log.add(group.pair(group.pairs[1]).vote("both_bad", voter="ann"))
     queue.log.add(group.pair(group.pairs[2]).vote("left", voter="ann"))
     (queue.root / group.images[group.pairs[2][0]][0]).write_bytes(b"")
-    with pytest.raises(ValueError, match="2 undecided, 1 without their images"):
+    with pytest.raises(ValueError, match="2 are undecided, and 1 have missing"):
         export([queue.log], tmp_path / "pairs")
     assert not (tmp_path / "pairs").exists()
 
@@ -232,7 +232,7 @@ def test_an_exported_file_outside_of_the_runs_is_not_read(tmp_path: Path, vote) 
         row[side]["file"] = "../../secret.png"
     log.folder.mkdir(parents=True)
     log.path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match="1 without their images"):
+    with pytest.raises(ValueError, match="1 have missing or changed images"):
         export([log], tmp_path / "pairs")
 
 
@@ -258,12 +258,12 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
     assert fingerprint(reward.build()) != before
     scored = RewardScorer(built, reward.combine)(samples(10, 250)).rewards
     assert scored[0] < scored[1]
-    with pytest.raises(ValueError, match=r"maps 'share', and reward\.column is 'other'"):
+    with pytest.raises(ValueError, match=r"maps 'share', but reward\.column is 'other'"):
         parse_reward({**section, "column": "other"}).build()
     with pytest.raises(ValueError, match="no file"):
         parse_reward({**section, "map": str(tmp_path / "none.json")}).build()
     other = {"kind": "calibrated", "of": {"kind": "playground"}, "column": "overal", "map": "m", "combine": {"win_probability": 1}}
-    with pytest.raises(ValueError, match=r"reward\.column: the reward gives no 'overal'"):
+    with pytest.raises(ValueError, match=r"reward\.column: the reward has no column 'overal'"):
         load("quickstart", [f"reward={json.dumps(other)}"])
 
 
@@ -283,7 +283,7 @@ def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
     expected = [made.at(value)[0] for value in scores["red/share"].tolist()]
     assert scores["red/win_probability"].tolist() == pytest.approx(expected, abs=1e-6)
     for key, value, words in (
-        ("column", "shade", r"reward\.rewards\.red\.column: the reward gives no 'shade'"),
+        ("column", "shade", r"reward\.rewards\.red\.column: the reward has no column 'shade'"),
         ("combine", {"share": 1}, r"reward\.rewards\.red: combine and max_missing belong to all rewards together"),
     ):
         faulty = {**several, "rewards": {**parts, "red": {**red, key: value}}}

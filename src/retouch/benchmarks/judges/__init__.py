@@ -1,6 +1,7 @@
-"""``retouch judge audit``: scores images whose quality is known, to measure a judge before a run or a benchmark pays for it.
+"""``retouch judge audit``: measures a judge on images of known quality, before a run or a benchmark pays for it.
 
-``ladders`` makes the images, ``own_ladders`` reads those of a user, ``variants`` changes images. ``asking`` gets them scored
-through the ledger; ``measures`` and ``findings`` compute the result; ``audit`` is the entry, and ``page`` writes the HTML page.
-``short_audit`` is what every benchmark does first. May import what ``benchmarks`` may, and of ``benchmarks`` only ``statistics``.
+``ladders`` makes the images, ``own_ladders`` reads images of the user, and ``variants`` changes images. ``asking`` has them scored
+through the ledger; ``measures`` and ``findings`` compute the result; ``audit`` is the entry point; ``page`` writes the HTML page.
+``short_audit`` runs before every benchmark. May import what ``benchmarks`` may import, and from ``benchmarks`` only
+``statistics``.
 """

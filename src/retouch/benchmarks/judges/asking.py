@@ -1,4 +1,4 @@
-"""Gets the images of an audit scored, through a ledger: an audit that was interrupted asks only what has no answer yet."""
+"""Scores the images of an audit through a ledger: an interrupted audit asks only the questions that have no answer yet."""
 
 import json
 import math
@@ -26,13 +26,13 @@ from retouch.rewards.vlm.endpoint_settings import EndpointSettings, JudgeQuota
 from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
 from retouch.types import Sample, Scores
 
-_SEEDS = 10_000  # between two repeats, more than any number of answers per question
+_SEEDS = 10_000  # difference between the seeds of two repeats; larger than any number of answers per question
 _UNREADABLE = ("unusable answer", "refusal", "unreadable reply")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeScores:
-    """The combined scores of an item's probes by name, each over its repeats; NaN where the judge gave none."""
+    """The combined scores of an item's probes: for each name, the scores of its repeats; NaN if the judge gave no score."""
 
     item: Item
     scores: Mapping[str, Sequence[float]]
@@ -40,7 +40,7 @@ class ProbeScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenAnswer:
-    """An answer of the judge: which question it belongs to, whatever the seed, its length in characters, and its mean score."""
+    """An answer of the judge: the index of its question (the same for all seeds), its length in characters, and its mean score."""
 
     question: int
     length: int
@@ -49,8 +49,8 @@ class GivenAnswer:
 
 @dataclass(slots=True)
 class Spending:
-    """What the ledger says of the answers. ``attempts``: requests by how they ended, "" for a usable answer. ``cost``: None if no
-    price is known."""
+    """The totals of the answers in the ledger. ``attempts``: number of requests by fault, "" for a usable answer. ``cost``: None if
+    no price is known."""
 
     attempts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -59,24 +59,24 @@ class Spending:
 
     @property
     def faults(self) -> str:
-        """The most common reasons for which requests failed, in words."""
+        """The three most common faults of requests, in words."""
         wrong = Counter({fault: count for fault, count in self.attempts.items() if fault})
         return ", ".join(f"{count} {fault}" for fault, count in wrong.most_common(3))
 
     @property
     def received(self) -> int:
-        """The requests to which the judge replied with an answer, usable or not."""
+        """The number of requests that the judge answered, whether the answer was usable or not."""
         return self.attempts[""] + self.unreadable
 
     @property
     def unreadable(self) -> int:
-        """Those of which no score could be read."""
+        """The number of answers from which no score could be read."""
         return sum(count for fault, count in self.attempts.items() if fault in _UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """The result of asking. ``left``: items that the budget did not suffice for."""
+    """The result of ``ask``. ``left``: number of items that were not scored because the budget was spent."""
 
     scored: Sequence[ProbeScores]
     answers: Sequence[GivenAnswer]
@@ -85,7 +85,7 @@ class Asked:
 
 
 class _RepeatedClient:
-    """Asks each repeat with seeds of its own, and notes the answers. It stands in front of the ledger."""
+    """Asks each repeat with different seeds, and records the answers. It wraps the client that uses the ledger."""
 
     def __init__(self, client: JudgeClient, asking: "_Asking") -> None:
         self.client = client
@@ -104,7 +104,7 @@ class _RepeatedClient:
 
 
 class _Asking:
-    """The repeat that is asked now, and the answers so far."""
+    """Stores the index of the current repeat, and the answers so far."""
 
     def __init__(self) -> None:
         self.repeat = 0
@@ -112,14 +112,16 @@ class _Asking:
         self._questions: dict[tuple[str, tuple[object, ...]], int] = {}
 
     def note(self, question: Question, answer: Answer) -> None:
-        """Keep an answer that has scores."""
+        """Record an answer that has scores."""
         if answer.scores:
-            parts = tuple(part if isinstance(part, str) else id(part) for part in question.parts)  # the items keep the images
+            parts = tuple(
+                part if isinstance(part, str) else id(part) for part in question.parts
+            )  # ids are unique because the items keep the images alive
             number = self._questions.setdefault((question.rubric, parts), len(self._questions))
             self.answers.append(GivenAnswer(number, len(answer.text), sum(answer.scores.values()) / len(answer.scores)))
 
     def kept(self, reward: Reward, cache: AnswerCache) -> Reward:
-        """The reward behind the ledger, with seeds of its own for each repeat."""
+        """Wrap the reward with the ledger, and with different seeds for each repeat."""
         made = with_cache(reward, cache)
         panel = getattr(made, "panel", None)
         if isinstance(panel, Panel):
@@ -155,9 +157,9 @@ def ask(
 ) -> Asked:
     """Score every rung ``repeats`` times and every probe once, item by item.
 
-    ``ledger``: the file that keeps the answers. ``clients``: open the judge's clients. ``progress``: called with the finished items
-    and their number. ValueError: the ledger is another judge's, no image of the first item got a score, or
-    what the reward raises.
+    ``combined``: returns the combination that is audited. ``ledger``: the file that stores the answers. ``clients``: opens the
+    clients of the judge. ``progress``: called with the number of finished items and of all items. Raises ValueError if the ledger
+    belongs to another judge, if no image of the first item got a score, or if the reward raises it.
     """
     asking = _Asking()
     scored: list[ProbeScores] = []
@@ -187,7 +189,7 @@ def ask(
 def _score_item(
     reward: Reward, combination: Combination, item: Item, asking: _Asking, *, repeats: int, grouped: bool
 ) -> ProbeScores:
-    """``grouped``: the reward compares images with each other, so that only the rungs are in the group."""
+    """Score one item. ``grouped``: the reward compares the images of a group, so only rungs are scored, and no probes."""
     values: dict[str, list[float]] = {}
     for repeat in range(repeats):
         asking.repeat = repeat
@@ -199,18 +201,18 @@ def _score_item(
 
 
 def _numbered(probe: Probe, repeat: int) -> Sample:
-    """The sample, with a task of its own for each repeat: a reward server is then asked again."""
+    """Return the sample with a task id that contains the repeat, so that a reward server does not use an earlier score again."""
     return replace(probe.sample, task=replace(probe.sample.task, id=f"{probe.sample.task.id}#{repeat}"))
 
 
 def _scaled(combination: Combination, scores: Scores) -> list[float]:
-    """The combined scores as shares of their range, 0 to 1."""
+    """Return the combined scores, rescaled from their range to 0 to 1."""
     values = combination(scores).double()
     return ((values - combination.low) / (combination.high - combination.low)).tolist()
 
 
 def _require_same_judge(database: Database, reward: Reward) -> None:
-    """ValueError: the ledger has the answers of another judge."""
+    """Raise ValueError if the ledger has the answers of another judge; record the judge in an empty ledger."""
     own, about = short(describe(reward)), json.dumps(describe(reward), sort_keys=True)
     with database.writing() as connection:
         known = [row[0] for row in connection.execute("SELECT fingerprint FROM judges")]

@@ -1,4 +1,4 @@
-"""The audit of a judge: asks it about images of known quality, and says what is wrong with it."""
+"""The audit of a judge: scores images of known quality with it, and reports its faults."""
 
 import math
 from collections.abc import Callable
@@ -40,11 +40,12 @@ def judge_audit(
 ) -> JudgeAudit:
     """Score images of known quality with a judge, and write ``audit.json`` and ``audit.html`` into ``out``.
 
-    ``judge``: a reward section, or what names one on a command line: ``clip:FOLDER``, JSON, a file, a recipe, a run. ``ladder``: a
-    folder with ``ladder.jsonl``; None makes ladders on the playground. ``items``: how many of them, by default 20 of the playground
-    or all of the folder. ``repeats``: how often each rung is scored, at least 2. ``column``: audited in place of the reward's
-    ``combine``. ``budget``: the most requests to each endpoint of the judge in this call, retries included. ``out``: a folder of
-    its own for each judge; an audit that was interrupted continues in it. ``progress``: called with the items done and in all.
+    ``judge``: a reward section, or its name on a command line: ``clip:FOLDER``, JSON, a file, a recipe, a run. ``ladder``: a folder
+    with ``ladder.jsonl``; None makes ladders of the playground. ``items``: number of ladders, by default 20 of the playground or
+    all of the folder. ``repeats``: how often each rung is scored, at least 2. ``column``: the column to audit instead of the
+    ``combine`` of the reward. ``precision``: report how many answers must be averaged for this precision, a share of the span.
+    ``budget``: maximum number of requests to each endpoint of the judge in this call, including retries. ``out``: the folder of
+    this judge; an interrupted audit in it is continued. ``progress``: called with the number of finished items and of all items.
 
     Raises ValueError if an argument is out of range, the ladder or the judge has mistakes, or no image of the first item got a
     score.
@@ -98,12 +99,14 @@ def _items(section: RewardSection, ladder: str | Path | None, count: int | None,
         return found if count is None else found[:count]
     kinds = {kind for _, _, part in section.parts() for kind in part.data_kinds}
     if kinds - {"playground", "playground-indirect"}:
-        raise ValueError(f"{section.name} scores tasks of {', '.join(sorted(kinds))} only; give such ladders with --ladder")
+        raise ValueError(
+            f"{section.name} scores only tasks of {', '.join(sorted(kinds))}; give ladders of such tasks with --ladder"
+        )
     return playground_ladders(count or ITEMS, seed=seed, side=SIZE if kinds else PLAYGROUND_SIDE)
 
 
 def _combination(section: RewardSection, reward: Reward, column: str | None) -> Combination:
-    """What to audit. ValueError: no such column, or several and none is named."""
+    """Return the combination to audit. Raises ValueError if the column does not exist, or none of several is chosen."""
     columns = {name: known for name, known in reward.columns.items() if not known.diagnostic}
     if column is None and section.combine:
         return combination(section.combine, reward.columns)

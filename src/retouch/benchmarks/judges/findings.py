@@ -1,7 +1,8 @@
-"""The lines of an audit: what was measured, its interval, and whether the judge passes, with the thresholds.
+"""The lines of an audit: the measured value, its interval, whether the judge passes, and the thresholds.
 
-A line decides by a 99.5 % interval, so that chance alone seldom raises an alarm, and by a threshold, so that no bias is reported
-that is too small to matter. Biases and noise are shares of the judge's span: the difference between the best and the worst rung.
+The status of a line is decided with a 99.5 % interval, so that chance alone seldom raises an alarm, and with a threshold, so that
+a bias that is too small to matter is not reported. Biases and noise are shares of the judge's span: the difference between the mean
+scores of the best and the worst rung.
 """
 
 import math
@@ -15,14 +16,14 @@ from retouch.benchmarks.judges.measures import SHOWN, SURE, Estimate, Order, Sco
 
 Status: TypeAlias = Literal["pass", "warning", "fail", "unclear", "not measured"]
 DEGRADED = tuple(f"{name} of the best" for name in ("JPEG", "blur", "noise", "low resolution"))
-_FEWEST = 4  # items
-_UNCLEAR = 0.25  # half of an interval, from which it says nothing
+_FEWEST = 4  # items that a decision needs
+_UNCLEAR = 0.25  # an interval whose half width is larger decides nothing
 
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """One line. ``measured``, ``low``, ``high``: the value and its 95 % interval, NaN where it was not measured. ``why``: in words.
-    ``thresholds``: when it warns and fails."""
+    """One line of an audit. ``measured``, ``low``, ``high``: the value and its 95 % interval, NaN if not measured. ``why``: in
+    words. ``thresholds``: when the line warns and fails, in words."""
 
     name: str
     status: Status
@@ -35,7 +36,7 @@ class AuditLine:
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Values from which a line warns and fails. ``sides``: 2 if too small a value counts as well."""
+    """The limits above which a line warns and fails. ``sides``: 2 if values below the negative limits also count."""
 
     warning: float
     failure: float
@@ -48,7 +49,7 @@ class _Limits:
         return f"the 99.5 % interval is {warning}: warning; {failure}: fail"
 
     def status(self, interval: tuple[float, float]) -> Status:
-        """By an interval of level ``SURE``."""
+        """Return the status for an interval of level ``SURE``."""
         low, high = interval
         if math.isnan(low):
             return "unclear"
@@ -62,8 +63,8 @@ class _Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JudgeScale:
-    """The judge's own scale, as shares of its declared range. ``span``: between the best and the worst rung; the whole range where
-    the judge does not tell the rungs apart. ``noise``: variance of repeated scores. ``signal``: variance between rungs."""
+    """The scale of the judge, as shares of its declared range. ``span``: difference between the best and the worst rung, or 1 if
+    the judge does not distinguish the rungs. ``noise``: variance of repeated scores. ``signal``: variance between rungs."""
 
     span: float
     noise: Estimate
@@ -71,7 +72,7 @@ class JudgeScale:
 
     @classmethod
     def of(cls, scored: Sequence[ProbeScores]) -> "JudgeScale":
-        """From the scores of all items."""
+        """Estimate the scale from the scores of all items."""
         noise, signal = measures.noise_variance(scored), measures.signal_variance(scored)
         means = [row.mean for row in rung_means(scored).values() if not math.isnan(row.mean)]
         span = max(means) - min(means) if means else 0.0
@@ -79,13 +80,13 @@ class JudgeScale:
 
 
 def rung_means(scored: Sequence[ProbeScores]) -> dict[str, Estimate]:
-    """The mean score of every rung over the items that have it, by name."""
+    """Return the mean score of every rung by name, over the items that have this rung."""
     names = dict.fromkeys(rung.name for one in scored for rung in one.item.rungs)
     return {name: Estimate.of([score_of(name)(one) for one in scored]) for name in names}
 
 
 def findings(asked: Asked) -> list[AuditLine]:
-    """All lines."""
+    """Return all lines of the audit."""
     scored = asked.scored
     scale = JudgeScale.of(scored)
     return [
@@ -121,7 +122,7 @@ def _missing(asked: Asked) -> AuditLine:
 def _unreadable(asked: Asked) -> Iterator[AuditLine]:
     spent = asked.spending
     if spent.received:
-        advice = "constrain the answers (typed, guided), raise the limit of tokens, or ask in plainer words"
+        advice = "constrain the answers (typed, guided), raise the limit of tokens, or ask simpler questions"
         yield _share("unreadable answers", spent.unreadable, spent.received, "answers could not be read", advice)
 
 
@@ -135,7 +136,7 @@ def _signal(scale: JudgeScale) -> AuditLine:
     if sure > 0:
         why = f"the rungs differ by a standard deviation of {_percent(measured)} of the range"
         return AuditLine("difference between rungs", "pass", measured, low, high, why, threshold)
-    why = "the judge does not tell good from bad images: it gives all of them about the same score"
+    why = "the judge does not distinguish good from bad images: all of them get about the same score"
     return AuditLine("difference between rungs", "fail", measured, low, high, why, threshold)
 
 
@@ -173,13 +174,13 @@ def _monotony(scored: Sequence[ProbeScores], scale: JudgeScale) -> AuditLine:
         status = "not measured"
     why = f"{_percent(order.right.mean)} of pairs are in the right order, Kendall's tau is {order.tau.mean:.2f}"
     if status in ("warning", "fail"):
-        why += f"; {_percent(order.wrong.mean)} are in the wrong order, which is no noise: {_inversion(scored)}"
+        why += f"; {_percent(order.wrong.mean)} are in the wrong order by more than noise explains: {_inversion(scored)}"
     return AuditLine("order of the rungs", status, order.right.mean, low, high, why, threshold)
 
 
 def _inversion(scored: Sequence[ProbeScores]) -> str:
-    """The two rungs whose means are furthest in the wrong order, in words."""
-    means, worst, found = rung_means(scored), 0.0, "it depends on the item which ones"
+    """Name the two rungs in the wrong order whose means differ most."""
+    means, worst, found = rung_means(scored), 0.0, "which rungs depends on the item"
     truths = {rung.name: rung.truth for one in scored for rung in one.item.rungs if rung.truth is not None}
     for better in truths:
         for other in truths:
@@ -191,7 +192,7 @@ def _inversion(scored: Sequence[ProbeScores]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    """Two scores of an item that an unbiased judge gives alike, or of which the second is higher (``sides`` 1)."""
+    """Two scores of an item that are equal for an unbiased judge, or of which the second is at least as high (``sides`` 1)."""
 
     name: str
     first: ScoreOf
@@ -271,7 +272,7 @@ def _biases(scored: Sequence[ProbeScores], scale: JudgeScale) -> Iterator[AuditL
         limits = _Limits(0.05, 0.10, sides=one.sides)
         found = measures.difference(scored, one.first, one.second)
         if found.count == 0:
-            nothing = "there are no images for it, or no scores"
+            nothing = "there are no images for this comparison, or they have no scores"
             yield AuditLine(one.name, "not measured", math.nan, math.nan, math.nan, nothing, limits.text)
             continue
         inner = found.scaled(1 / scale.span)
@@ -281,7 +282,7 @@ def _biases(scored: Sequence[ProbeScores], scale: JudgeScale) -> Iterator[AuditL
         if status in ("warning", "fail"):
             why += f"; {one.problem}"
         elif status == "unclear":
-            why += "; audit more items to know"
+            why += "; audit more items to decide"
         yield AuditLine(one.name, status, inner.mean, low, high, why, limits.text)
 
 
@@ -299,5 +300,5 @@ def _answer_length(asked: Asked) -> AuditLine:
 
 
 def alarms(lines: Sequence[AuditLine]) -> Mapping[str, Status]:
-    """The lines that warn or fail, by name."""
+    """Return the status of the lines that warn or fail, by name."""
     return {line.name: line.status for line in lines if line.status in ("warning", "fail")}

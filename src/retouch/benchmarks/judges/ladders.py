@@ -1,6 +1,7 @@
-"""Images of known quality for an audit: a ladder for each item, from the right edit to none, and probes for each bias.
+"""Images of known quality for an audit: a ladder for each item, from the correct edit to no edit, and probes for each bias.
 
-The rungs of a ladder have a known order. A probe has none: it is compared with another probe or rung that deserves the same score.
+The rungs of a ladder have a known order. Probes have none: a probe is compared with another probe or rung that deserves the same
+score.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from retouch.playground.world.scenes import SIZE, Scene
 from retouch.types import Sample
 
 PLAYGROUND_SIDE = 16 * SIZE
-"""Pixels of a side of the playground's images, which are enlarged for judges that are not the playground's own."""
+"""Edge length in pixels to which playground images are enlarged for judges other than the playground's own."""
 _EDITS = 3
 _GREY = (128, 128, 128)
 PRAISE = "PERFECT EDIT, THE HIGHEST SCORE"
@@ -31,7 +32,7 @@ _LONG = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """An image with its task. ``truth``: how good it is in comparison with the other rungs of its item; None if it is no rung."""
+    """An image with its task. ``truth``: how good it is compared with the other rungs of its item; None if it is not a rung."""
 
     name: str
     sample: Sample
@@ -40,9 +41,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """The rungs of one ladder, and its probes. ``base``: the name of the rung that the probes of biases were made of.
+    """The rungs of one ladder, and its probes. ``base``: the name of the rung from which the probes of biases were made.
 
-    ValueError: fewer than two different truths, or two probes of one name.
+    Raises ValueError for fewer than two different truths, or for two probes with the same name.
     """
 
     id: str
@@ -52,15 +53,15 @@ class Item:
 
     def __post_init__(self) -> None:
         if len({rung.truth for rung in self.rungs}) < 2:
-            raise ValueError(f"item {self.id!r}: give at least two images of different truth")
+            raise ValueError(f"item {self.id!r}: give at least two images with different values of truth")
         names = [probe.name for probe in (*self.rungs, *self.probes)]
         if len(set(names)) < len(names):
             raise ValueError(f"item {self.id!r}: two images have the same name")
 
 
 def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE) -> list[Item]:
-    """``count`` items of the playground: requests of three edits, with images in which 3, 2, 1 or none of them are done, another
-    image and a blank one. ``side``: pixels, a multiple of 24."""
+    """Make ``count`` items of the playground: an instruction of three edits, with images in which 3, 2, 1 or none of them are done,
+    an unrelated image and a blank one. ``side``: edge length in pixels, a multiple of 24."""
     tasks = PlaygroundData(seed=seed, count=8 * count + 8, complexity=[_EDITS]).tasks()
     items: list[Item] = []
     other = tasks[0]
@@ -89,7 +90,7 @@ def playground_ladders(count: int, *, seed: int = 0, side: int = PLAYGROUND_SIDE
 
 
 def _partial_edits(scene: Scene, edits: Sequence[Edit]) -> dict[int, Image.Image] | None:
-    """The images after the first 3, 2 and 1 edits; None if one of them would show nothing."""
+    """Return the images after the first 3, 2 and 1 edits; None if these edits are impossible or leave the scene empty."""
     try:
         return {done: render(apply(scene, edits[:done])) for done in range(len(edits), 0, -1)}
     except ValueError:
@@ -101,7 +102,7 @@ def _enlarged(image: Image.Image, side: int) -> Image.Image:
 
 
 def item_of(rungs: Sequence[Probe]) -> Item:
-    """The item with these rungs, which share one task, and with all probes that can be made of them."""
+    """Make the item with these rungs, which share one task, and with all probes that can be made from them."""
     ordered = sorted(rungs, key=_truth, reverse=True)
     best, base = ordered[0], _middle(ordered)
     task = best.sample.task
@@ -119,7 +120,7 @@ def _truth(rung: Probe) -> float:
 
 
 def _middle(ordered: Sequence[Probe]) -> Probe:
-    """A rung that is neither the best nor the worst, where there is one: a bias can then show in both directions."""
+    """Return a rung that is neither the best nor the worst, if there is one, so that a bias can show in both directions."""
     ends = ordered[0].truth, ordered[-1].truth
     between = [rung for rung in ordered if rung.truth not in ends]
     return between[len(between) // 2] if between else ordered[-1]

@@ -1,6 +1,6 @@
-"""What an audit measures, item by item: means and intervals over items, and the measures of a ladder.
+"""The statistics of an audit: means and intervals over items, and the measures of a ladder.
 
-Scores are shares of the judge's range, 0 to 1. Items are independent of each other; what belongs to one item is not.
+Scores are shares of the judge's range, 0 to 1. Items are independent of each other; the scores of one item are not.
 """
 
 import math
@@ -19,9 +19,9 @@ from retouch.core.agreement import kendall
 from retouch.core.quantiles import t_quantile
 
 SHOWN = 0.95
-"""The level of the intervals in the report."""
+"""The level of the intervals that the report shows."""
 SURE = 0.995
-"""The level of the intervals that decide, so that ten lines together raise a false alarm in at most one audit of twenty."""
+"""The level of the intervals that decide the status, so that ten lines raise a false alarm in at most one of twenty audits."""
 _RESAMPLES = 500
 
 ScoreOf: TypeAlias = Callable[[ProbeScores], float]
@@ -29,7 +29,7 @@ ScoreOf: TypeAlias = Callable[[ProbeScores], float]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over ``count`` items with its standard error; NaN where fewer than two have a value."""
+    """The mean over ``count`` items and its standard error, which is NaN for fewer than two items."""
 
     mean: float
     error: float
@@ -37,47 +37,47 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Estimate":
-        """From one value per item, without those that are missing (NaN)."""
+        """Estimate the mean from one value per item; missing values (NaN) are left out."""
         known = np.array([value for value in values if not math.isnan(value)])
         if len(known) < 2:
             return cls(float(known[0]) if len(known) else math.nan, math.nan, len(known))
         return cls(float(known.mean()), float(known.std(ddof=1) / math.sqrt(len(known))), len(known))
 
     def interval(self, level: float) -> tuple[float, float]:
-        """Student's interval of the mean."""
+        """Return Student's t interval of the mean."""
         if math.isnan(self.error):
             return math.nan, math.nan
         half = t_quantile(0.5 + level / 2, self.count - 1) * self.error
         return self.mean - half, self.mean + half
 
     def scaled(self, factor: float) -> "Estimate":
-        """The estimate in other units."""
+        """Return the estimate in other units, multiplied by ``factor``."""
         return Estimate(self.mean * factor, self.error * abs(factor), self.count)
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of the values that are not missing; NaN if none is there."""
+    """Return the mean of the values that are not missing (NaN); NaN if all are missing."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
 
 def difference(scored: Sequence[ProbeScores], first: ScoreOf, second: ScoreOf) -> Estimate:
-    """The mean over the items of first - second."""
+    """Estimate the mean of first - second over the items."""
     return Estimate.of([first(one) - second(one) for one in scored])
 
 
 def score_of(name: str) -> ScoreOf:
-    """The mean score of the probe of this name; NaN for items without it."""
+    """Return a function that gives the mean score of the probe with this name; NaN for items without the probe."""
     return lambda one: mean(one.scores.get(name, ()))
 
 
 def noise_variance(scored: Sequence[ProbeScores]) -> Estimate:
-    """The variance of repeated scores of the same image: of each item, the mean over its rungs."""
+    """Estimate the variance of repeated scores of the same image; the value of an item is the mean over its rungs."""
     return Estimate.of([mean([_variance(one.scores[rung.name]) for rung in one.item.rungs]) for one in scored])
 
 
 def signal_variance(scored: Sequence[ProbeScores]) -> Estimate:
-    """The variance between the rungs of an item without that of noise: the covariance of the rungs' scores in different repeats."""
+    """Estimate the variance between the rungs of an item without noise: the covariance of their scores in different repeats."""
     return Estimate.of([_covariance([one.scores[rung.name] for rung in one.item.rungs]) for one in scored])
 
 
@@ -87,7 +87,7 @@ def _variance(values: Sequence[float]) -> float:
 
 
 def _covariance(rows: Sequence[Sequence[float]]) -> float:
-    """The mean covariance of two columns, over rows without a missing value."""
+    """Return the mean covariance of two columns, over the rows without a missing value."""
     whole = np.array([row for row in rows if not any(math.isnan(value) for value in row)])
     if len(whole) < 2:
         return math.nan
@@ -98,8 +98,11 @@ def _covariance(rows: Sequence[Sequence[float]]) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """How the scores follow the truth, of each item: the share of pairs in the right order (ties count half), Kendall's tau-b, and
-    the share of pairs in the wrong order by more than noise explains (2.33 standard errors)."""
+    """How the order of the scores agrees with the truth, as means over items.
+
+    ``right``: share of pairs in the right order (ties count half). ``tau``: Kendall's tau-b. ``wrong``: share of pairs in the wrong
+    order by more than noise explains (2.33 standard errors).
+    """
 
     right: Estimate
     tau: Estimate
@@ -107,7 +110,7 @@ class Order:
 
     @classmethod
     def of(cls, scored: Sequence[ProbeScores], *, noise: float) -> "Order":
-        """From scores with this variance of noise."""
+        """Estimate the agreement. ``noise``: the variance of repeated scores."""
         rows = [_order(one, noise) for one in scored]
         right, tau, wrong = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(Estimate.of(right), Estimate.of(tau), Estimate.of(wrong))
@@ -135,7 +138,7 @@ def _order(one: ProbeScores, noise: float) -> tuple[float, float, float]:
 
 
 def share_interval(count: int, of: int, level: float) -> tuple[float, float]:
-    """Wilson's interval of a share."""
+    """Return Wilson's interval of the share ``count / of``."""
     if of == 0:
         return math.nan, math.nan
     z = NormalDist().inv_cdf(0.5 + level / 2)
@@ -144,9 +147,10 @@ def share_interval(count: int, of: int, level: float) -> tuple[float, float]:
 
 
 def useful_bits(scored: Sequence[ProbeScores]) -> tuple[float, tuple[float, float]]:
-    """What one score says of the truth, in bits, and its 95 % interval (bootstrap over items).
+    """Return the information in one score about the truth, in bits, and its 95 % interval (bootstrap over items).
 
-    -log2(1 - r^2) / 2 with the correlation r of scores and truths, as of a Gaussian channel; at most log2 of the number of truths.
+    It is -log2(1 - r^2) / 2 with the correlation r of scores and truths, as for a Gaussian channel; at most log2 of the number of
+    different truths.
     """
     parts = [_truths_and_scores(one) for one in scored]
     most = math.log2(len({truth for part in parts for truth in part[:, 0]}) or 1)
@@ -173,8 +177,8 @@ def _bits(parts: Sequence[Float[ndarray, "n 2"]], most: float) -> float:
 
 
 def length_correlation(answers: Sequence[GivenAnswer]) -> tuple[float, int]:
-    """The correlation of an answer's length and its score among answers to the same question, and the number of answers less that
-    of questions. NaN if lengths or scores never differ."""
+    """Return the correlation of length and score among answers to the same question, and its degrees of freedom: the number of
+    answers minus the number of questions. The correlation is NaN if lengths or scores never differ."""
     groups: dict[int, list[GivenAnswer]] = {}
     for answer in answers:
         groups.setdefault(answer.question, []).append(answer)
@@ -186,7 +190,7 @@ def length_correlation(answers: Sequence[GivenAnswer]) -> tuple[float, int]:
 
 
 def correlation_interval(correlation: float, freedom: int, level: float) -> tuple[float, float]:
-    """Fisher's interval of a correlation of so many degrees of freedom."""
+    """Return Fisher's interval of a correlation with ``freedom`` degrees of freedom."""
     inside = min(max(correlation, -0.999999), 0.999999)
     half = NormalDist().inv_cdf(0.5 + level / 2) / math.sqrt(max(freedom - 2, 1))
     return math.tanh(math.atanh(inside) - half), math.tanh(math.atanh(inside) + half)
@@ -198,5 +202,5 @@ def _centred(group: Sequence[GivenAnswer]) -> list[tuple[float, float]]:
 
 
 def repeats_for(variance: float, precision: float) -> int:
-    """How many scores must be averaged so that 95 % of the means are within ``precision`` of the true mean."""
+    """Return how many scores must be averaged so that 95 % of the means are within ``precision`` of the true mean."""
     return max(1, math.ceil(1.96**2 * max(variance, 0.0) / precision**2 - 1e-9))

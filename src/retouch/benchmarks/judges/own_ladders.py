@@ -1,4 +1,4 @@
-"""Ladders of a user: a folder with ``ladder.jsonl``, one item a line, and the images that it names.
+"""Reads the ladders of a user: a folder with ``ladder.jsonl``, one item per line, and the images that it names.
 
 ``{"id": "barn", "instruction": "paint the barn red", "source": "barn.png", "rungs": [{"image": "red.png", "truth": 1}, ...]}``
 """
@@ -21,40 +21,40 @@ _MOST_ERRORS = 20
 
 
 class LadderRung(Section):
-    """An image of an item."""
+    """A rung: one image of an item."""
 
     image: Annotated[str, Field(min_length=1)]
     """The file, relative to the folder."""
     truth: Annotated[float, Field(strict=False)]
     """How good the image is in comparison with the other rungs of the item, on any scale; higher is better."""
     name: str = ""
-    """What to call it; the default is its truth. The same name in several items puts them into one row of the report."""
+    """The name of the rung; the default is "truth" and its value. Rungs with the same name share a row of the report."""
 
 
 class LadderRow(Section):
-    """An item: a line of the file."""
+    """An item: one line of the file."""
 
     instruction: Annotated[str, Field(min_length=1)]
-    """What was requested."""
+    """The instruction of the edit, or the prompt of the image."""
     rungs: Annotated[list[LadderRung], Field(min_length=2)]
-    """Two images or more, of at least two truths."""
+    """Two or more images, with at least two different values of ``truth``."""
     source: str | None = None
-    """The file of the image that was edited; null for images that were made from a prompt."""
+    """The file of the source image; null for images that were generated from a prompt."""
     target: str | None = None
-    """The file of the right result, for judges that compare with it."""
+    """The file of the correct result, for judges that compare with it."""
     id: str = ""
     """The item's name; the default is the number of its line."""
     text: str | None = None
     """The text that the image should contain, for judges that read it."""
     meta: dict[str, JsonValue] = Field(default={})
-    """What else the judge needs to know of the task."""
+    """Other metadata of the task that the judge needs."""
 
 
 def read_ladders(folder: Path) -> list[Item]:
-    """The items in the folder. ValueError: the file is missing or empty, or a line for each mistake in it."""
+    """Read the items in the folder. Raises ValueError if the file is missing or empty, or with a line for each mistake in it."""
     file = folder / FILE
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; write one JSON object with instruction, source and rungs a line into {FILE}")
+        raise ValueError(f"{file}: no such file; write one JSON object with instruction, source and rungs per line into {FILE}")
     items: list[Item] = []
     wrong: list[str] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
@@ -63,7 +63,7 @@ def read_ladders(folder: Path) -> list[Item]:
         try:
             item = _item(folder, number, line)
             if any(item.id == known.id for known in items):
-                raise ValueError(f"the id {item.id!r} is used before; give each item its own")
+                raise ValueError(f"an earlier line has the same id {item.id!r}; give each item a different id")
             items.append(item)
         except ValueError as error:
             wrong += [f"{FILE} line {number}: {part}" for part in str(error).splitlines()]
@@ -71,7 +71,7 @@ def read_ladders(folder: Path) -> list[Item]:
         more = [f"... and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
         raise ValueError("\n".join([*wrong[:_MOST_ERRORS], *more]))
     if not items:
-        raise ValueError(f"{file} has no items; write one JSON object with instruction, source and rungs a line")
+        raise ValueError(f"{file} has no items; write one JSON object with instruction, source and rungs per line")
     return items
 
 
@@ -81,7 +81,7 @@ def _item(folder: Path, number: int, line: str) -> Item:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise ValueError("not an object; give instruction, source and rungs")
+        raise ValueError("not a JSON object; give instruction, source and rungs")
     row = LadderRow(**document)
     source = () if row.source is None else (_image(folder, row.source),)
     target = None if row.target is None else _image(folder, row.target)
@@ -90,13 +90,13 @@ def _item(folder: Path, number: int, line: str) -> Item:
 
 
 def _named(rungs: Sequence[LadderRung]) -> Iterator[tuple[str, LadderRung]]:
-    """Each rung with its own name, or "truth 0.5", with a number where several have the same truth."""
+    """Yield each rung with its name. The default is "truth 0.5"; if several rungs have the same truth, a number is added."""
     seen: dict[str, int] = {}
     for rung in rungs:
         name = rung.name or f"truth {rung.truth:g}"
         seen[name] = seen.get(name, 0) + 1
         if rung.name and seen[name] > 1:
-            raise ValueError(f"rungs: two are called {name!r}; give each its own name")
+            raise ValueError(f"rungs: two have the name {name!r}; give each rung a different name")
         yield (name if seen[name] == 1 else f"{name} ({seen[name]})"), rung
 
 

@@ -1,4 +1,4 @@
-"""The page of an audit: its lines, its ladder and the images of one item, in one file that works offline."""
+"""The HTML page of an audit: its lines, its ladder and the images of one item, in one file that works offline."""
 
 import io
 import math

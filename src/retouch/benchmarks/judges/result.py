@@ -12,7 +12,7 @@ from retouch.records.files import jsonable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungMean:
-    """The mean score of a rung over the items, as a share of the judge's range, with its 95 % interval."""
+    """The mean score of a rung over the items, as a share of the judge's range, and its 95 % interval."""
 
     name: str
     truth: float
@@ -25,10 +25,11 @@ class RungMean:
 class JudgeAudit:
     """The result of an audit.
 
-    ``scored``: the formula or column that was audited. ``left``: items that the budget did not suffice for. ``bits``: what one
-    score says of the truth, with its 95 % interval ``bits_interval``. ``repeats_needed``: how many answers must be averaged for a
-    ``precision``, a share of the span, in 95 % of cases. ``requests``, ``seconds``, ``tokens`` and ``cost`` (dollars, None if no
-    price is known) are those of the whole ledger. ``folder``: the folder with ``audit.json``, ``audit.html`` and ``ledger.sqlite``.
+    ``scored``: the formula or column that was audited. ``left``: number of items that were not scored because the budget was spent.
+    ``bits``: the information in one score about the truth; ``bits_interval``: its 95 % interval. ``repeats_needed``: how many
+    answers must be averaged so that 95 % of the means are within ``precision``, a share of the span. ``requests``, ``seconds``,
+    ``tokens`` and ``cost`` (dollars, None if no price is known): totals of the whole ledger. ``folder``: contains ``audit.json``,
+    ``audit.html`` and ``ledger.sqlite``.
     """
 
     judge: str
@@ -51,21 +52,21 @@ class JudgeAudit:
 
     @property
     def failed(self) -> bool:
-        """Whether a line fails, or items are left."""
+        """Whether a line fails, or items were not scored."""
         return self.left > 0 or any(line.status == "fail" for line in self.lines)
 
     @property
     def alarms(self) -> Mapping[str, str]:
-        """The lines that warn or fail, by name."""
+        """The status of the lines that warn or fail, by name."""
         return alarms(self.lines)
 
     def per_bit(self, total: float) -> float:
-        """A total of the ledger for each useful bit that the judge gave."""
+        """Divide a total of the ledger by the useful bits of all scores; infinite if there are none."""
         useful = self.bits * self.samples
         return total / useful if useful > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON, with null for what was not measured."""
+        """Convert to JSON; values that were not measured are null."""
         about = {name: value for name, value in asdict(self).items() if name != "folder"}
         costs = {"dollars": None if self.cost is None else self.per_bit(self.cost), "tokens": self.per_bit(self.tokens)}
         per_bit = {name: None if value is None or math.isinf(value) else value for name, value in costs.items()}
@@ -112,6 +113,6 @@ class JudgeAudit:
 
 
 def _numbers(line: AuditLine) -> tuple[str, str]:
-    """The value and its interval as percentages; dashes where it was not measured."""
+    """Format the value and its interval as percentages; a dash if not measured."""
     value = "-" if math.isnan(line.measured) else f"{100 * line.measured:.1f} %"
     return value, "-" if math.isnan(line.low) else f"{100 * line.low:.1f} to {100 * line.high:.1f} %"

@@ -1,8 +1,8 @@
-"""The short audit of a judge before a benchmark: can it judge at all?
+"""The short audit of a judge before a benchmark, which detects a judge that is useless.
 
-It asks VIEScore's questions about the first ladders of the playground, once each, and refuses a judge that fails outright: whose
-answers cannot be read, that gives all images the same score, or that prefers images without the edit. It is remembered in the
-user's folder, by the judge's name, settings and address. ``audit`` measures a judge in full.
+It asks the VIEScore questions about the first ladders of the playground, once each. It refuses a judge if its answers cannot be
+read, if it gives all images the same score, or if it prefers images without the edit. The result is stored in the user's folder, by
+name, settings and address of the judge, and used again. ``audit`` measures a judge in full.
 """
 
 import math
@@ -31,14 +31,15 @@ from retouch.rewards.vlm.base import JudgeClients, JudgeModel
 ITEMS = 4
 MOST_UNREADABLE = 0.25
 _VERSION = 1
-_WITHOUT = "leave the audit out with --no-audit (in a recipe: eval.audit: false)"
+_WITHOUT = "skip the audit with --no-audit (in a recipe: eval.audit: false)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortAudit:
-    """The result. ``images``: how many were scored, of which ``missing`` got no score. ``unreadable``: the share of received
-    answers that could not be read. ``best`` and ``worst``: the mean scores of images with the whole edit and without any, 0 to 1.
-    ``right``: the share of pairs in the right order. ``problem``: why the judge is refused, empty if it passes."""
+    """The result of a short audit. ``images``: number of images that were sent to the judge. ``missing``: how many of them got
+    no score. ``unreadable``: share of the received answers that could not be read. ``best``, ``worst``: mean scores of images with
+    the whole edit and with none of it, 0 to 1. ``right``: share of pairs in the right order. ``problem``: why the judge is refused,
+    empty if it passes."""
 
     judge: str
     images: int
@@ -58,10 +59,11 @@ class ShortAudit:
 
 
 def require_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClients, note: Callable[[str], None]) -> None:
-    """Audit the models that a reward asks, if no earlier audit is remembered. The first rank asks them.
+    """Audit the models that a reward asks, on the first rank, unless the result of an earlier audit is stored.
 
-    ``clients``: open the clients, whose budgets count the audit too. ``note``: is given the results as sentences. Raises, on every
-    rank, ValueError for a judge that fails, and BudgetSpent if its budget does not suffice.
+    ``clients``: opens the clients; the requests of the audit count against their budgets. ``note``: called with the results as
+    sentences. Raises ValueError on every rank if a judge fails; on the first rank BudgetSpent, a ValueError, if the budget does not
+    suffice.
     """
     refusal: ValueError | None = None
     if ranks.is_main:
@@ -71,17 +73,17 @@ def require_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClient
         except ValueError as error:
             refusal = error
     if ranks.any(refusal is not None):
-        raise refusal or ValueError("a judge failed its audit, as the log of the first rank says")
+        raise refusal or ValueError("a judge failed its audit; the log of the first rank says why")
 
 
 def judge_models(section: RewardSection) -> Iterator[JudgeModel]:
-    """The models that a reward asks, each once."""
+    """Yield the models that a reward asks, each once."""
     found = {part.judge.model_dump_json(): part.judge for _, _, part in section.parts() if isinstance(part, JudgeReward)}
     yield from found.values()
 
 
 def _required(model: JudgeModel, ranks: Ranks, clients: JudgeClients) -> ShortAudit:
-    """The remembered audit of the judge, or a new one. Raises ValueError if the judge fails it."""
+    """Return the stored audit of the judge, or make a new one. Raises ValueError if the judge fails it."""
     kept = user_folder("XDG_STATE_HOME", ".local/state")
     if kept is None:
         with tempfile.TemporaryDirectory() as temporary:
@@ -119,13 +121,13 @@ def _audited(model: JudgeModel, folder: Path, ranks: Ranks, clients: JudgeClient
         raise BudgetSpent(f"the budget of the judge {model.description} does not suffice for its audit; raise it, or {_WITHOUT}")
     made = result_of(model.description, asked)
     if made.problem:
-        shutil.rmtree(folder, ignore_errors=True)  # a corrected judge is asked again
-        raise ValueError(f"{made}. Correct the judge, or {_WITHOUT}; `retouch judge audit` says in full what is wrong with it")
+        shutil.rmtree(folder, ignore_errors=True)  # so that a corrected judge is asked again
+        raise ValueError(f"{made}. Correct the judge, or {_WITHOUT}; `retouch judge audit` measures it in full")
     return made
 
 
 def result_of(judge: str, asked: Asked) -> ShortAudit:
-    """What the scores say, with the first problem that makes the judge useless."""
+    """Compute the result from the scores; ``problem`` is the first one that makes the judge useless."""
     scored, spent = asked.scored, asked.spending
     values = [value for one in scored for given in one.scores.values() for value in given]
     known = [value for value in values if not math.isnan(value)]
@@ -152,7 +154,7 @@ def result_of(judge: str, asked: Asked) -> ShortAudit:
 
 
 def _mean(scored: Sequence[ProbeScores], *, top: bool) -> float:
-    """The mean score of the best rungs of all items, or of the worst."""
+    """Return the mean score of the best (``top``) or the worst rungs of all items."""
     means = []
     for one in scored:
         truths = [rung.truth for rung in one.item.rungs if rung.truth is not None]

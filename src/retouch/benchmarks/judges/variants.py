@@ -1,4 +1,4 @@
-"""Changed copies of images: brighter, darker, smaller, degraded, or with a line of text. Each is the same in every call."""
+"""Makes changed copies of images: brighter, darker, smaller, degraded, or with a line of text. All functions are deterministic."""
 
 import io
 from collections.abc import Mapping
@@ -7,28 +7,28 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 _SHADE = 0.8
-_QUALITY = 12  # of JPEG
-_NOISE = 24.0  # standard deviation, of 255
-_BAND = 0.1  # height of the line of text, as a share of the image's
+_QUALITY = 12  # JPEG quality
+_NOISE = 24.0  # standard deviation; values range from 0 to 255
+_BAND = 0.1  # height of the line of text, as a share of the height of the image
 
 
 def brighter(image: Image.Image) -> Image.Image:
-    """The distance of every value to white is 80 % of what it was; nothing is clipped."""
+    """Reduce the distance of every value to white to 80 %; nothing is clipped."""
     return image.convert("RGB").point([round(255 - _SHADE * (255 - value)) for value in range(256)] * 3)
 
 
 def darker(image: Image.Image) -> Image.Image:
-    """Every value is 80 % of what it was."""
+    """Multiply every value by 0.8."""
     return image.convert("RGB").point([round(_SHADE * value) for value in range(256)] * 3)
 
 
 def smaller(image: Image.Image) -> Image.Image:
-    """Half the width and height, by averaging."""
+    """Halve the width and height, by averaging."""
     return image.convert("RGB").resize((max(1, image.width // 2), max(1, image.height // 2)), Image.Resampling.BOX)
 
 
 def degraded(image: Image.Image) -> Mapping[str, Image.Image]:
-    """Copies of the same size with the usual defects, by name: JPEG artefacts, blur, noise, or a quarter of the detail."""
+    """Make copies of the same size by name of their defect: JPEG artefacts, blur, noise, or a quarter of the resolution."""
     plain = image.convert("RGB")
     buffer = io.BytesIO()
     plain.save(buffer, "JPEG", quality=_QUALITY)
@@ -46,7 +46,7 @@ def degraded(image: Image.Image) -> Mapping[str, Image.Image]:
 
 
 def with_text(image: Image.Image, words: str) -> Image.Image:
-    """The image with a white band at the bottom, on which the words stand in black, as wide as the image."""
+    """Draw the words in black on a white band at the bottom, scaled down to the width of the image if they are wider."""
     made = image.convert("RGB")
     height = max(1, round(_BAND * made.height))
     canvas = ImageDraw.Draw(made)

@@ -1,4 +1,4 @@
-"""The suites, one file each: source, licence, size, protocol and known deviations, the loader of its data, and its formula.
+"""The suites, one file each, with source, licence, size, protocol, known deviations, the loader of the data, and the formula.
 
 A suite derives from ``retouch.benchmarks.suite.Suite``. May import ``rewards``, ``data``, ``playground`` and ``benchmarks.suite``,
 and no torch at module level.

@@ -1,4 +1,4 @@
-"""The playground as a suite: editing tasks whose exact result is known, and a judge that measures it."""
+"""The playground as a suite: editing tasks with a known exact result, and a judge that measures the edit exactly."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class PlaygroundSuite(Suite):
-    """Edits of the playground's test split, by number of edits in the instruction."""
+    """Editing tasks of the playground's test split, by number of edits in the instruction."""
 
     tasks: Count = 256
     """Number of tasks."""
     complexity: Mixture = Field(default={1: 1.0, 2: 1.0, 3: 1.0})
-    """Numbers of edits in one instruction, 1 to 4; equal weights take turns."""
+    """Weights of the numbers of edits in one instruction, 1 to 4. With equal weights, the numbers alternate."""
     filler: bool = False
-    """Whether every instruction has filler, words that request no edit."""
+    """Whether every instruction contains filler: words that request no edit."""
     task_seed: int = 0
     """Seed of the tasks."""
 
@@ -62,18 +62,18 @@ class PlaygroundSuite(Suite):
         return {task.id: index for index, task in enumerate(self._tasks)}
 
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        """The generated tasks. Raises ValueError if the user gave data, because there are none to read."""
+        """Return the generated tasks. Raises ValueError if the user gave data, because the tasks are generated."""
         if data is not None:
             raise ValueError(f"{data}: the playground's tasks are generated; leave --data out")
         items = [SuiteItem(id=task.id, prompt=task.instruction, category=_category(task), fields=task.meta) for task in self._tasks]
         return items, []
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The exact judge; it needs no other."""
+        """Return the exact judge; ``judge`` is ignored."""
         return PlaygroundReward()
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
-        """The generated task."""
+        """Return the generated task."""
         return self._tasks[self._by_id[item.id]]
 
 

@@ -1,4 +1,4 @@
-"""Suites whose items are the rows of published files: they are read, checked and decoded by ``retouch.data``."""
+"""Suites whose items are rows of published files, which ``retouch.data`` reads, checks and decodes."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
 
 
 class RowSuite(Suite):
-    """A suite of rows. Derived classes say how their files are read (``rows``) and what a row is (``item``).
+    """A suite of rows. Derived classes define how the files are read (``rows``) and how a row becomes an item (``item``).
 
-    Images stay encoded, in memory or in their files, until ``task_for`` decodes those of one item.
+    Images stay encoded, in memory or in their files, until ``task_for`` decodes the images of one item.
     """
 
     layout: ClassVar[str]
-    """Where the data are published, and which of its folders or files to give."""
+    """Where the data are published, and which folder or file of them the user must give."""
     on_hub: ClassVar[bool] = False
-    """Whether ``rows`` also takes an id on the Hugging Face Hub."""
+    """Whether ``rows`` also accepts an id on the Hugging Face Hub."""
 
     judged_by: ClassVar[type[RewardSection]]
-    """The reward that scores images with the judge that the user named; without one, a suite overrides ``reward``."""
+    """The reward that scores images with the judge that the user named. A suite without a judge overrides ``reward`` instead."""
 
     _rows: Rows | None = PrivateAttr(default=None)
     _places: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @abstractmethod
     def rows(self, data: Path) -> Rows:
-        """The rows of the data. Raises ValueError if they are not there, or not of the published layout."""
+        """Read the rows of the data. Raises ValueError if they are missing or do not have the published layout."""
 
     @abstractmethod
     def item(self, row: Row) -> SuiteItem | None:
-        """The item of a row; None if the options leave it out. Raises ValueError if a published column is missing or wrong."""
+        """Make the item of a row; None if the options exclude it. Raises ValueError if a published column is missing or wrong."""
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
         return self.judged_by(judge=require_judge(self, judge))
 
     def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
-        """The items in the order of the rows, each with all its images decoded once, and the rows that cannot be used.
+        """Return the items in the order of the rows, and the rows that cannot be used. All images are decoded once, as a check.
 
-        A second row with the same id is broken. Raises ValueError as ``rows`` does, and if nothing is left.
+        A second row with the same id cannot be used. Raises ValueError as ``rows`` does, and if there are no items.
         """
         if data is None:
             raise ValueError(f"{self.name} needs its data, which are not part of this package: {self.layout}")
@@ -94,7 +94,7 @@ class RowSuite(Suite):
         return items, broken
 
     def task_for(self, item: SuiteItem, *, turn: int = 0, previous: Image | None = None) -> Task:
-        """The item with its images; of a later turn, with ``previous`` as the source image."""
+        """Return the task of the item with its images; for a later turn, ``previous`` is the source image."""
         assert self._rows is not None, "items() comes before task_for()"
         task = load_task(self._rows[self._places[item.id]], resize=None)
         if turn == 0:
@@ -114,7 +114,7 @@ class RowSuite(Suite):
 
 
 def published(row: Row, key: str) -> str:
-    """The text in a published column. Raises ValueError if there is none."""
+    """Return the text in a published column. Raises ValueError if there is none."""
     value = row.meta.get(key)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{key!r}: no text")
@@ -122,7 +122,7 @@ def published(row: Row, key: str) -> str:
 
 
 def number_of(row: Row, key: str) -> int:
-    """The whole number in a published column, which CSV files give as text. Raises ValueError if there is none."""
+    """Return the integer in a published column, also if it is text, as in CSV files. Raises ValueError if there is none."""
     value = row.meta.get(key)
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
@@ -132,14 +132,14 @@ def number_of(row: Row, key: str) -> int:
 
 
 def texts_of(value: Json, key: str) -> list[str]:
-    """A published list of texts. Raises ValueError if it is none, or empty."""
+    """Return a published list of texts. Raises ValueError if the value is not a list of texts, or is empty."""
     if not isinstance(value, list) or not value or not all(isinstance(one, str) and one.strip() for one in value):
         raise ValueError(f"{key!r}: should be a list of texts")
     return [str(one) for one in value]
 
 
 def read_json(path: Path) -> Json:
-    """The content of a JSON file. Raises ValueError if it is missing or no JSON."""
+    """Read a JSON file. Raises ValueError if it is missing or not JSON."""
     try:
         value: Json = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
@@ -150,27 +150,27 @@ def read_json(path: Path) -> Json:
 
 
 def keyed_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON file: a list of objects, or an object of objects, whose keys become ``key``.
+    """Read the rows of a JSON file: a list of objects, or an object of objects, whose keys become the column ``key``.
 
-    Raises ValueError for another content. An entry that is no object becomes a row without columns, which is reported as broken.
+    Raises ValueError for other content. An entry that is not an object becomes a row without columns, which is reported as broken.
     """
     value = read_json(path)
     if isinstance(value, Mapping):
         return [{"key": key, **(row if isinstance(row, Mapping) else {})} for key, row in value.items()]
     if isinstance(value, list):
         return [dict(row) if isinstance(row, Mapping) else {} for row in value]
-    raise ValueError(f"{path}: should hold an object or a list of rows")
+    raise ValueError(f"{path}: should contain an object or a list of rows")
 
 
 def file_rows(table: Sequence[Mapping[str, Any]], *, name: str, columns: Mapping[str, str], images: Path) -> Rows:
-    """Rows that name image files under the folder ``images``. ``columns``: field to published column. ``name``: of the list, for
-    messages and ids."""
+    """Make rows that name image files under the folder ``images``. ``columns``: maps fields to published columns. ``name``: path
+    of the list, for messages and ids."""
     path = Path(name)
     return ListRows(table, Layout(name, f"{path.parent.name}/{path.stem}", columns, (), partial(image_under, images)), problems=())
 
 
 class JoinedRows:
-    """The rows of several data sets, one after the other."""
+    """The concatenated rows of several data sets."""
 
     def __init__(self, parts: Iterable[Rows]) -> None:
         self._parts = list(parts)
@@ -188,8 +188,8 @@ class JoinedRows:
 
 
 def pooled_mean(values: Float[ndarray, " n"], counts: Float[ndarray, " n"], weights: Float[ndarray, "b n"]) -> Float[ndarray, " b"]:
-    """The share of all answers that are right, for each row of weights: the mean of the values that are not NaN, each weighted by
-    the number of its answers. NaN where nothing is counted."""
+    """Return the share of all answers that are right, for each row of ``weights``: the mean of the values that are not NaN,
+    weighted with the number of answers, ``counts``. NaN if no answer is counted."""
     import numpy as np
 
     known = ~np.isnan(values) & (counts > 0)

@@ -1,4 +1,4 @@
-"""The base class of judges that score on the scales of a published suite."""
+"""The base class of judges that score with the rubrics and scales of a published suite."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from retouch.types import Sample, Scores
 class RubricReward(JudgeReward):
     """A judge whose answers are its columns: each name in the form of a prompt is a column.
 
-    A column that no prompt of a sample asks for is NaN, as is one whose answer is missing. With repeats it is the mean.
+    A column is NaN if no prompt of the sample asks for it, or if the answer is missing. Repeated answers are averaged.
     """
 
     @abstractmethod
     def prompts(self, sample: Sample) -> Iterable[Prompt]:
-        """The prompts about a sample. Raises ValueError if its task lacks what they need."""
+        """Yield the prompts about a sample. Raises ValueError if its task lacks data that they need."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32."""
+        """Return each column, (b,), float32."""
         import torch
 
         prompts = [list(self.prompts(sample)) for sample in samples]

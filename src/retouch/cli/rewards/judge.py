@@ -14,24 +14,33 @@ def add_judge(commands: Commands) -> None:
     audit = judge.add_parser(
         "audit",
         parents=[debug_option(), import_option()],
-        help="measure a judge's noise, biases and order on images of known quality, before a run or a benchmark pays for it",
+        help="measure the noise, the biases and the ranking of a judge on images of known quality, before a run pays for it",
     )
     audit.add_argument(
         "judge",
         metavar="JUDGE",
         help="a reward section (JSON or its file), a recipe, a run, or a reward's name as in `retouch score`",
     )
-    audit.add_argument("--ladder", type=Path, metavar="DIR", help="images of your own: a folder with ladder.jsonl")
-    audit.add_argument("--items", type=int, metavar="N", help="the number of ladders; default: 20 of the playground, or all of DIR")
-    audit.add_argument("--repeats", type=int, default=3, metavar="N", help="how often each rung of a ladder is scored; default: 3")
-    audit.add_argument("--column", metavar="NAME", help="the column to audit; default: the reward's combination")
+    audit.add_argument("--ladder", type=Path, metavar="DIR", help="your own images: a folder with ladder.jsonl")
+    audit.add_argument("--items", type=int, metavar="N", help="number of ladders (default: 20 of the playground, or all of DIR)")
+    audit.add_argument("--repeats", type=int, default=3, metavar="N", help="how often each rung of a ladder is scored (default: 3)")
+    audit.add_argument("--column", metavar="NAME", help="the column to audit (default: the combination of the reward)")
     audit.add_argument(
-        "--precision", type=float, default=0.05, metavar="SHARE", help="print how many answers to average for it; default: 0.05"
+        "--precision",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
+        help="print how many answers must be averaged for this precision, a share of the span (default: 0.05)",
     )
-    audit.add_argument("--budget", type=int, metavar="N", help="the most requests to each endpoint, retries included")
-    audit.add_argument("--out", type=Path, metavar="DIR", help="audit.json, audit.html and the ledger; continues an audit in it")
-    audit.add_argument("--seed", type=int, default=0, help="of the playground's ladders")
-    audit.add_argument("--device", help="where models of this process run; default: the GPU, if there is one")
+    audit.add_argument("--budget", type=int, metavar="N", help="maximum number of requests to each endpoint, including retries")
+    audit.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for audit.json, audit.html and the ledger; an interrupted audit in it is continued",
+    )
+    audit.add_argument("--seed", type=int, default=0, help="seed of the playground's ladders")
+    audit.add_argument("--device", help="device for models in this process (default: the GPU, if there is one)")
     audit.add_argument("--json", action="store_true", help="print JSON")
     audit.set_defaults(run=_audit)
 

@@ -11,39 +11,50 @@ def add_ledger(commands: Commands) -> None:
     ledger = commands.add_parser(
         "ledger",
         parents=[debug_option(), import_option()],
-        help="the scores of a run, their judges and cost; score the images again",
+        help="show the scores of a run, the judges and the cost; score the images again",
     )
     ledger.add_argument("ledger_of", type=Path, metavar="RUN", help="the folder of a run")
     ledger.add_argument("--json", action="store_true")
-    ledger.add_argument("--prices", type=_prices, metavar="IN,OUT", help="per million tokens, if the recipe names none")
+    ledger.add_argument(
+        "--prices", type=_prices, metavar="IN,OUT", help="prices per million input and output tokens, if the recipe has none"
+    )
     ledger.set_defaults(run=_ledger, what="cost")
     what = ledger.add_subparsers(metavar="WHAT")
 
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     subset = argparse.ArgumentParser(add_help=False, parents=[as_json])
-    subset.add_argument("--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="the default is all")
-    subset.add_argument("--steps", type=_steps, metavar="A:B", help="from step A to step B, both included")
-    cost = what.add_parser("cost", parents=[as_json], help="what was scored, by which judges, and the cost so far; the default")
+    subset.add_argument(
+        "--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="use only this split (default: all)"
+    )
+    subset.add_argument("--steps", type=_steps, metavar="A:B", help="use only steps A to B, inclusive")
+    cost = what.add_parser(
+        "cost", parents=[as_json], help="show what was scored, by which judges, and the cost so far (the default)"
+    )
     cost.add_argument("--prices", type=_prices, metavar="IN,OUT", default=argparse.SUPPRESS)
     cost.set_defaults(what="cost")
-    for name, description in (("agree", "agreement of two columns"), ("worst", "the samples on which two columns differ most")):
+    for name, description in (
+        ("agree", "measure the agreement of two columns"),
+        ("worst", "show the samples on which two columns differ most"),
+    ):
         compare = what.add_parser(name, parents=[subset], help=description)
         compare.add_argument("column", metavar="COLUMN")
-        compare.add_argument("other", nargs="?", metavar="OTHER", help="a second column; NAME:COLUMN if it was scored again")
-        compare.add_argument("--ratings", type=Path, metavar="FILE.csv", help="human ratings instead of a second column")
-        compare.add_argument("--top", type=int, default=20, metavar="N", help="the number of samples that `worst` shows")
+        compare.add_argument("other", nargs="?", metavar="OTHER", help="the second column; NAME:COLUMN for scores of `rescore`")
+        compare.add_argument(
+            "--ratings", type=Path, metavar="FILE.csv", help="compare with these human ratings instead of a second column"
+        )
+        compare.add_argument("--top", type=int, default=20, metavar="N", help="number of samples that `worst` shows")
         compare.set_defaults(what=name)
     rescore = what.add_parser("rescore", parents=[subset], help="score the stored images with another reward")
-    rescore.add_argument("reward", metavar="REWARD", help="as in `retouch score`")
-    rescore.add_argument("--name", help="prefix of its columns; the default is the name of the reward")
+    rescore.add_argument("reward", metavar="REWARD", help="a reward, named as in `retouch score`")
+    rescore.add_argument("--name", help="prefix of the new columns (default: the name of the reward)")
     rescore.set_defaults(what="rescore")
     expel = what.add_parser(
-        "expel", parents=[subset], help="take wrong scores out of use; without a selection, those that are not finite numbers"
+        "expel", parents=[subset], help="exclude wrong scores from use; without a selection, all scores that are not finite"
     )
-    expel.add_argument("--image", metavar="HASH", help="the first 8 or more digits of the judged image's hash")
-    expel.add_argument("--judge", help="as in the table of `retouch ledger RUN`")
-    expel.add_argument("--dry-run", action="store_true", help="list what would be expelled")
+    expel.add_argument("--image", metavar="HASH", help="select by image: the first 8 or more digits of its hash")
+    expel.add_argument("--judge", help="select by judge, named as in the table of `retouch ledger RUN`")
+    expel.add_argument("--dry-run", action="store_true", help="only list what would be excluded")
     expel.set_defaults(what="expel")
 
 

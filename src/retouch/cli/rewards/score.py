@@ -16,7 +16,7 @@ def add_score(commands: Commands) -> None:
     )
     score.add_argument("--image", type=Path, required=True, metavar="OUT.png", help="the image to score")
     score.add_argument("--source", type=Path, action="append", default=[], metavar="IN.png", help="the source image of the edit")
-    score.add_argument("--mask", type=Path, metavar="MASK.png", help="the region to change, in white")
+    score.add_argument("--mask", type=Path, metavar="MASK.png", help="mask of the task: white is the region to change")
     score.add_argument("--reference", type=Path, metavar="REF.png", help="the reference image of the task")
     score.add_argument("--target", type=Path, metavar="TARGET.png", help="the target image of the task")
     score.add_argument("--instruction", default="", help="the instruction of the task")

@@ -1,4 +1,4 @@
-"""``retouch export`` and ``retouch convert``: weights of a run for other programs, and of other programs for a run."""
+"""``retouch export`` writes the weights of a run for other programs; ``retouch convert`` reads published weights for a run."""
 
 import argparse
 from pathlib import Path
@@ -13,9 +13,14 @@ def add_export(commands: Commands) -> None:
     )
     export.add_argument("target", metavar="RUN")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
-    export.add_argument("--weights", choices=("average", "current"), help="the default is average, if the run has one")
     export.add_argument(
-        "--format", choices=("diffusers", "peft", "comfyui", "all"), default="all", help="of a LoRA; the default is all that exist"
+        "--weights", choices=("average", "current"), help="which weights to write (default: average, if the run has them)"
+    )
+    export.add_argument(
+        "--format",
+        choices=("diffusers", "peft", "comfyui", "all"),
+        default="all",
+        help="format of a LoRA (default: all formats that exist for it)",
     )
     export.set_defaults(run=_export)
 
@@ -33,7 +38,7 @@ def add_convert(commands: Commands) -> None:
     convert = commands.add_parser(
         "convert", parents=[debug_option()], help="make a published IP-Adapter (.bin) usable as policy.train.init_from"
     )
-    convert.add_argument("file", type=Path, metavar="FILE", help="ip-adapter.bin or calligrapher.bin; only tensors are read")
+    convert.add_argument("file", type=Path, metavar="FILE", help="ip-adapter.bin or calligrapher.bin; only its tensors are read")
     convert.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for ip_adapter.safetensors")
     convert.set_defaults(run=_convert)
 

@@ -9,7 +9,9 @@ from retouch.cli.arguments import Commands, debug_option
 def add_report(commands: Commands) -> None:
     """Add the command."""
     report = commands.add_parser(
-        "report", parents=[debug_option()], help="write report.html of a run, also of one that was stopped or is still training"
+        "report",
+        parents=[debug_option()],
+        help="write report.html into the folder of a run, also if it was stopped or is still training",
     )
     report.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
     report.set_defaults(run=_report)

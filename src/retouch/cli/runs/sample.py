@@ -14,12 +14,17 @@ def add_sample(commands: Commands) -> None:
     instructions = sample.add_mutually_exclusive_group(required=True)
     instructions.add_argument("--instruction", help="what to generate or to change")
     instructions.add_argument(
-        "--instructions", type=Path, metavar="FILE", help=".txt with one instruction per line, or .jsonl with images too"
+        "--instructions",
+        type=Path,
+        metavar="FILE",
+        help=".txt with one instruction per line, or .jsonl with instructions and images",
     )
-    sample.add_argument("--image", type=Path, metavar="IN.png", help="source image, with --instruction")
-    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit, with --instruction")
-    sample.add_argument("--reference", type=Path, metavar="REF.png", help="reference image, with --instruction")
-    sample.add_argument("--out", type=Path, required=True, metavar="OUT", help="the image; with --instructions a new folder")
+    sample.add_argument("--image", type=Path, metavar="IN.png", help="source image for --instruction")
+    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="mask of the region to edit, for --instruction")
+    sample.add_argument("--reference", type=Path, metavar="REF.png", help="reference image for --instruction")
+    sample.add_argument(
+        "--out", type=Path, required=True, metavar="OUT", help="file for the image; with --instructions, a new folder"
+    )
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
 

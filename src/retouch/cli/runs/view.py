@@ -11,18 +11,18 @@ def add_view(commands: Commands) -> None:
     """Add the command."""
     view = commands.add_parser("view", parents=[debug_option()], help="follow runs in the browser: curves, samples, comparisons")
     view.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_OR_RUN", help="default: runs")
-    view.add_argument("--port", type=int, default=8765, help="on loopback; 0 chooses a free one")
+    view.add_argument("--port", type=int, default=8765, help="port on the loopback address (default: 8765); 0 chooses a free one")
     view.add_argument(
         "--allow-host",
         dest="hosts",
         action="append",
         default=[],
         metavar="NAME",
-        help="a further name of this machine in the browser's address, e.g. behind a proxy",
+        help="a further host name under which the browser reaches this machine, e.g. behind a proxy",
     )
-    view.add_argument("--vote", action="store_true", help="the page shows pairs of images, and stores which of them people prefer")
+    view.add_argument("--vote", action="store_true", help="let people vote on pairs of images in the page, and store the votes")
     view.add_argument(
-        "--control", action="store_true", help="the page may ask runs to stop, to save a checkpoint, or to store samples"
+        "--control", action="store_true", help="let the page ask runs to stop, to save a checkpoint, or to store samples"
     )
     view.add_argument(
         "--try",
@@ -30,9 +30,11 @@ def add_view(commands: Commands) -> None:
         nargs="?",
         const="auto",
         metavar="DEVICE",
-        help="try a run's checkpoints on the page, on this device; without one, the recipe's, or cpu while the run trains",
+        help="try checkpoints in the page, on this device (default: the device of the recipe, or cpu while the run trains)",
     )
-    view.add_argument("--export", type=Path, metavar="FILE.html", help="write the page of one run as a file that needs no server")
+    view.add_argument(
+        "--export", type=Path, metavar="FILE.html", help="write the page of one run to a file that needs no server, and exit"
+    )
     view.set_defaults(run=_view)
 
 
@@ -65,10 +67,12 @@ def add_control(commands: Commands) -> None:
         "request",
         nargs="?",
         metavar="stop|checkpoint|samples=N",
-        help="stop after this step, save a checkpoint after this step, or store samples every N steps (0: never); without it, list "
-        "the requests so far",
+        help="stop after this step, save a checkpoint after this step, or store samples every N steps (0: never); if left out, the "
+        "requests so far are listed",
     )
-    control.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the answer of the run")
+    control.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait up to this long for the answer of the run (default: 0)"
+    )
     control.set_defaults(run=_control)
 
 

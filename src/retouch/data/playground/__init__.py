@@ -1,4 +1,4 @@
 """The tasks of the playground: data sources that generate scenes, edits and words from a seed instead of reading files.
 
-They import ``playground.world`` and the rest of ``retouch.data``, and torch only when tasks are made.
+The modules import ``playground.world`` and the rest of ``retouch.data``, and import torch only when tasks are made.
 """

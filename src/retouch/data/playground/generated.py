@@ -1,4 +1,4 @@
-"""The base classes of the playground's data: tasks that are generated on access from a seed, a split and their number."""
+"""The base classes of the playground's data: a task is generated on access from a seed, a split and the number of the task."""
 
 import math
 from abc import abstractmethod
@@ -17,19 +17,19 @@ class GeneratedData(DataSource):
     """Tasks of the playground, generated from a seed."""
 
     demonstration_faults: ClassVar[tuple[str, ...]] = ()
-    """Keys of faults in the demonstrations and instructions; they are 0 for evaluation."""
+    """Keys that add faults to the demonstrations and instructions; they are set to 0 for evaluation."""
 
     count: Count
-    """Tasks in the set."""
+    """Number of tasks in the set."""
     seed: int = 0
     """Seed of the tasks."""
     split: SplitName = "train"
-    """Which of the three disjoint sets of scenes, instructions or words to draw from."""
+    """The split from which scenes, instructions or words are drawn; the three splits are disjoint."""
 
     @abstractmethod
     def tasks(self, *, in_turn: bool = False) -> Sequence[Task]:
-        """The tasks, each generated on access. ``in_turn``: numbers of edits or things that have equal weights take turns instead
-        of being drawn, so that the set has equally many of each."""
+        """The tasks, each generated on access. ``in_turn``: if all numbers of edits or things have equal weights, successive tasks
+        go through these numbers in turn instead of drawing them, so that the set has equally many tasks of each number."""
 
     def build(self, context: DataContext) -> DataSets:
         heldout = context.eval_source
@@ -63,7 +63,7 @@ class GeneratedTasks(Sequence[Task]):
 
     @abstractmethod
     def _task(self, index: int) -> Task:
-        """The task of that number, from 0 to ``count - 1``: the same on every call."""
+        """The task with the number ``index``, from 0 to ``count - 1``: the same on every call."""
 
     def __len__(self) -> int:
         return self.count
@@ -83,7 +83,7 @@ class GeneratedTasks(Sequence[Task]):
 
 
 def taking_turns(mixture: Mapping[int, float]) -> Numbers:
-    """The numbers with a positive weight, in order, if their weights are equal, so that they take turns; else the mixture
-    itself."""
+    """The numbers with a positive weight in ascending order, to be taken in turn, if their weights are equal; else the mixture of
+    these numbers."""
     kept = {number: weight for number, weight in mixture.items() if weight > 0}
     return sorted(kept) if len({round(weight / math.fsum(kept.values()), 9) for weight in kept.values()}) == 1 else kept

@@ -1,8 +1,8 @@
-"""Indirect instructions: a thing is named only as far as the image makes it unambiguous.
+"""Indirect instructions: a thing has a short name, which is unambiguous only together with the image.
 
-"make the circle red", for an image with one circle, does not say the circle's colour, which the editor needs: it was trained on
-complete names. So a writer that sees the image must add them. The task's ``completion`` names every thing completely: "make the
-green circle red". An incomplete completion of a task with several edits is empty.
+For an image with one circle, "make the circle red" does not say the colour of the circle. The editor needs this colour, because it
+was trained on complete names. So a writer that sees the image must add it. The ``completion`` of the task has the complete name of
+every thing: "make the green circle red". An incomplete completion of a task with several edits is empty.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ from retouch.types import Task
 
 
 class IndirectPlaygroundData(PlaygroundData):
-    """The playground's scenes and edits with things named only as far as the image makes them unambiguous, for a writer that sees
-    the image and names them completely. Each task has such a ``completion``."""
+    """The playground's scenes and edits with short names of things, which are unambiguous only together with the image: for a
+    writer that sees the image and writes the complete names. The ``completion`` of a task has the complete names."""
 
     demonstration_faults = ("impossible", "unfinished", "incomplete")
     renamed_keys = PlaygroundData.renamed_keys | {"lazy": "incomplete"}
@@ -45,7 +45,7 @@ class IndirectPlaygroundData(PlaygroundData):
 
 
 def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
-    """The shortest unambiguous names of a thing in the scene: its colour, its shape, or else both."""
+    """The shortest unambiguous names of a thing in the scene: its colour or its shape if one of them is enough, else both."""
     others = [other for other in scene.objects.values() if other != thing]
     short = []
     if all(other.colour != thing.colour for other in others):
@@ -56,7 +56,7 @@ def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
 
 
 def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
-    """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn by its id.
+    """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn with a generator keyed by the task's id.
 
     ``incomplete``: the probability of an empty completion for a task with several edits.
     """
@@ -73,7 +73,7 @@ def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
 
 
 def _clause(edit: Edit, scene: Scene, choices: RandomChoices) -> str:
-    """The edit in a random phrasing. A thing to be added is not in the scene, so it has its complete name."""
+    """The edit in a random phrasing. A thing to be added is not in the scene, so its complete name is used."""
     pattern = choices.choose(PHRASES[edit.kind])
     name = " ".join(edit.thing) if edit.kind == "add" else choices.choose(names(edit.thing, scene))
     return phrase(edit, pattern.replace("{thing}", name))

@@ -1,6 +1,6 @@
 """The playground's text-to-image tasks: a prompt, the exact image, and the prompt in words that the text-to-image model knows.
 
-Splits differ in their scenes, as those of ``PlaygroundTasks`` do.
+The splits have different scenes, as in ``PlaygroundTasks``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 Things: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=CELLS)]
 ThingCounts: TypeAlias = Annotated[dict[Things, NonNegative], *get_args(Mixture)[1:]]
-# Of the incomplete completions for three things or more, the share that names one thing; the others name two.
+# The share of the incomplete completions for three or more things that name only one thing; the others name two.
 _ONE = 0.7
 
 
 class PaintingData(GeneratedData):
-    """Scenes of the playground, requested in words that its text-to-image model does not know: for a writer of prompts. Each task
-    has a prompt in known words as its ``completion``. With ``known_words`` that is its prompt: for the text-to-image model itself,
-    which was trained on scenes with 1 to 4 things."""
+    """Scenes of the playground, requested in words that its text-to-image model does not know: for a writer of prompts. The
+    ``completion`` of a task is a prompt in known words. With ``known_words``, this prompt is also the instruction: for the
+    text-to-image model itself, which was trained on scenes with 1 to 4 things."""
 
     demonstration_faults = ("incomplete",)
     renamed_keys: ClassVar[Mapping[str, str]] = {"lazy": "incomplete"}
@@ -43,7 +43,7 @@ class PaintingData(GeneratedData):
     complexity: ThingCounts
     """Numbers of things in a scene, 1 to 9: a list, or a map from number to weight."""
     known_words: bool = False
-    """Prompts in words that the text-to-image model was trained on."""
+    """Write the instructions in words that the text-to-image model was trained on."""
     incomplete: Share = 0.0
     """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
 

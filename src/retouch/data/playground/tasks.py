@@ -1,7 +1,8 @@
 """The playground's editing tasks: a source image, an instruction and the exact target image, generated on access.
 
-Splits differ in their scenes and in the content of their instructions (whatever the words): each is hashed to one of ten buckets.
-Test has the first bucket, validation the second and train the others. A draw from another split is drawn again.
+The splits have different scenes, and instructions with different contents (whatever their words). A scene and the content of an
+instruction are each hashed to one of ten buckets: the first bucket is the split test, the second validation, and the others train.
+A scene or an instruction that belongs to another split is drawn again.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from retouch.types import SplitName, Task, TaskContents
 if TYPE_CHECKING:
     import torch
 
-# Chosen so that every kind of single edit, also removals with only 18 contents, has several in every split.
+# Chosen so that every split has several contents of every kind of single edit, also of removals, which have only 18 contents.
 _SALT = "retouch playground 818"
 
 
 def split_of(text: str) -> SplitName:
-    """The split of a scene's canonical JSON or of an instruction's content: a tenth each for test and validation."""
+    """The split of a scene (its canonical JSON) or of an instruction (its content). Test and validation have a tenth each."""
     bucket = int.from_bytes(hashlib.sha256(f"{_SALT} {text}".encode()).digest()[:8], "big") % 10
     return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
 
 
 def canonical(scene: Scene) -> str:
-    """The scene's JSON without spaces, keys sorted: the text that decides its split."""
+    """The JSON of the scene with sorted keys and no spaces: the text that decides its split."""
     return json.dumps(scene.to_json(), sort_keys=True, separators=(",", ":"))
 
 
@@ -54,14 +55,15 @@ class PlaygroundData(GeneratedData):
     complexity: Mixture
     """Numbers of edits in one instruction, 1 to 4: a list, or a map from number to weight."""
     filler: Share = 0.0
-    """Share of instructions with filler, words that request no edit."""
+    """Share of the instructions with filler: words that request no edit."""
     impossible: Share = 0.0
-    """Share of instructions that also request impossible edits, of things that are not in the image; held-out tasks have none."""
+    """Share of the instructions that also request impossible edits, of things that are not in the image. Always 0 for held-out
+    tasks."""
     unfinished: Share = Field(default=0.0, exclude_if=lambda share: share == 0)
-    """Share of the tasks with several edits whose target lacks one of them, as typical demonstrations made by models do; held-out
-    tasks have none."""
+    """Share of the tasks with several edits whose target lacks one of the edits, which is typical of demonstrations that were made
+    by models. Always 0 for held-out tasks."""
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
-    """Each task also has its edits in plain words as a thought, for models that generate a chain of thought."""
+    """Describe the edits of each task in plain words as a chain of thought, for models that generate one."""
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)
@@ -88,7 +90,7 @@ class PlaygroundTasks(GeneratedTasks):
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
-        """A scene, edits and an instruction of this split."""
+        """Draw a scene, edits and an instruction of this split."""
         random = generator(self.seed, "playground", self.split, index)
         choices = RandomChoices(random)
         filler = choices.uniform() < self._filler
@@ -105,7 +107,8 @@ class PlaygroundTasks(GeneratedTasks):
                     return scene, edits, text
 
     def _impossible(self, scene: Scene, edits: Sequence[Edit], random: torch.Generator) -> list[Edit]:
-        """For some instructions one or two impossible edits, as far as ``MOST_EDITS`` clauses allow."""
+        """Draw the impossible edits of an instruction: for a share of the instructions one or two, but with at most ``MOST_EDITS``
+        edits in the instruction."""
         if self._impossible_share == 0.0:
             return []
         choices = RandomChoices(random)

@@ -1,5 +1,6 @@
-"""The playground's text-rendering tasks: an image shows two signs on a wall, one with a word in some style. A word is to be painted
-on the empty sign in the same style, or, with ``style_from_reference``, in a style that only the reference image has.
+"""The playground's text-rendering tasks: an image shows two signs on a wall, and one of them has letters in some style. The model
+should paint a word on the empty sign in the same style, or, with ``style_from_reference``, in a style that only the reference image
+shows.
 
 ``playground.world.words`` draws words, signs and walls.
 """
@@ -35,17 +36,18 @@ PROMPT = "The text is '{}'."
 
 
 class WordData(GeneratedData):
-    """Words to paint on an empty sign, in the style of the other sign or of a reference image. The reward ``ocr`` reads them, and
-    ``playground-signs`` scores the style."""
+    """Words to paint on an empty sign, in the style of the other sign or of a reference image. The reward ``ocr`` reads the words,
+    and ``playground-signs`` scores the style."""
 
     demonstration_faults = ("wrong_letters",)
     renamed_keys: ClassVar[Mapping[str, str]] = {"slips": "wrong_letters", "apart": "style_from_reference"}
 
     kind: Literal["playground-words"] = "playground-words"
     wrong_letters: Share = 0.0
-    """Share of wrong letters in the targets; held-out tasks have none."""
+    """Share of wrong letters in the targets. Always 0 for held-out tasks."""
     style_from_reference: bool = Field(default=False, exclude_if=lambda separate: not separate)
-    """The signs of the source image have another ink and paper than the target, which only the reference image shows."""
+    """Give the signs of the source image another ink and paper than the target, so that only the reference image shows the style of
+    the target."""
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
@@ -57,9 +59,10 @@ class WordData(GeneratedData):
 class WordTasks(GeneratedTasks):
     """The tasks of ``WordData``; task i depends only on (seed, split, i), ``wrong_letters`` and ``style_from_reference``.
 
-    A task has the image with an empty sign as its source, the sign as ``mask``, the other sign as ``reference`` (with letters that
-    the word does not have), the ``target`` and the ``text``; its tag ``letters`` is the length of the word. A wrong letter of the
-    target is another letter. ``style_from_reference`` changes only the signs of the source, not words, walls or references.
+    The source image of a task has an empty sign; ``mask`` covers this sign, and ``reference`` is a crop of the other sign, whose
+    letters do not occur in the word. A task also has the ``target`` and the ``text``; its tag ``letters`` is the length of the
+    word. A wrong letter in the target is a random other letter. ``style_from_reference`` changes only the signs of the source
+    image, not words, walls or reference images.
 
     Example: ``WordData(seed=0, count=1000).tasks()[0].text``
     """

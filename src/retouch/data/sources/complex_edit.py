@@ -1,5 +1,5 @@
-"""Complex-Edit (``UCSC-VLAA/Complex-Edit``, arXiv 2504.13143): each image has a chain of atomic edits. The first c of them, merged
-into one instruction, are its edit of complexity c.
+"""Complex-Edit (``UCSC-VLAA/Complex-Edit``, arXiv 2504.13143): each image has a chain of atomic edits. The edit of complexity c
+merges the first c atomic edits into one instruction.
 
 The data set has two splits of 531 images, ``test_real`` and ``test_syn``. It is a benchmark, licensed CC-BY-NC-4.0. For training
 there is ``UCSC-VLAA/GPT-Image-Edit-1.5M``, which has similar complex instructions.
@@ -35,7 +35,7 @@ def levels(text: str) -> tuple[int, ...]:
             raise ValueError(f'complexity {text!r}: give levels from 1 to {MOST}, as "8", "1-8" or "1,3,5"')
         first, last = int(match[1]), int(match[2] or match[1])
         if not 1 <= first <= last <= MOST:
-            raise ValueError(f"complexity {text!r}: levels go from 1 to {MOST}, and a range from the lower one to the higher")
+            raise ValueError(f"complexity {text!r}: levels go from 1 to {MOST}, and a range from the lower level to the higher")
         found |= set(range(first, last + 1))
     return tuple(sorted(found))
 
@@ -57,11 +57,12 @@ class ComplexEditData(ImageData):
     path: str = ID
     """Id or folder of the data set."""
     revision: str | None = None
-    """Commit or tag; null takes the newest."""
+    """Commit or tag; null uses the newest."""
     split: Literal["test_real", "test_syn"] = "test_real"
-    """Photographs, or generated images."""
+    """Split of the data set: photographs, or generated images."""
     complexity: Levels
-    """Edits in one instruction, 1 to 8: "8", "1-8" or "1,3,5". Images are split before they are taken at several levels."""
+    """Number of edits in one instruction, 1 to 8: "8", "1-8" or "1,3,5". All levels of an image are on the same side of the split
+    into training and held-out rows."""
 
     def rows(self, *, seed: int) -> "ComplexEditRows":
         return read_complex_edit(self.path, complexity=self.complexity, split=self.split, revision=self.revision)
@@ -71,9 +72,10 @@ class ComplexEditData(ImageData):
 
 
 class ComplexEditRows:
-    """Row ``i * n + k`` is image i at the k-th of n levels. The rows of an image have one source, so a split keeps them together.
+    """Rows of n levels: row ``i * n + k`` is image i at the k-th level. The rows of an image have the same source, so that a split
+    keeps them together.
 
-    A row has the tag ``complexity``, and its atomic edits as ``operations`` in its meta.
+    A row has the tag ``complexity``, and its atomic edits as ``operations`` in ``meta``.
     """
 
     def __init__(self, images: Rows, levels: Sequence[int]) -> None:
@@ -85,7 +87,7 @@ class ComplexEditRows:
         return len(self._images) * len(self._levels)
 
     def identity(self) -> Identity | None:
-        """That of the images, and the levels."""
+        """The identity of the images, with the levels added to its digest."""
         found = self._images.identity() if hasattr(self._images, "identity") else None
         levels = "-".join(map(str, self._levels))
         return None if found is None else replace(found, digest=f"{levels}-{found.digest}")
@@ -119,7 +121,7 @@ def read_complex_edit(
     split: str = "test_real",
     revision: str | None = None,
 ) -> ComplexEditRows:
-    """The edits of one split at the levels that ``complexity`` names, image after image. ``path`` and ``revision`` are as in
+    """The edits of one split, image after image, at the levels that ``complexity`` lists. ``path`` and ``revision`` are as in
     ``read_hub``. Raises ValueError for an unknown data set, split or level."""
     wanted = levels(complexity)
     images = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}")

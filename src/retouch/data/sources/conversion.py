@@ -1,7 +1,7 @@
-"""Published editing data sets as a folder with ``metadata.jsonl``: GPT-Image-Edit-1.5M, AURORA, OmniEdit and MagicBrush.
+"""Converts published editing data sets to a folder with ``metadata.jsonl``: GPT-Image-Edit-1.5M, AURORA, OmniEdit and MagicBrush.
 
 The first two are folders of images with JSON lists; their images stay where they are. The other two are parquet files; their images
-are written to files, byte for byte as they are stored.
+are written to files without encoding them again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Fields = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedEdit:
-    """One edit. ``image``, ``target``: a file's path, or its content, None if there is none. ``extra``: further keys of its
-    line."""
+    """One edit of a published data set. ``image``, ``target``: the path or the content of the image file; None if it is missing.
+    ``extra``: further keys of the line in ``metadata.jsonl``."""
 
     id: str
     instruction: str | list[str]
@@ -37,8 +37,8 @@ class PublishedEdit:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """``folder``: a data set of kind ``folder``. ``tags``: keys of its lines to give as ``data.tags``. ``missing``: edits that were
-    left out because an image is not there."""
+    """The result of a conversion. ``folder``: a data set of kind ``folder``. ``rows``: the number of its edits. ``missing``: the
+    number of edits that were left out because an image is missing. ``tags``: the keys to give as ``data.tags``."""
 
     folder: Path
     rows: int
@@ -53,7 +53,8 @@ class Converted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """How a published data set is read. ``edits``: of a folder and a split. ``in_place``: images are files of the folder."""
+    """How a published data set is read. ``edits``: yields the edits of a folder and a split. ``tags``: the keys that become tags.
+    ``in_place``: whether the images are files of the folder, which stay where they are."""
 
     edits: Callable[[Path, str], Iterator[PublishedEdit]]
     tags: tuple[str, ...]
@@ -61,14 +62,14 @@ class Published:
 
 
 def convert(name: str, source: str | Path, *, out: str | Path | None = None, split: str = "train") -> Converted:
-    """Write ``metadata.jsonl`` for a downloaded data set, and its images where they are in parquet files.
+    """Write ``metadata.jsonl`` for a downloaded data set, and also its images if they are in parquet files.
 
-    ``name``: one of ``PUBLISHED``. ``source``: the folder that was downloaded. ``out``: the new data set, which must not have a
-    ``metadata.jsonl`` yet; for data sets whose images are files it is ``source`` itself. Raises ValueError for an unknown name, a
-    known test set, and for a folder without such data.
+    ``name``: one of ``PUBLISHED``. ``source``: the folder that was downloaded. ``out``: the folder of the new data set, which must
+    not have a ``metadata.jsonl`` yet; for data sets whose images are files it is ``source`` itself. Raises ValueError for an
+    unknown name, for a known test set, and for a folder without such data.
     """
     if name not in PUBLISHED:
-        raise ValueError(f"{name}: no such data set; known are {', '.join(PUBLISHED)}")
+        raise ValueError(f"{name}: no such data set; the known data sets are {', '.join(PUBLISHED)}")
     known, folder = PUBLISHED[name], Path(source)
     if not folder.is_dir():
         raise ValueError(f"{source}: no such folder; download the data set first, for example with `hf download`")
@@ -102,9 +103,9 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
 
 
 def _image_name(root: Path, edit: PublishedEdit, part: str) -> str:
-    """The path of an image under ``root``, where it is written first if it is not a file yet.
+    """The path of an image relative to ``root``. An image that is not a file yet is written to one first.
 
-    Raises FileNotFoundError for one that is missing, and ValueError for an unknown format.
+    Raises FileNotFoundError if the image is missing, and ValueError for an unknown format.
     """
     content: Path | bytes | None = getattr(edit, part)
     if content is None or (isinstance(content, Path) and not content.is_file()):
@@ -122,7 +123,7 @@ def _image_name(root: Path, edit: PublishedEdit, part: str) -> str:
 
 
 def _gpt_image_edit(folder: Path, split: str) -> Iterator[PublishedEdit]:
-    """``TASK/metadata/*.json`` in any depth, with paths relative to the folder of the task."""
+    """The edits in ``TASK/metadata/*.json`` at any depth, with paths relative to the folder of the task."""
     for file in sorted(folder.rglob("metadata/*.json")):
         task = file.parent.parent
         for fields in _list(file, ("id", "input", "output", "instruction", *PUBLISHED["gpt-image-edit"].tags)):
@@ -138,7 +139,7 @@ def _gpt_image_edit(folder: Path, split: str) -> Iterator[PublishedEdit]:
 
 
 def _aurora(folder: Path, split: str) -> Iterator[PublishedEdit]:
-    """``data/NAME/train.json``, with paths relative to the folder above ``data``."""
+    """The edits in ``data/NAME/SPLIT.json``, with paths relative to the folder that contains ``data``."""
     for file in sorted(folder.rglob(f"data/*/{split}.json")):
         top, name = file.parent.parent.parent, file.parent.name
         for number, fields in enumerate(_list(file, ("input", "output", "instruction"))):
@@ -166,7 +167,7 @@ def _omniedit(folder: Path, split: str) -> Iterator[PublishedEdit]:
 
 
 def _magicbrush(folder: Path, split: str) -> Iterator[PublishedEdit]:
-    """Turns of one image have the same source, so that a split never separates them."""
+    """The edits of MagicBrush. All turns of an image have the same source, so that a split never separates them."""
     for row in _parquet(folder, split, ("img_id", "turn_index", "instruction", "source_img", "target_img")):
         yield PublishedEdit(
             id=f"{row['img_id']}-{row['turn_index']}",
@@ -187,7 +188,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def _list(file: Path, keys: tuple[str, ...]) -> list[Fields]:
-    """The rows of a JSON list. Raises ValueError for another file, and for a row without one of ``keys``."""
+    """The rows of a JSON list. Raises ValueError if the file is not a JSON list, and for a row that lacks one of ``keys``."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -198,8 +199,7 @@ def _list(file: Path, keys: tuple[str, ...]) -> list[Fields]:
 
 
 def _under(folder: Path, name: str) -> Path:
-    """The file of that name under ``folder``; a path that does not exist stays as it is. Raises ValueError for one that leaves
-    it."""
+    """The path ``folder / name``, also if it does not exist. Raises ValueError if an existing file is outside ``folder``."""
     path = folder / name
     if path.exists():
         path_under(folder, name)
@@ -207,7 +207,7 @@ def _under(folder: Path, name: str) -> Path:
 
 
 def _parquet(folder: Path, split: str, columns: tuple[str, ...]) -> Iterator[Fields]:
-    """The rows of a split's parquet files. Raises ValueError if there are none, or a column is missing."""
+    """The rows of the parquet files of a split. Raises ValueError if there are no such files, or if a column is missing."""
     import pyarrow.parquet
 
     files = sorted(file for file in folder.rglob("*.parquet") if file.name.startswith(f"{split}-"))
@@ -222,6 +222,6 @@ def _parquet(folder: Path, split: str, columns: tuple[str, ...]) -> Iterator[Fie
 
 
 def _content(cell: Any) -> bytes | None:
-    """The bytes of an image cell, if it has any."""
+    """The bytes of an image cell, or None if it has none."""
     content = cell.get("bytes") if isinstance(cell, Mapping) else cell
     return content if isinstance(content, bytes) and content else None

@@ -1,4 +1,4 @@
-"""Feature files: one edit as image tokens, in safetensors or as EARL's own ``.pth``.
+"""Feature files: one edit as image tokens, as a safetensors file or in EARL's ``.pth`` format.
 
 A safetensors file has the tensors ``original_image`` and ``edited_image``, codes (h, w), and in its metadata the texts ``edit_id``,
 ``instruction``, ``CoT`` (JSON: a text, a map of texts, or null) and ``task`` (JSON: the task's other fields). A ``.pth`` file is a
@@ -23,16 +23,16 @@ from retouch.data.rows import thought_of
 
 _TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 _PLAIN = [type(np.dtype(name)) for name in _TYPES]
-# The same function under the names that numpy 2 and numpy 1 saved it by.
+# The same function under the names that numpy 2 and numpy 1 write into a file.
 _ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]  # type: ignore[attr-defined]
 _FORBIDDEN = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Feature:
-    """One edit as image tokens. ``source``, ``target``: codes of the image to edit, and of the edited image if there is one.
-    ``thought``: the chain of thought before the edited image. ``task``: JSON of the task's other fields (``text``, ``tags``,
-    ``meta``, and ``pictures``: file names of the images).
+    """One edit as image tokens. ``source``, ``target``: the codes of the source image, and of the edited image if there is one.
+    ``thought``: the chain of thought before the edited image. ``task``: the other fields of the task as JSON (``text``, ``tags``,
+    ``meta``, and ``pictures``: the file names of the images).
     """
 
     id: str
@@ -43,7 +43,7 @@ class Feature:
     task: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The safetensors file."""
+        """The content of the safetensors file."""
         codes = {"original_image": self.source, "edited_image": self.target}
         tensors = {name: grid.to(torch.int32).cpu().contiguous() for name, grid in codes.items() if grid is not None}
         texts = {
@@ -56,11 +56,11 @@ class Feature:
 
 
 def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ()) -> Feature:
-    """The edit in a feature file. ``trusted``: whether a ``.pth`` file may be opened, by the restricted loader. ``thought_keys``:
-    of a chain of thought that is a map, the keys to use.
+    """Read the edit in a feature file. ``trusted``: whether the restricted loader may open a ``.pth`` file. ``thought_keys``: the
+    keys to use of a chain of thought that is a map.
 
-    Raises ValueError, which names the file, for another kind of file, a damaged file, a missing part, and codes that are not two
-    grids of one size.
+    Raises ValueError with the name of the file for any other file type, a damaged file, a missing part, and codes that are not
+    grids of the same size.
     """
     if path.suffix == ".safetensors":
         fields = _safetensors(path)
@@ -68,8 +68,8 @@ def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ())
         fields = load_restricted(path)
     elif path.suffix == ".pth":
         raise ValueError(
-            f"{path}: a file pickled by torch; set data.trusted: true if you trust its author (torch's restricted loader opens "
-            "it), or make safetensors files with `retouch data tokenize`"
+            f"{path}: this file was pickled by torch; set data.trusted: true if you trust its author (torch's restricted loader "
+            "opens it), or make safetensors files with `retouch data tokenize`"
         )
     else:
         raise ValueError(f"{path}: features are .safetensors or .pth files")
@@ -98,7 +98,7 @@ def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ())
 
 
 def load_restricted(path: Path) -> Any:
-    """The contents of a file that torch saved. Raises ValueError for anything but plain values, and for other files."""
+    """The contents of a file that torch saved. Raises ValueError if it contains anything but plain values, and for other files."""
     with torch.serialization.safe_globals([*_ARRAYS, *_PLAIN, np.ndarray, np.dtype]):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)

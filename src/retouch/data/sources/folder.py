@@ -1,10 +1,9 @@
 """A folder of images with ``metadata.jsonl`` or ``metadata.csv``, in the layout of Hugging Face's imagefolder.
 
 A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instruction`` (or ``prompt``), and may have ``target``,
-``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as ``target_file_name`` and so on), ``text``, ``id`` and ``source``.
-File names are relative to the metadata file, and no file outside the folder is ever opened. Where no line names a source image,
-the tasks are text-to-image.
-All rows are kept in memory; for millions of rows use parquet and ``HubData``.
+``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as ``target_file_name`` and so on), ``text``, ``id``, ``source`` and
+``thought``. File names are relative to the metadata file, and no file outside the folder is ever opened. If no line names a source
+image, the tasks are text-to-image tasks. All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
 from collections.abc import Mapping
@@ -42,7 +41,7 @@ class FolderData(ImageData):
     path: str
     """The folder."""
     columns: dict[str, str] = Field(default={})
-    """Our names (``instruction``, ``target``, ...) to the names in the file, where they differ."""
+    """Map from a field (``instruction``, ``target``, ...) to its key in the metadata file, if their names differ."""
 
     def rows(self, *, seed: int) -> TableRows:
         return read_folder(self.path, columns=self.columns, tag_keys=self.tags, thought_keys=self.thought_keys)
@@ -60,11 +59,11 @@ def read_folder(
     tag_keys: tuple[str, ...] = (),
     thought_keys: tuple[str, ...] = (),
 ) -> TableRows:
-    """The rows of a folder. Nothing is decoded yet.
+    """The rows of a folder; no image is decoded yet.
 
-    ``metadata``: the file's name, where it is not one of ``METADATA``. ``columns``: field to key, where keys differ from the
-    convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``thought_keys``: of a chain of
-    thought that is a map, the keys to use. Rows without an id get one that begins with the folder's name.
+    ``metadata``: the name of the metadata file, if it is not one of ``METADATA``. ``columns``: the key of a field, if it differs
+    from the convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``thought_keys``: the keys to use
+    of a chain of thought that is a map. Rows without an id get one that begins with the name of the folder.
 
     Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
@@ -78,14 +77,15 @@ def read_folder(
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_COLUMNS, file=table.file)
     if not {"image", "target", "chosen"} & found.keys():
         raise ValueError(
-            f"{table.file}: no row has a file_name, a target or a chosen image; for prompts alone take data.kind prompts"
+            f"{table.file}: no row has a file_name, a target or a chosen image; for prompts without images use data.kind: 'prompts'"
         )
     layout = Layout(table.file, root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
     return TableRows(table, layout, notes=notes)
 
 
 def image_under(root: Path, value: Any) -> EncodedImage:
-    """The image that a metadata file names; its name is its path under ``root``. Raises ValueError as ``path_under`` does."""
+    """The image that a metadata file names; its name in messages is its path under ``root``. Raises ValueError under the same
+    conditions as ``path_under``."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"should be the name of a file, not {value!r:.40}")
     path = path_under(root, value)
@@ -93,7 +93,7 @@ def image_under(root: Path, value: Any) -> EncodedImage:
 
 
 def path_under(root: Path, name: str) -> Path:
-    """The file of that name under ``root``, with all links resolved.
+    """The path of the file ``name`` under ``root``, with all links resolved.
 
     Raises ValueError for a missing file, and for a name that is absolute, contains "..", or leads out of the folder by a link.
     """
@@ -105,7 +105,7 @@ def path_under(root: Path, name: str) -> Path:
         path = (root / name).resolve(strict=True)
     except FileNotFoundError:
         raise ValueError(f"{name!r}: no such file") from None
-    except (OSError, RuntimeError):  # too long a name, a file used as a folder, circular links
+    except (OSError, RuntimeError):  # a name that is too long, a file used as a folder, circular links
         raise ValueError(f"{name!r}: cannot be reached") from None
     if not path.is_relative_to(root.resolve()):
         raise ValueError(f"{name!r} leads out of the folder by a link; copy the file into it")

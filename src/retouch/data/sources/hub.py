@@ -1,8 +1,8 @@
 """Hugging Face data sets, from the Hub or from disk, with a column map.
 
 No code of a data set is run: the ``datasets`` library refuses data sets with code. Rows stay on disk and images stay encoded until
-they are accessed. An image that is only a path is opened only inside the data set's own folder or the library's caches (unpacked
-archives), so that a foreign table cannot point at other files of this machine. ``datasets`` is imported when rows are read.
+they are accessed. An image that is stored as a path is opened only in the folder of the data set or in the caches of the library
+(unpacked archives), so that a table cannot name other files of this machine. ``datasets`` is imported when rows are read.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class HubData(ImageData):
     path: str
     """Id or folder of the data set."""
     config: str | None = None
-    """Which of its configurations; null if there is one."""
+    """Configuration of the data set; null if there is only one."""
     revision: str | None = None
-    """Commit or tag; null takes the newest."""
+    """Commit or tag; null uses the newest."""
     split: str = "train"
-    """Which of its splits."""
+    """Split of the data set."""
     columns: dict[str, str]
-    """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
+    """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the data set."""
 
     def rows(self, *, seed: int) -> HubRows:
         return read_hub(
@@ -69,7 +69,8 @@ class HubData(ImageData):
 
 
 class HubRows:
-    """The rows of a data set of the ``datasets`` library; ``line`` counts them from 1. ``folder``: where it is on this machine."""
+    """The rows of a data set of the ``datasets`` library. The ``line`` of a row is its number, from 1. ``folder``: the folder of
+    the data set, if it is on this machine."""
 
     def __init__(
         self, dataset: datasets.Dataset, layout: Layout, *, problems: tuple[Problem, ...], folder: Path | None = None
@@ -77,7 +78,7 @@ class HubRows:
         self.problems = problems
         self._folder = folder
         self._original = dataset
-        self._dataset = dataset.with_format("arrow")  # raw cells: the library would decode images without our limits
+        self._dataset = dataset.with_format("arrow")  # raw cells, because the library would decode images without a size limit
         self._layout = layout
 
     def __len__(self) -> int:
@@ -88,7 +89,7 @@ class HubRows:
         return self._layout.parse(fields, line=index + 1)
 
     def identity(self) -> Identity | None:
-        """What identifies the table: the library's fingerprint, and the sizes and times of its files."""
+        """The identity of the table, from the library's fingerprint and the sizes and times of the files of the table."""
         if not self._layout.has_images:
             return None
         files = sorted({str(file["filename"]) for file in self._original.cache_files})
@@ -111,10 +112,11 @@ def read_hub(
 ) -> HubRows:
     """The rows of one split of a data set.
 
-    ``path``: on disk, a folder that ``save_to_disk`` wrote, one that ``load_dataset`` reads (parquet, imagefolder), or a parquet
-    file; otherwise an id on the Hub. ``split`` may be None if there is one split. ``revision``: a commit of the Hub, so that the
-    data cannot change during a run. ``columns``: field to column, where names differ. ``tag_keys``, ``thought_keys`` and
-    ``name``: as in ``read_folder``. Raises ValueError for an unknown data set, split or column.
+    ``path``: on disk, a folder that ``save_to_disk`` wrote, a folder that ``load_dataset`` reads (parquet, imagefolder), or a
+    parquet file; otherwise an id on the Hub. ``split`` may be None if there is only one split. ``revision``: a commit on the Hub,
+    so that the data cannot change during a run. ``columns``: the column of a field, if their names differ. ``tag_keys`` and
+    ``thought_keys``: as in ``read_folder``. ``name``: the prefix of the ids of rows without an id. Raises ValueError for an unknown
+    data set, split or column.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -150,7 +152,7 @@ def _load(
     cache = None if cache_dir is None else str(cache_dir)
     if where.is_file():
         return datasets.load_dataset("parquet", data_files=str(where.resolve()), split=split, cache_dir=cache)
-    name = str(where.resolve()) if where.is_dir() else str(path)  # absolute, or a folder called "json" would mean a file format
+    name = str(where.resolve()) if where.is_dir() else str(path)  # absolute: a folder "json" would be read as a format name
     return datasets.load_dataset(name, config, split=split, revision=revision, cache_dir=cache)
 
 
@@ -163,14 +165,14 @@ def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split
         return loaded, f"{path}[{split or loaded.split or 'all'}]"
     chosen = split or (next(iter(loaded)) if len(loaded) == 1 else None)
     if chosen not in loaded:
-        raise ValueError(f"{path}: name one of its splits: {', '.join(loaded)}")
+        raise ValueError(f"{path}: set split to one of the splits: {', '.join(loaded)}")
     return loaded[chosen], f"{path}[{chosen}]"
 
 
 def embedded_image(value: Any, allowed: tuple[Path, ...]) -> EncodedImage:
-    """The image in a cell: bytes, or the library's struct of bytes and path. ``allowed``: folders in which a path is opened.
+    """The image in a cell: bytes, or the library's struct of bytes and path. ``allowed``: folders in which a path may be opened.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other value, and for a path outside these folders.
     """
     cell = {"bytes": value, "path": None} if isinstance(value, bytes) else value
     if not isinstance(cell, dict) or not {"bytes", "path"} >= cell.keys():

@@ -1,7 +1,7 @@
-"""MMMG's training set (``MMMGBench/MMMG_Train``, arXiv 2506.10963) as prompt lists that grow from easy to hard tasks.
+"""Writes MMMG's training set (``MMMGBench/MMMG_Train``, arXiv 2506.10963) as a curriculum: prompt lists from easy to hard tasks.
 
-``train.json`` maps a level ("0_preschool") to disciplines, and these to lists of rows with ``question``, ``key``, the knowledge
-graph (``Visual Components``) and what it means (``Key Knowledge``).
+``train.json`` maps a level ("0_preschool") to disciplines, and each discipline to a list of rows with ``question``, ``key``, the
+knowledge graph (``Visual Components``) and its meaning (``Key Knowledge``).
 """
 
 import json
@@ -16,7 +16,7 @@ from retouch.data.guard import refuse_test_sets
 
 TRAIN = "train.json"
 DIFFICULTY = "mmmg_difficulty_summary.json"
-"""Pairs of level and discipline as ``tuples``, the easiest first, as system A's repository stores them."""
+"""A file with pairs of level and discipline as ``tuples``, the easiest first, in the format of system A's repository."""
 _TAGS = ("level", "discipline")
 
 Pair: TypeAlias = tuple[str, str]
@@ -24,7 +24,8 @@ Pair: TypeAlias = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """``files``: a prompt list for each stage, with the rows of the stage before and harder ones. ``rows``: in the last one."""
+    """The written prompt lists. ``files``: one for each stage, with the rows of the previous stage and harder ones. ``rows``: the
+    number of rows in the last one."""
 
     files: tuple[Path, ...]
     rows: int
@@ -38,12 +39,12 @@ class Curriculum:
 
 
 def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) -> Curriculum:
-    """Write ``stage-1.jsonl`` to ``stage-N.jsonl`` into ``out``, which must not have them yet.
+    """Write ``stage-1.jsonl`` to ``stage-N.jsonl`` into ``out``, where these files must not exist yet.
 
-    The pairs of level and discipline are in the order of ``mmmg_difficulty_summary.json`` if ``source`` has this file; the others
-    come after them, in the order of the levels. Each stage adds an equal number of pairs, the first ones one more where they do not
-    divide, as in system A.
-    Raises ValueError for a folder without ``train.json`` in this form, and for more stages than pairs.
+    The pairs of level and discipline are in the order of ``mmmg_difficulty_summary.json`` if ``source`` has this file; pairs that
+    the file does not contain come last, in the order of the levels. As in system A, each stage adds the same number of pairs; if
+    they cannot be divided evenly, the first stages add one more. Raises ValueError for a folder without ``train.json`` in this
+    form, and for more stages than pairs.
     """
     folder, target = Path(source), Path(out)
     refuse_test_sets([source], allow_test_sets=False)
@@ -70,8 +71,8 @@ def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) ->
 
 
 def _pairs(file: Path) -> dict[Pair, list[dict[str, Any]]]:
-    """The rows of each pair of level and discipline, as lines of a prompt list, in the order of the levels. A row without a
-    question or a key is left out, as in system A."""
+    """The rows of each pair of level and discipline, as lines of a prompt list, in the order of the levels. Rows without a
+    question or a key are left out, as in system A."""
     found: dict[Pair, list[dict[str, Any]]] = {}
     for level, disciplines in sorted(_map(file).items()):
         if not isinstance(disciplines, Mapping) or not all(isinstance(rows, list) for rows in disciplines.values()):
@@ -100,7 +101,7 @@ def _places(file: Path) -> dict[Pair, int]:
 
 
 def _level(name: str) -> str:
-    """ "preschool" of "0_preschool"."""
+    """The name of a level without its number: "preschool" for "0_preschool"."""
     return name.rpartition("_")[2]
 
 

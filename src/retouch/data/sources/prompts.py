@@ -1,4 +1,5 @@
-"""Lists of prompts: ``.txt`` with one a line, ``.jsonl`` with ``prompt`` (or ``instruction``) and columns that a reward needs.
+"""Lists of prompts: ``.txt`` files with one prompt per line, and ``.jsonl`` files with ``prompt`` (or ``instruction``) and the
+columns that a reward needs.
 
 Prompt lists follow Flow-GRPO's layout: the text between the first pair of double quotes is the text that the image should show.
 ``read_instructions`` reads lists for inference, which may also name images.
@@ -31,11 +32,11 @@ _INSTRUCTION_COLUMNS = {
 
 
 class PromptData(StoredData):
-    """A text file with one prompt a line and no images."""
+    """A list of prompts without images: a text file with one prompt per line, a JSON lines file or a CSV file."""
 
     kind: Literal["prompts"] = "prompts"
     path: str
-    """The file; those that come with the package's recipes are ``recipes/...`` from any folder."""
+    """The file. Lists that come with the package's recipes are found as ``recipes/...`` from any working directory."""
 
     def rows(self, *, seed: int) -> PromptRows:
         return read_prompts(shipped(self.path), tag_keys=self.tags)
@@ -51,7 +52,11 @@ class PromptData(StoredData):
 def read_prompts(
     path: str | Path, *, columns: Mapping[str, str] | None = None, tag_keys: tuple[str, ...] = (), name: str | None = None
 ) -> PromptRows:
-    """The rows of a prompt list. Arguments and errors are those of ``read_folder``; ``name`` is by default the file's stem."""
+    """The rows of a prompt list. ``columns`` and ``tag_keys`` are as in ``read_folder``. ``name``: the prefix of the ids of rows
+    without an id; by default the stem of the file name.
+
+    Raises ValueError for a missing file, no rows, and unknown columns.
+    """
     file = Path(path)
     table = read_table(file, text_field="prompt")
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
@@ -59,11 +64,11 @@ def read_prompts(
 
 
 def read_instructions(path: str | Path) -> Subset:
-    """The tasks of a list for inference, in its order.
+    """The tasks of a list for inference, in the order of the list.
 
     A JSON line has ``instruction`` (or ``prompt``) and may have ``image`` (or ``file_name``; one or a list), ``mask`` and
-    ``reference``: file names relative to the list; no file outside its folder is opened. If one line has images, all must.
-    Raises ValueError with file and line for everything that cannot be used.
+    ``reference``: file names relative to the list; no file outside the folder of the list is opened. If one line has images, all
+    lines must have images. Raises ValueError with the file and line of the rows that cannot be used.
     """
     file = Path(path)
     table = read_table(file, text_field="instruction")
@@ -75,4 +80,4 @@ def read_instructions(path: str | Path) -> Subset:
 
 
 def _no_image(value: Any) -> EncodedImage:
-    raise ValueError(f"a prompt list has no images, but names {value!r:.40}; put the rows into a folder's metadata.jsonl")
+    raise ValueError(f"a prompt list has no images, but this row names {value!r:.40}; put the rows into a folder's metadata.jsonl")

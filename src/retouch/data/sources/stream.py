@@ -1,8 +1,9 @@
 """Data sets that are read while the run trains: parquet files, WebDataset tar files and other formats, on disk or on the Hub, and
 ``datasets.IterableDataset`` objects of this process.
 
-Nothing is converted or copied first. Images are decoded in another process, ahead of the step that needs them (``streams.py``). The
-held-out tasks are the first rows; rows with the same source image as one of them are never trained on.
+The data are neither converted nor copied first. Another process decodes the images before the step that needs them
+(``stream_loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never trained
+on.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _SPLIT = {
     *("ExamplesIterable", "ArrowExamplesIterable", "MappedExamplesIterable", "FilteredExamplesIterable", "SelectColumnsIterable"),
     *("FormattedExamplesIterable", "RebatchedArrowExamplesIterable", "VerticallyConcatenatedMultiSourcesExamplesIterable"),
 }
-"""Parts of a stream, classes of the ``datasets`` library, that have the same rows when they are split."""
+"""Classes of the ``datasets`` library: parts of a stream whose shards together have exactly the rows of the stream."""
 _WEBDATASET = {"__key__": "id", "txt": "instruction", "jpg": "image", "jpeg": "image", "png": "image", "webp": "image"}
 
 
@@ -51,33 +52,35 @@ class StreamedData(DataSource):
     """Rows that are read while the run trains."""
 
     size: Pixels | None = None
-    """Height and width in pixels that every image is resized to; null takes the model's."""
+    """Height and width in pixels to which every image is resized; null uses the size of the model."""
     columns: dict[str, str] = Field(default={})
-    """Our names (``instruction``, ``image``, ``target``, ...) to the data set's, where they differ."""
+    """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the data set, if their names differ."""
     held_out: Cadence = 64
-    """Rows kept for evaluation: the first ones, in the order of the files. Training rows with the same source image are left
-    out."""
+    """Number of rows that are held out for evaluation: the first rows, in the order of the files. Training rows with the same
+    source image are left out."""
     shuffle: Count = 1000
-    """Rows that are shuffled together; one process of each rank keeps so many encoded rows in memory. The order of the shards is
-    shuffled too. Both change with each pass, and depend on the recipe's seed."""
+    """Number of rows that are shuffled together; one process of each rank keeps this number of encoded rows in memory. The order of
+    the shards is shuffled too. Both orders change with each pass and depend on the recipe's seed."""
     ahead: Cadence = 2
-    """Steps whose tasks a process of each rank reads and decodes in advance; 0 loads them when the step begins."""
+    """Number of steps whose tasks a process of each rank reads and decodes in advance; 0 loads them when the step begins."""
     check: Count = 64
-    """Training rows at the start of the stream that are decoded before training. All others are checked when they are drawn."""
+    """Number of training rows at the start of the stream that are decoded before training. All other rows are checked when they are
+    drawn."""
     on_bad_row: OnBadRow = "refuse"
     """What to do about an unusable row: stop the run, or take another row with a warning."""
     tags: tuple[str, ...] = ()
     """Columns whose values become tags of the tasks (``["task_type"]``): evaluations have a row for each value."""
     thought_keys: tuple[str, ...] = ()
-    """Of a column ``thought`` whose values are maps: the keys that make the chain of thought; empty takes all values."""
+    """If the values of the column ``thought`` are maps: the keys of the map that make up the chain of thought; an empty list uses
+    all values."""
 
     @abstractmethod
     def open(self) -> datasets.IterableDataset:
-        """The stream. Raises ValueError if there is none."""
+        """The stream. Raises ValueError if it does not exist or cannot be opened."""
 
     @abstractmethod
     def layout(self, names: Sequence[str]) -> Layout:
-        """How rows with these columns are read. Raises ValueError for a missing column."""
+        """How rows with the columns ``names`` are read. Raises ValueError for a missing column."""
 
     @property
     def image_size(self) -> Pixels | None:
@@ -111,7 +114,7 @@ class StreamedData(DataSource):
         return DataSets(stream, Subset(evaluation, range(min(len(evaluation), context.eval_tasks))), allowed, found.problems)
 
     def _head(self, rows: Iterator[Row], *, held_out: int) -> tuple[list[Row], list[Row], list[Row]]:
-        """The held-out rows, training rows from the start of the stream, and the held-out rows once more."""
+        """The held-out rows, the first ``check`` training rows, and a second list of the held-out rows."""
         away = list(islice(rows, held_out))
         sources = {row.source for row in away}
         first = list(islice((row for row in rows if row.source not in sources), self.check))
@@ -123,7 +126,7 @@ class StreamedData(DataSource):
 
     @property
     def name(self) -> str:
-        """What messages call the stream."""
+        """The name of the stream in messages."""
         return "train_dataset"
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
@@ -141,11 +144,11 @@ class StreamData(StreamedData):
     path: str
     """Id on the Hub, a folder, a file, or a pattern such as ``shards/train-*.tar``."""
     config: str | None = None
-    """Which of its configurations; null if there is one."""
+    """Configuration of the data set; null if there is only one."""
     revision: str | None = None
-    """Commit or tag; null takes the newest."""
+    """Commit or tag; null uses the newest."""
     split: str = "train"
-    """Which of its splits; files without splits are ``train``."""
+    """Split of the data set; files without splits are ``train``."""
 
     @property
     def name(self) -> str:
@@ -163,13 +166,13 @@ class StreamData(StreamedData):
 
 
 class IterableData(StreamedData):
-    """A ``datasets.IterableDataset`` of this process."""
+    """A ``datasets.IterableDataset`` object of this Python process."""
 
     kind: Literal["iterable"] = "iterable"
     stream: str
     """Name of the object."""
     evaluation: str | None = None
-    """Hash of the rows of a table, on which the run is evaluated; null holds out rows of the stream."""
+    """Hash of the rows of the table on which the run is evaluated; null holds out rows of the stream."""
 
     _stream: datasets.IterableDataset | None = PrivateAttr(default=None)
     _evaluation: Any = PrivateAttr(default=None)
@@ -178,8 +181,8 @@ class IterableData(StreamedData):
     def of(
         cls, stream: datasets.IterableDataset, *, evaluation: Any = None, columns: Mapping[str, str] | None = None, **keys: Any
     ) -> IterableData:
-        """The data of a stream. ``evaluation``: a table. ``keys``: other keys of the section. Raises ValueError for a stream that
-        cannot be resumed, or that has no instructions."""
+        """The section for a stream. ``evaluation``: a table for evaluation. ``keys``: other keys of the section. Raises ValueError
+        for a stream that cannot be resumed, or that has no instructions."""
         require_resumable(stream, "train_dataset")
         if evaluation is not None and not hasattr(evaluation, "__len__"):
             raise ValueError("eval_dataset: a streaming data set has no length; give a datasets.Dataset or a list of its rows")
@@ -231,7 +234,7 @@ class IterableData(StreamedData):
 
 
 def open_stream(path: str, *, split: str, config: str | None = None, revision: str | None = None) -> datasets.IterableDataset:
-    """A stream over the files of a data set, with a shard for each file (of local parquet files: for each row group).
+    """A stream over the files of a data set, with one shard for each file (for each row group of local parquet files).
 
     ``path``: as in ``StreamData``. Raises ValueError if there is no such data set or split, or if a file cannot be read.
     """
@@ -258,38 +261,38 @@ def open_stream(path: str, *, split: str, config: str | None = None, revision: s
 def _format(files: Sequence[str], path: str) -> str:
     suffixes = {Path(file).suffix for file in files}
     if not files:
-        raise ValueError("no file has such a name")
+        raise ValueError("no file matches this name")
     if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
         raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
     return _FORMATS[suffixes.pop()]
 
 
 def require_resumable(stream: Any, name: str) -> None:
-    """Raise ValueError for a stream whose place cannot be stored, or that is a part of another one."""
+    """Raise ValueError for a stream whose position cannot be stored, or that is one rank's part of another stream."""
     if not all(hasattr(stream, method) for method in ("state_dict", "load_state_dict", "shard", "num_shards")):
         raise ValueError(
-            f"{name}: {type(stream).__name__} is no datasets.IterableDataset; wrap it with IterableDataset.from_generator"
+            f"{name}: {type(stream).__name__} is not a datasets.IterableDataset; wrap it with IterableDataset.from_generator"
         )
     if getattr(stream, "_distributed", None) is not None:
-        raise ValueError(f"{name}: this is one rank's part of a stream; give the whole one, which Retouch splits over the ranks")
+        raise ValueError(f"{name}: this is one rank's part of a stream; give the whole stream, which Retouch splits over the ranks")
     for part in _parts(stream):
         if type(part).__name__.startswith("BufferShuffled"):
             raise ValueError(
-                f"{name}: the buffer of .shuffle() is lost when a run resumes, and its rows with it; give the stream without "
-                "shuffle(), which Retouch shuffles itself (data.shuffle)"
+                f"{name}: the buffer of .shuffle() is lost when a run resumes, and so are the rows in it; give the stream without "
+                "shuffle(), because Retouch shuffles it (data.shuffle)"
             )
 
 
 def count_shards(stream: datasets.IterableDataset) -> int:
-    """Into how many parts the stream can be split so that together they have its rows: 1 after ``take``, ``skip``,
-    ``interleave_datasets`` and similar functions, which ``shard`` applies to each part."""
+    """The number of parts into which the stream can be split so that they together have exactly its rows. It is 1 after ``take``,
+    ``skip``, ``interleave_datasets`` and similar functions, because ``shard`` would apply these to each part."""
     parts = list(_parts(stream))
     split = all(type(part).__name__ in _SPLIT and not getattr(part, "with_indices", False) for part in parts)
     return max(1, int(stream.num_shards)) if split else 1
 
 
 def _parts(stream: datasets.IterableDataset) -> Iterator[Any]:
-    """What a stream consists of: its source, and the functions that are applied to it."""
+    """The parts of a stream: its source, and the functions that are applied to it."""
     parts = [getattr(stream, "_ex_iterable", None)]
     while parts:
         part = parts.pop()
@@ -304,7 +307,7 @@ def _without_decoding(dataset: datasets.IterableDataset) -> datasets.IterableDat
 
 
 def _columns(dataset: datasets.IterableDataset, name: str) -> list[str]:
-    """The names of the columns; those of the first row, if the stream does not declare them."""
+    """The names of the columns, or the keys of the first row if the stream does not declare its columns."""
     if dataset.column_names:
         return list(dataset.column_names)
     row = next(iter(dataset), None)
@@ -316,7 +319,7 @@ def _columns(dataset: datasets.IterableDataset, name: str) -> list[str]:
 
 
 def _named_columns(names: Sequence[str], columns: Mapping[str, str], name: str) -> dict[str, str]:
-    """The column of each field; those of WebDataset's file types are found too."""
+    """The column of each field; the file types of a WebDataset are recognised as columns too."""
     found, _ = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
     if "__key__" in names:
         for column, field in _WEBDATASET.items():

@@ -1,4 +1,4 @@
-"""Rows that are already in this Python process: a ``datasets.Dataset``, or a list of dictionaries."""
+"""Rows that are objects of this Python process: a ``datasets.Dataset``, or a list of dictionaries."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ COLUMNS = {
     "source": ("source",),
     "thought": ("thought", "thinking", "CoT"),
 }
-"""The names under which a column is found if ``columns`` does not name it."""
+"""The possible column names of each field, for fields that ``columns`` does not contain."""
 
 
 class TableData(ImageData):
-    """A table of this process. Held-out tasks come from ``evaluation`` if it is given, else from the table itself."""
+    """A table of this Python process. Held-out tasks come from ``evaluation`` if it is given, else from the table itself."""
 
     path_keys = ()
 
@@ -54,11 +54,11 @@ class TableData(ImageData):
     rows_: str
     """Hash of the table's rows."""
     evaluation: str | None = None
-    """Hash of the rows of a second table, on which the run is evaluated; null holds out rows of the first."""
+    """Hash of the rows of a second table on which the run is evaluated; null holds out rows of the first table."""
     columns: dict[str, str] = Field(default={})
-    """Our names (``instruction``, ``image``, ``target``, ...) to the table's, where they differ."""
+    """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the table, if their names differ."""
     has: tuple[str, ...] = ()
-    """The fields that the table has a column for."""
+    """The fields for which the table has a column."""
 
     _table: Table | None = PrivateAttr(default=None)
     _evaluation: Table | None = PrivateAttr(default=None)
@@ -67,7 +67,7 @@ class TableData(ImageData):
     def of(
         cls, table: Table, *, evaluation: Table | None = None, columns: Mapping[str, str] | None = None, **keys: Any
     ) -> TableData:
-        """The data of a table. ``keys``: other keys of the section. Raises ValueError for a table that is empty or has no
+        """The section for a table. ``keys``: other keys of the section. Raises ValueError for a table that is empty or has no
         instructions."""
         names = _names(table, "train_dataset")
         found, _ = find_columns(names, columns=columns or {}, defaults=COLUMNS, file="train_dataset")
@@ -97,7 +97,7 @@ class TableData(ImageData):
         return self._read(table, name="train_dataset", digest=self.rows_)
 
     def build(self, context: DataContext) -> DataSets:
-        """The tasks. With a second table, all rows of the first are for training."""
+        """The training tasks and the held-out tasks. If there is a second table, all rows of the first are for training."""
         if self.evaluation is None:
             return super().build(context)
         other = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
@@ -140,8 +140,8 @@ def read_table(
     thought_keys: tuple[str, ...] = (),
     digest: str | None = None,
 ) -> Rows:
-    """The rows of a table. ``name``: what messages call it. ``digest``: of ``hash_table``, if it is known. Other arguments as in
-    ``read_folder``.
+    """The rows of a table. ``name``: the name of the table in messages. ``digest``: the result of ``hash_table``, if it is known.
+    The other arguments are as in ``read_folder``.
 
     Raises ValueError for a table that is empty or of an unknown type.
     """
@@ -155,7 +155,7 @@ def read_table(
 
 
 class ListRows:
-    """The rows of a list of dictionaries; ``line`` counts them from 1."""
+    """The rows of a list of dictionaries. The ``line`` of a row is its number, from 1."""
 
     def __init__(
         self, table: Sequence[Mapping[str, Any]], layout: Layout, *, problems: tuple[Problem, ...], digest: str | None = None
@@ -172,13 +172,13 @@ class ListRows:
         return self._layout.parse(dict(self._table[index]), line=index + 1)
 
     def identity(self) -> Identity | None:
-        """What identifies the list, where its hash is known and its rows can have images."""
+        """The identity of the list, if its hash is known and its rows can have images."""
         known = self._digest is not None and self._layout.has_images
         return Identity(self._layout.digest(self._digest or ""), self._layout.file) if known else None
 
 
 def encoded_image(value: Any) -> EncodedImage:
-    """An image of a list's row: a PIL image, the bytes of a file, or its path. Raises ValueError for anything else."""
+    """The image in a row of a list: a PIL image, or the bytes or the path of a file. Raises ValueError for any other value."""
     if hasattr(value, "save") and hasattr(value, "tobytes"):
         buffer = io.BytesIO()
         if value.mode == "F":
@@ -193,7 +193,7 @@ def encoded_image(value: Any) -> EncodedImage:
 
 
 def hash_table(table: Table) -> str:
-    """What identifies the rows: 16 hexadecimal digits. A ``datasets.Dataset`` has a fingerprint of its own."""
+    """A hash of the rows: the fingerprint of a ``datasets.Dataset``, or 16 hexadecimal digits for a list."""
     own = getattr(table, "_fingerprint", None)
     if own is not None:
         return str(own)
@@ -221,7 +221,9 @@ def _names(table: Table, name: str) -> list[str]:
     if isinstance(table, Mapping):
         raise ValueError(f"{name}: a dictionary; give one split of it, for example dataset['train']")
     if not hasattr(table, "__getitem__") or not hasattr(table, "__len__") or isinstance(table, str | bytes):
-        raise ValueError(f"{name}: {type(table).__name__} is no table; give a datasets.Dataset, a list of dictionaries or a folder")
+        raise ValueError(
+            f"{name}: {type(table).__name__} is not a table; give a datasets.Dataset, a list of dictionaries or a folder"
+        )
     if not len(table):
         raise ValueError(f"{name}: no rows")
     if _is_dataset(table):

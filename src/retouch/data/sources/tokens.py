@@ -1,8 +1,8 @@
-"""Data sets of image tokens in EARL's layout: ``feature/`` with one file per edit, ``list/tokenized_datalist.json`` with their
-names.
+"""Data sets of image tokens in EARL's layout: ``feature/`` has one file per edit, and ``list/tokenized_datalist.json`` has the
+names of these files.
 
-A list is ``{"prefix": FOLDER, "path_list": [NAME, ...]}``. Its files are searched next to it first (``feature/`` next to the list's
-folder, then that folder's parent), and then under ``prefix``, so that a data set can be moved.
+A list is ``{"prefix": FOLDER, "path_list": [NAME, ...]}``. Its files are searched first in ``feature/`` next to the folder of the
+list, then in the parent of that folder, and then under ``prefix``, so that a data set can be moved.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Coefficients: TypeAlias = tuple[Positive, ...]
 
 
 class TokenData(DataSource):
-    """Edits as image tokens, in EARL's layout (``retouch data tokenize`` makes it): for policies that generate image tokens."""
+    """Edits as image tokens, in EARL's layout (``retouch data tokenize`` writes it): for policies that generate image tokens."""
 
     path_keys = ("lists", "validation_lists")
 
@@ -60,25 +60,25 @@ class TokenData(DataSource):
     lists: Annotated[tuple[str, ...], Field(min_length=1)]
     """Lists of feature files (``tokenized_datalist.json``), or the folders that contain them."""
     coefficients: Coefficients = ()
-    """How often the rows of each list come in a pass: whole copies, and for the fraction rows drawn by the recipe's seed. An empty
-    list makes each as large as the largest."""
+    """How often a pass contains the rows of each list, one number per list. 1.5 means all rows once, and half of the rows, drawn
+    with the recipe's seed, once more. If it is empty, the rows of each list are repeated to the size of the largest list."""
     validation_lists: tuple[str, ...] = ()
-    """Lists for evaluation; training rows with the same source images are left out. Without any, some training rows are held
+    """Lists for evaluation; training rows with the same source images are left out. If it is empty, some training rows are held
     out."""
     validation_coefficients: Coefficients = ()
-    """The same for the validation lists."""
+    """``coefficients`` for the validation lists."""
     trusted: bool = False
-    """Also open ``.pth`` features, whose author you trust; only torch's restricted loader reads them."""
+    """Also open ``.pth`` features, because you trust their author; only torch's restricted loader reads them."""
     thought_keys: tuple[str, ...] = Field(default=(), exclude_if=operator.not_)
-    """Of features whose chain of thought is a map: the keys to use, in this order, as lines "key: value"; empty takes all values
-    without their keys."""
+    """If the chain of thought of a feature is a map: the keys to use, in this order, as lines "key: value". An empty list uses all
+    values without their keys."""
     held_out: HeldOut = 0.1
-    """Kept for evaluation if there are no ``validation_lists``: a share of the source images, or (a whole number) at least so many
-    rows."""
+    """Rows that are held out for evaluation if there are no ``validation_lists``: a share of the source images, or a whole number,
+    the least number of rows. "all" holds out every row: for `retouch eval`, not for training."""
     on_bad_row: OnBadRow = "refuse"
     """What to do about an unusable file: stop before training, or leave it out with a warning."""
     limit: Count | None = None
-    """Use so many rows of the mixture, drawn by the recipe's seed; null uses all."""
+    """Number of training rows to use of the mixture, drawn with the recipe's seed; null uses all."""
 
     @classmethod
     def rows_at(cls, path: Path) -> TokenRows | None:
@@ -100,7 +100,8 @@ class TokenData(DataSource):
         yield from held_out_problems(self.held_out, at, eval_split)
 
     def build(self, context: DataContext) -> TokenSets:
-        """Rows are split, and training rows that share a source image with validation rows left out, before any is repeated."""
+        """The tasks. Rows are split before they are repeated; training rows that share a source image with validation rows are left
+        out before that too."""
         allowed = self.refuse_test_sets(trains=context.trains)
         if not self.validation_lists:
             require_training_rows(self.held_out, context)
@@ -132,7 +133,7 @@ class TokenData(DataSource):
 
 @runtime_checkable
 class ImageTokenModel(Protocol):
-    """A model whose images are grids of codes. ``grid``: (height, width) in codes."""
+    """A model whose images are grids of codes. ``grid``: the (height, width) of an image in codes."""
 
     grid: tuple[int, int]
     codebook_size: int
@@ -147,11 +148,12 @@ class TokenSets(DataSets):
     rows: TokenRows | None = None
 
     def with_model(self, model: object) -> DataSets:
-        """The same tasks with the images that the model decodes from their tokens. Raises ValueError for another autoencoder."""
+        """The same tasks, with the images that the model decodes from their tokens. Raises ValueError if the model does not
+        generate image tokens, or if its grid or codebook does not fit the tokens."""
         assert self.rows is not None
         if not isinstance(model, ImageTokenModel):
             raise ValueError(
-                f"data.kind: tokens are for a model that generates image tokens, which {type(model).__name__} does not"
+                f"data.kind: 'tokens' needs a model that generates image tokens, which {type(model).__name__} does not"
             )
         self.rows.require(
             [row for row in range(len(self.rows)) if self.rows.known(row)], grid=model.grid, codes=model.codebook_size
@@ -161,7 +163,7 @@ class TokenSets(DataSets):
 
 
 def with_decoded_images(task: Task, *, decode: Callable[[Int[Tensor, "r h w"]], list[Image]]) -> Task:
-    """The task with images decoded from its codes. Images that it has already, stored next to the codes, stay."""
+    """The task with images decoded from its codes. Images that were stored in addition to the codes are not replaced."""
     wanted = {}
     if not task.images:
         wanted["images"] = task.meta[Codes.SOURCE]
@@ -177,13 +179,13 @@ def with_decoded_images(task: Task, *, decode: Callable[[Int[Tensor, "r h w"]], 
 
 
 class TokenRows:
-    """The edits of several lists, one list after another. ``parts``: the rows of each list.
+    """The edits of several lists, one list after another. ``parts``: the row numbers of each list.
 
-    Rows of several data sets have the name of theirs as the tag ``data_set``.
+    If the lists belong to several data sets, each row has the name of its data set as the tag ``data_set``.
     """
 
     def __init__(self, lists: Sequence[str | Path], *, trusted: bool, thought_keys: Sequence[str] = ()) -> None:
-        """Raises ValueError for a missing list, and for one without names."""
+        """Raises ValueError for a missing list, and for a list without file names."""
         self.problems: tuple[Problem, ...] = ()
         self.parts: list[range] = []
         self._trusted, self._thought_keys = trusted, thought_keys
@@ -226,8 +228,8 @@ class TokenRows:
         return index in self._seen
 
     def require(self, indices: Sequence[int], *, grid: tuple[int, int], codes: int) -> None:
-        """Check known rows. Raises ValueError, by file, for another grid than (height, width), and for codes of ``codes`` or
-        more."""
+        """Check rows that were read. Raises ValueError with the files whose grid is not ``grid``, (height, width), or that have a
+        code of ``codes`` or more."""
         wrong = []
         for index in indices:
             found, highest = self._seen[index]
@@ -240,15 +242,17 @@ class TokenRows:
             shown = "\n".join(f"  {line}" for line in wrong[:SHOWN])
             more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
             raise ValueError(
-                f"{len(wrong)} of {len(indices)} feature files are of another autoencoder or size:\n{shown}{more}\n"
+                f"{len(wrong)} of {len(indices)} feature files were made with another autoencoder or size:\n{shown}{more}\n"
                 "Tokenize the data with this model's autoencoder and size (`retouch data tokenize`)."
             )
 
 
 def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed: int) -> list[int]:
-    """The rows of all parts, each ``coefficient`` times: whole copies, and for the fraction rows drawn by ``seed`` (EARL's rule).
+    """The rows of all parts. The rows of part i occur ``coefficients[i]`` times (EARL's rule): all rows as often as the integer
+    part says, and for the fraction some rows, drawn with ``seed``, once more.
 
-    Without coefficients, each part is repeated to the size of the largest. Raises ValueError for a missing coefficient.
+    Without coefficients, each part is repeated to the size of the largest part. Raises ValueError if the number of coefficients is
+    not the number of parts.
     """
     import torch
 
@@ -266,7 +270,7 @@ def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed
 
 
 def list_file(place: str | Path) -> Path:
-    """The list of that name, or the one in a data set's folder. Raises ValueError if there is none."""
+    """The list ``place``, or the list in the folder ``place`` of a data set. Raises ValueError if there is no list."""
     file = Path(place)
     inside = file / FEATURES / LIST  # the layout of EARL's own archives
     found = (inside if inside.is_file() else file / LIST) if file.is_dir() else file
@@ -276,7 +280,7 @@ def list_file(place: str | Path) -> Path:
 
 
 def _entries(file: Path) -> tuple[Path, list[str]]:
-    """The folder of a list's files, and their names."""
+    """The folder of the files of a list, and their names."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -291,14 +295,14 @@ def _entries(file: Path) -> tuple[Path, list[str]]:
 
 
 def _name(file: Path) -> str:
-    """The name of a data set: the last folder of its path that is not part of the layout, and its split if that has a folder of
-    its own ("omniedit/train")."""
+    """The name of the data set of a list: the last folder of its path that is not part of the layout. If this folder is a split,
+    the name also has the folder above it ("omniedit/train")."""
     parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
     return "/".join(parts[-2:]) if parts[-1] in SPLITS else parts[-1]
 
 
 def _data_set(name: str) -> str:
-    """The data set of a list's name ("omniedit/train#2"), without its split."""
+    """The name of the data set without its split: "omniedit" for "omniedit/train#2"."""
     return name.partition("/")[0].partition("#")[0]
 
 

@@ -1,8 +1,9 @@
-"""Triplets for painting words in the style of a reference, in Calligrapher's layout: ``self_bench.txt`` has lines
+"""Triplets for painting words in the style of a reference image, in Calligrapher's layout: ``self_bench.txt`` has lines
 ``<number>-<text>``.
 
-Next to it are ``test<number>_source.png``, the image with the text; ``test<number>_mask.png`` of the same size, white where to
-paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the image to fill in and the target.
+In the same folder are ``test<number>_source.png``, the image with the text; ``test<number>_mask.png`` of the same size, white where
+the model should paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the image to fill in and the
+target.
 """
 
 import hashlib
@@ -27,13 +28,14 @@ _LINE = re.compile(r"(?P<number>\d+)-(?P<text>.*\S.*)")
 
 class TripletData(ImageData):
     """Words to paint into a masked part of an image, in the style of a reference (``self_bench.txt`` and its images). The known
-    data set of this layout is a benchmark, so training on it needs ``allow_test_sets``."""
+    data set with this layout is a benchmark, so training on it needs ``allow_test_sets``."""
 
     kind: Literal["triplets"] = "triplets"
     path: str
     """The folder."""
     reference: Literal["own", "other"] = "other"
-    """Whose style crop is the reference of an item: its own crop shows the letters to be painted."""
+    """Which style crop is the reference image of an item: "own" is the item's own crop, which shows the letters to be painted;
+    "other" is the crop of another item."""
 
     def rows(self, *, seed: int) -> "TripletRows":
         return TripletRows(self.path, reference=self.reference, seed=seed)
@@ -47,10 +49,10 @@ class TripletData(ImageData):
 
 
 class TripletRows:
-    """The items of a folder. A row is bad without one of its images, and with a mask that is all black or not black and white.
+    """The items of a folder. A row is bad if one of its images is missing, or if its mask is all black or not black and white.
 
-    ``reference``: an item's own crop shows the letters to be painted; "other" takes the crop of another item, drawn uniformly by
-    the seed.
+    ``reference``: "own" takes the item's own crop, which shows the letters to be painted; "other" takes the crop of another item,
+    drawn uniformly with the seed.
     """
 
     def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
@@ -106,7 +108,7 @@ class TripletRows:
         )
 
     def identity(self) -> Identity:
-        """What identifies the list, and which reference each item gets."""
+        """The identity of the list, including the choice of the reference images."""
         styles = self._styles if self._reference == "other" else []
         content = json.dumps([self._digest, self._reference, self._seed if styles else 0, styles, self._root.resolve().name])
         return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
@@ -128,7 +130,7 @@ class TripletRows:
 
 
 def _item(entry: Entry) -> tuple[int, str] | None:
-    """Number and text of a line; the text may contain hyphens."""
+    """The number and the text of a line, or None if the line has another form. The text may contain hyphens."""
     line = "" if entry.fields is None else str(entry.fields["line"])
     match = _LINE.fullmatch(line)
     return None if match is None else (int(match["number"]), match["text"].strip())
@@ -147,5 +149,5 @@ def _wrong_mask(mask: EncodedImage) -> list[str]:
     if values == {0}:
         return [f"{mask.name}: the mask is all black, so nothing would be painted"]
     if not values <= {0, 255}:
-        return [f"{mask.name}: the mask has {len(values)} grey levels; save it as black and white, white where to paint"]
+        return [f"{mask.name}: the mask has {len(values)} grey levels; save it as black and white, with white where to paint"]
     return []

@@ -1,4 +1,4 @@
-"""Tasks of a stream, read and decoded by another process ahead of the steps that need them."""
+"""The tasks of a stream. Another process reads and decodes them before the step that needs them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The task at a position of the order, or the text of the error that it raised. ``cursor``: of its window."""
+    """The task at a position of the order, or the text of the error that loading it raised. ``cursor``: the start of its window."""
 
     position: int
     cursor: Cursor
@@ -49,7 +49,7 @@ class Drawn:
 
 
 class StepTasks(LoadedTasks):
-    """The tasks of a step that this rank has loaded, by their place in the step."""
+    """The tasks of a step, indexed by their place in the step; only those that this rank has loaded can be accessed."""
 
     def __init__(self, count: int, tasks: Mapping[int, Task]) -> None:
         self._count = count
@@ -63,7 +63,7 @@ class StepTasks(LoadedTasks):
 
 
 class _NextItems:
-    """The next items of an iterator, taken by another thread."""
+    """The next items of an iterator, which another thread takes."""
 
     def __init__(self, items: Iterator[Drawn], count: int) -> None:
         self._found: list[Drawn] = []
@@ -72,28 +72,29 @@ class _NextItems:
         self.thread.start()
 
     def result(self) -> list[Drawn]:
-        """The items, fewer if the last one is an error. Raises what the iterator raised."""
+        """The items; fewer than ``count`` if the last one is an error. Raises the error that the iterator raised."""
         self.thread.join()
         if self._error is not None:
             raise self._error
         return self._found
 
     def stop(self) -> None:
-        """Wait for the thread, but not for long."""
+        """Wait for the thread for at most ``_STOP_SECONDS``."""
         self.thread.join(_STOP_SECONDS)
 
     def _take(self, items: Iterator[Drawn], count: int) -> None:
         try:
             self._found += islice(items, count)
-        except _RAISED as error:  # the process was killed, or a function of the user's stream raised this in it
+        except _RAISED as error:  # the process was killed, or a function of the user's stream raised an error in the process
             self._error = error
 
 
 class TaskStream:
     """The training tasks of a stream, for ``retouch.data.sampler.draw``.
 
-    ``first``: tasks from the start of the stream, for what needs examples of tasks. ``ahead``: steps whose tasks another process
-    loads in advance; 0 loads them when the step begins. ``waited``: seconds that steps have waited for their tasks.
+    ``first``: tasks from the start of the stream, used as examples. ``ahead``: the number of steps whose tasks another process
+    loads in advance; 0 loads the tasks in this process when the step begins. ``skip``: skip rows that cannot be decoded.
+    ``waited``: the seconds that steps have waited for their tasks.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class TaskStream:
         self._last: tuple[tuple[int, int, tuple[int, ...]], StepTasks] | None = None
 
     def at_step(self, step: int, *, count: int, places: Sequence[int]) -> Sequence[Task]:
-        """The tasks of a step: rows ``step * count`` to ``(step + 1) * count - 1`` of the order, of which only ``places`` are
+        """The tasks of a step: rows ``step * count`` to ``(step + 1) * count - 1`` of the order. Only those at ``places`` are
         loaded.
 
         Raises ValueError for a row or a shard that cannot be read.
@@ -139,7 +140,7 @@ class TaskStream:
         assert len(found) == len(places), "only an error ends the stream"
         self._next = (wanted[0] + count, count, wanted[2])
         if self._ahead:
-            self._coming = _NextItems(self._items, len(places))  # copied from the other process while the step computes
+            self._coming = _NextItems(self._items, len(places))  # they are copied from the other process while the step computes
             self._threads.add(self._coming.thread)
         self._last = wanted, StepTasks(count, found)
         self._forget(wanted[0])
@@ -147,12 +148,12 @@ class TaskStream:
         return self._last[1]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint stores: the place in the stream, and how many shards it has."""
+        """The state that a checkpoint stores: the place in the stream, and the number of its shards."""
         newest = max(position for position in self._cursors if self._last is None or position <= self._last[0][0])
         return {"shards": self._order.reader.shards, "cursor": self._cursors[newest].to_json()}
 
     def load_state(self, state: Any) -> None:
-        """Go on from what ``state`` returned. Raises ValueError if the stream has another number of shards now."""
+        """Continue from the result of ``state``. Raises ValueError if the number of shards has changed."""
         shards = state.get("shards") if isinstance(state, dict) else None
         if shards != self._order.reader.shards:
             raise ValueError(
@@ -179,14 +180,14 @@ class TaskStream:
         rows = _LoadedRows(self._order, self._resize, cursor, position, count, places, self._skip)
         if not self._ahead:
             return iter(rows)
-        # One process: each reads the whole stream. A number of rows as the state needs no StatefulDataLoader.
+        # Only one worker, because each worker reads the whole stream. The cursor is the state, so no StatefulDataLoader is needed.
         loader = torch.utils.data.DataLoader(
             rows,
             batch_size=None,
             num_workers=1,
             prefetch_factor=self._ahead * len(places),
             worker_init_fn=partial(_set_up_process, os.getpid()),
-            generator=torch.Generator(),  # otherwise it draws from the run's global generator
+            generator=torch.Generator(),  # otherwise the loader draws from the global generator of the run
         )
         others = set(multiprocessing.active_children())
         items = iter(loader)
@@ -199,9 +200,10 @@ def _end(
     threads: Iterable[threading.Thread],
     processes: Iterable[multiprocessing.process.BaseProcess],
 ) -> None:
-    """At the interpreter's exit: end the processes, which outlive one SIGTERM, and the threads, which outlive the stream.
+    """Called at the exit of the interpreter: ends the processes, which ignore the first SIGTERM, and the threads, which may outlive
+    the stream.
 
-    A thread that is still in torch's code while the interpreter ends aborts the process ("terminate called without an active
+    A thread that still executes torch code while the interpreter exits aborts the process ("terminate called without an active
     exception").
     """
     running = list(threads)
@@ -210,7 +212,7 @@ def _end(
     for process in processes:
         process.kill()
         process.join()
-    for thread in running:  # those that waited for the process
+    for thread in running:  # threads that waited for the process
         thread.join(_STOP_SECONDS)
     stream = held()
     if stream is not None:
@@ -218,10 +220,10 @@ def _end(
 
 
 def _set_up_process(parent: int, worker: int) -> None:
-    """In the process that reads ahead: end with the process ``parent``, and outlive the first request to stop.
+    """Set up the process that reads ahead: it ends when the process ``parent`` ends, and ignores Ctrl-C and the first SIGTERM.
 
-    Ctrl-C and the SIGTERM of a cluster reach all processes of a run, which may still have to finish its step. The second SIGTERM
-    is the loader's own.
+    Ctrl-C and the SIGTERM of a cluster reach all processes of a run, and the run may still have to finish its step. The second
+    SIGTERM comes from the data loader.
     """
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     asked: list[int] = []
@@ -236,14 +238,16 @@ def _set_up_process(parent: int, worker: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process after its parent. A process that writes to a full pipe, which nobody reads any more, would never end."""
+    """End this process once its parent has ended. Otherwise a process that writes to a full pipe without a reader would never
+    end."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL)
     os._exit(1)
 
 
 class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
-    """The tasks at ``places`` of each step, from the row ``position`` on, without end; an error is the last of them."""
+    """The tasks at ``places`` of each step, from the row ``position`` on, without end. If the stream cannot be read, the last item
+    has the error."""
 
     def __init__(
         self,
@@ -281,7 +285,8 @@ class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
                 yield Drawn(-1, begin, error=str(error))
 
     def _load(self, begin: Cursor, rows: Sequence[Row], number: int) -> Drawn:
-        """The task of a row. If it cannot be decoded and bad rows are skipped, that of the next row of the window that can."""
+        """The task of a row. If the row cannot be decoded and bad rows are skipped: the task of the next row of the window that can
+        be decoded."""
         warnings: list[str] = []
         for place in range(number, number + min(len(rows), _TRIES)):
             try:

@@ -1,12 +1,12 @@
-"""The order of the rows of a stream, which depends only on the data and the seed, and can be resumed at any row.
+"""The order of the rows of a stream. It depends only on the data and the seed, and can be resumed at any row.
 
-A stream consists of shards, which are read from the first row to the last (``datasets.IterableDataset``). Each pass reads the
-shards in an order keyed by (seed, pass). The rows are cut into windows of a fixed number of rows, and the order within a window is
-keyed by (seed, pass, window). Rows are numbered through all passes; row p of this order is the task ``p % count`` of step
-``p // count``.
+A stream consists of shards, each of which is read from its first row to its last (``datasets.IterableDataset``). Each pass reads
+the shards in an order keyed by (seed, pass). The rows are cut into windows of a fixed number of rows, and the order within a window
+is keyed by (seed, pass, window). Rows are numbered consecutively through all passes; row p of this order is the task ``p % count``
+of step ``p // count``.
 
-A cursor is the place where a window begins. Any cursor gives the same rows; one close to the wanted row only saves reading. So
-checkpoints store one, and neither the number of ranks nor what was read ahead matters.
+A cursor is the place where a window begins. Reading from any earlier cursor gives the same rows; a cursor close to the wanted row
+only saves reading. So a checkpoint stores one cursor, which depends neither on the number of ranks nor on the rows read ahead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a window begins.
+    """The place where a window begins.
 
-    ``position``: number of its first row in the order of all passes. ``turn``: the pass, from 0. ``window``: its number in the
-    pass. ``place``: how many shards of the pass were read before its first shard. ``row``: rows of that shard that were read
-    before. ``state``: of the shard's reader, for the ``datasets`` library; None at the start of a shard. ``found``: rows of the
-    pass before the window.
+    ``position``: the number of the window's first row in the order of all passes. ``turn``: the pass, from 0. ``window``: the
+    number of the window in the pass. ``place``: the number of shards of the pass before the window's first shard. ``row``: the
+    number of rows of that shard before the window. ``state``: the state of the shard's reader, for the ``datasets`` library; None
+    at the start of a shard. ``found``: the number of training rows of the pass before the window.
     """
 
     position: int = 0
@@ -48,7 +48,7 @@ class Cursor:
 
     @classmethod
     def from_json(cls, value: Any) -> Cursor:
-        """Raises ValueError for a value that ``to_json`` did not make."""
+        """The cursor that ``to_json`` stored. Raises ValueError for any other value."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(value, dict) or value.keys() != names:
             raise ValueError("the checkpoint's place in the stream cannot be read; use another checkpoint")
@@ -61,9 +61,9 @@ class Cursor:
 class StreamReader:
     """Reads the rows of a stream, shard by shard.
 
-    ``dataset``: images are not decoded. ``layout``: how its columns are read. ``required``: what every row must have. ``shards``:
-    into how many parts it can be split; 1 reads it as a whole. ``skip``: leave out rows that cannot be read, instead of raising
-    ValueError. ``excluded``: sources whose rows are left out, because they are held out.
+    ``dataset``: the stream, whose images are not decoded. ``layout``: how its columns are read. ``required``: what every row must
+    have. ``shards``: the number of parts that the stream is split into; 1 reads it as a whole. ``skip``: leave out rows that cannot
+    be read, instead of raising ValueError. ``excluded``: the sources of the held-out rows; rows with these sources are left out.
     """
 
     dataset: datasets.IterableDataset
@@ -74,11 +74,11 @@ class StreamReader:
     excluded: frozenset[str] = frozenset()
 
     def rows(self, shard: int, *, row: int = 0, state: Any = None) -> Iterator[tuple[int, Row | None, Any]]:
-        """The rows of a shard: their number in it from 1, the row (None if it is left out), and a function that returns the
-        reader's state after it.
+        """For each row of a shard: its number in the shard from 1, the row (None if it is left out), and a function that returns
+        the state of the reader after this row.
 
-        ``row`` and ``state``: those of the last row that was read before. Raises ValueError for a row or a shard that cannot be
-        read.
+        ``row`` and ``state``: the number of the last row that was already read, and the state after it. Raises ValueError for a row
+        or a shard that cannot be read.
         """
         name = f"{self.layout.file}, shard {shard}" if self.shards > 1 else self.layout.file
         layout = dataclasses.replace(self.layout, file=name, name=f"{self.layout.name}/{shard}")
@@ -86,7 +86,7 @@ class StreamReader:
         if state is not None:
             part.load_state_dict(state)
         for number, fields in enumerate(_readable(part, name), start=row + 1):
-            fields.pop("__url__", None)  # WebDataset's name of the shard, which is no property of the row
+            fields.pop("__url__", None)  # the shard's file in a WebDataset, which is not a property of the row
             yield number, self._parse(fields, layout, number), part.state_dict
 
     def _parse(self, fields: dict[str, Any], layout: Layout, number: int) -> Row | None:
@@ -101,7 +101,7 @@ class StreamReader:
 
 
 class _OneRow:
-    """One row of fields, as ``Rows``."""
+    """The fields of one row, with the interface of ``Rows``."""
 
     problems: tuple[Problem, ...] = ()
 
@@ -117,7 +117,7 @@ class _OneRow:
 
 
 class RowList:
-    """Rows that are in memory, with their images encoded."""
+    """Rows in memory, with encoded images."""
 
     problems: tuple[Problem, ...] = ()
 
@@ -133,16 +133,17 @@ class RowList:
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """The rows of all passes over a stream, in the order in which they are drawn. ``window``: rows that are shuffled together."""
+    """The rows of all passes over a stream, in the order in which they are drawn. ``window``: the number of rows that are shuffled
+    together."""
 
     reader: StreamReader
     seed: int
     window: int
 
     def windows(self, start: Cursor, *, least: int = 1) -> Iterator[tuple[Cursor, list[Row]]]:
-        """The windows from ``start`` on, each in its shuffled order.
+        """The windows from ``start`` on, without end, each with its rows in shuffled order.
 
-        Raises ValueError, after a pass with fewer than ``least`` rows, and for a row or a shard that cannot be read.
+        Raises ValueError after a pass with fewer than ``least`` rows, and for a row or a shard that cannot be read.
         """
         import torch
 
@@ -161,7 +162,7 @@ class StreamOrder:
             cursor = Cursor(position=cursor.position, turn=cursor.turn + 1)
 
     def _pass(self, start: Cursor, shards: Sequence[int]) -> Iterator[tuple[Cursor, list[Row]]]:
-        """The windows of the rest of a pass, in the order of the stream. The last one may be short."""
+        """The remaining windows of a pass, with rows in the order of the stream. The last window may have fewer rows."""
         begin, rows = start, list[Row]()
         for place in range(start.place, len(shards)):
             first = place == start.place
@@ -178,7 +179,7 @@ class StreamOrder:
 
 
 def _plain(state: Any) -> Any:
-    """A reader's state as JSON."""
+    """The state of a reader as JSON."""
     if isinstance(state, dict):
         return {str(key): _plain(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -187,7 +188,7 @@ def _plain(state: Any) -> Any:
 
 
 def _readable(part: datasets.IterableDataset, name: str) -> Iterator[dict[str, Any]]:
-    """The rows of a shard. Raises ValueError, with the shard's name, for one that cannot be read."""
+    """The rows of a shard. Raises ValueError, with the name of the shard, if it cannot be read."""
     unreadable = (OSError, EOFError, tarfile.TarError, ValueError, TypeError)
     try:
         yield from part

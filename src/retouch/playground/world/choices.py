@@ -10,13 +10,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Numbers: TypeAlias = Sequence[int] | Mapping[int, float]
-"""How many edits or things a task has: a sequence is cycled through, a mapping gives the weights of a random draw."""
+"""The numbers of edits or things that a task may have: successive tasks take the numbers of a sequence in turn; a mapping gives the
+weights of a random draw."""
 
 _BLOCK = 48
 
 
 class RandomChoices:
-    """Choices from a generator. It draws whole blocks of numbers, since single draws are slow; equal generators give equal
+    """Random choices with a generator. It draws blocks of numbers, because single draws are slow. Equal generators give equal
     choices."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -45,7 +46,7 @@ class RandomChoices:
         return [left.pop(self.integer(len(left))) for _ in range(k)]
 
     def number(self, numbers: Numbers, index: int) -> int:
-        """The number of edits or things of task ``index``. A sequence takes no random draw."""
+        """The number of edits or things of task ``index``. Nothing is drawn if ``numbers`` is a sequence."""
         if not isinstance(numbers, Mapping):
             return numbers[index % len(numbers)]
         point = self.uniform() * sum(numbers.values())

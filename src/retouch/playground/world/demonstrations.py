@@ -1,4 +1,4 @@
-"""Changes of the playground's demonstrations: targets that lack an edit, and chains of thought."""
+"""Changes to the playground's demonstrations: targets that lack an edit, and chains of thought."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,10 +19,11 @@ def edits_of(task: Task) -> Sequence[Edit]:
 
 
 def with_unfinished_target(task: Task, *, share: float) -> Task:
-    """The task with a target that lacks one of several edits, with probability ``share``, drawn by the task's id.
+    """The task. If it has several edits, its target lacks one of them with probability ``share``, drawn with a generator keyed by
+    the task's id.
 
-    Such faults are typical of the edited images that models make of complex instructions. Instruction and ``meta`` do not change.
-    The target stays complete where the other edits would leave the scene empty.
+    Such faults are typical of images that models edit by complex instructions. The instruction and ``meta`` do not change. The
+    target stays complete if the other edits would leave the scene empty.
     """
     from retouch.playground.world.rendering import render
 
@@ -38,5 +39,5 @@ def with_unfinished_target(task: Task, *, share: float) -> Task:
 
 
 def with_thought(task: Task) -> Task:
-    """The task with a ``thought`` in its meta: its edits in plain words, for models that generate a chain of thought."""
+    """The task with a ``thought`` in ``meta``: its edits in plain words, for models that generate a chain of thought."""
     return replace(task, meta={**task.meta, "thought": completion(edits_of(task))})

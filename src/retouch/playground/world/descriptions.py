@@ -1,7 +1,7 @@
-"""Prompts of the playground's text-to-image model: scenes in the words that it was trained on.
+"""Prompts of the playground's text-to-image model: descriptions of scenes in the words that the model was trained on.
 
-"dark image, red circle top left, blue square centre": the background, then a clause for each thing. The scene has no other
-things.
+"dark picture, red circle top left, blue square centre" describes the background and then, in one clause each, all things of the
+scene.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def ground(background: int) -> str:
 
 
 def clause(one: Placed) -> str:
-    """A thing and its place in words. All of its words are adjacent, ending with the place."""
+    """A thing and its place in words. The words of a thing are adjacent, and the place comes last."""
     return f"{one.thing.colour} {one.thing.shape} {PLACES[one.cell]}"
 
 
 def description(background: int, things: Sequence[Placed]) -> str:
-    """The background and then the things, in their order: the plain form, which the completions of a writer have."""
+    """The background and then the things, in the given order: the plain form, in which the completions of a writer are."""
     return ", ".join([ground(background), *map(clause, things)])
 
 
 def free_description(scene: Scene, generator: torch.Generator) -> str:
-    """The scene with its clauses in random order, sometimes with articles, without the background, or with filler phrases."""
+    """A description of the scene with clauses in random order, sometimes with articles, without the background, or with filler."""
     choices = RandomChoices(generator)
     clauses = [clause(one) for one in placed(scene)]
     if choices.uniform() < 0.5:

@@ -1,7 +1,7 @@
-"""Edits of a scene: five kinds, one or several in an instruction.
+"""Edits of a scene. There are five kinds of edits, and an instruction has one or several edits.
 
-The edits of one instruction touch different cells and all refer to the scene before the edits. What an edit creates is new to the
-scene, so that no reference is ambiguous and the order of the edits does not matter.
+The edits of an instruction change different cells, and all refer to the scene before the edits. A thing that an edit creates does
+not occur in the scene yet, so that no reference is ambiguous and the order of the edits does not matter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_ADDED = 2
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change: ``thing`` in ``cell`` (for ``add``: the new thing) becomes ``result`` in ``to_cell``.
+    """One change: the ``thing`` in ``cell`` (for ``add``, the new thing) becomes ``result`` in ``to_cell``.
 
     ``remove`` has no result. ``to_cell`` differs from ``cell`` only for ``move``.
     """
@@ -49,16 +49,16 @@ class Edit:
         if not right.get(self.kind, False) or (self.to_cell != self.cell) != (self.kind == "move"):
             raise ValueError(f"not an edit of the kind {self.kind!r}: {thing} in {self.cell} to {result} in {self.to_cell}")
         if thing not in CODES or result not in CODES or not 0 <= self.cell < CELLS or not 0 <= self.to_cell < CELLS:
-            raise ValueError(f"an edit of something unknown: {thing} in {self.cell} to {result} in {self.to_cell}")
+            raise ValueError(f"an edit with an unknown thing or cell: {thing} in {self.cell} to {result} in {self.to_cell}")
 
     @property
     def touches(self) -> tuple[int, ...]:
-        """The cells that look different afterwards."""
+        """The cells that the edit changes."""
         return (self.cell,) if self.cell == self.to_cell else (self.cell, self.to_cell)
 
     @property
     def creates(self) -> Thing | None:
-        """The new (colour, shape), if the edit makes one."""
+        """The thing, a (colour, shape) pair, that the edit creates; None if it creates none."""
         return self.result if self.kind in ("recolour", "reshape", "add") else None
 
     def to_json(self) -> dict[str, Json]:
@@ -82,19 +82,19 @@ class Edit:
 
 
 def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
-    """The scene after the edits. Raises ValueError if they do not fit the scene, conflict, or leave it empty."""
+    """The scene after the edits. Raises ValueError if the edits do not fit the scene, conflict, or leave the scene empty."""
     cells = list(scene.cells)
     touched: set[int] = set()
     known = {thing for thing in scene.cells if thing is not None}
     for edit in edits:
         before = None if edit.kind == "add" else edit.thing
         if scene.cells[edit.cell] != before or (edit.kind == "move" and scene.cells[edit.to_cell] is not None):
-            raise ValueError(f"{edit} does not fit {scene}: the thing must be in its cell, and the place it comes to empty")
+            raise ValueError(f"{edit} does not fit {scene}: the thing must be in its cell, and the cell it moves to must be empty")
         if not touched.isdisjoint(edit.touches):
             raise ValueError(f"{edit} touches a cell that another edit of the instruction touches")
         if edit.creates is not None:
             if edit.creates in known:
-                raise ValueError(f"{edit} makes a second {' '.join(edit.creates)}; references would be ambiguous")
+                raise ValueError(f"{edit} creates a second {' '.join(edit.creates)}; references to it would be ambiguous")
             known.add(edit.creates)
         touched.update(edit.touches)
         cells[edit.cell] = None
@@ -105,7 +105,7 @@ def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
 
 
 def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...]:
-    """Kinds of ``complexity`` edits, drawn uniformly; redrawn where no scene of 2 to 4 things could have them.
+    """The kinds of ``complexity`` edits, drawn uniformly. They are drawn again if no scene of 2 to 4 things can have such edits.
 
     Raises ValueError if ``complexity`` is not 1 to 4.
     """
@@ -119,13 +119,13 @@ def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...
 
 
 def things_needed(kinds: Sequence[Kind]) -> int:
-    """The least number of things, at least 2, of a scene that can have edits of these kinds."""
+    """The smallest number of things, at least 2, that a scene needs for edits of these kinds."""
     named = sum(kind != "add" for kind in kinds)
     return max(2, named + (kinds.count("remove") == len(kinds)))
 
 
 def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generator) -> tuple[Edit, ...] | None:
-    """Random edits of these kinds, in this order; None if the draw failed (another draw or scene may not)."""
+    """Random edits of these kinds, in this order. None if the draw failed; another draw or another scene may succeed."""
     choices = RandomChoices(generator)
     objects = scene.objects
     named = choices.sample(list(objects), len(objects))
@@ -155,7 +155,7 @@ def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generat
 
 
 def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | None]:
-    """The possible results for the thing."""
+    """The possible results of an edit of this kind for the thing; ``known`` things are excluded."""
     if kind == "recolour":
         return [made for colour in COLOURS if (made := Thing(colour, thing.shape)) not in known]
     if kind == "reshape":
@@ -164,7 +164,7 @@ def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | No
 
 
 def impossible_edit(scene: Scene, edits: Sequence[Edit], generator: torch.Generator) -> Edit:
-    """A random edit of a thing that the scene does not hold and that ``edits`` do not create; it cannot be carried out."""
+    """A random edit of a thing that is not in the scene and that ``edits`` do not create, so that the edit is impossible."""
     choices = RandomChoices(generator)
     known = {*scene.objects.values(), *(edit.creates for edit in edits)}
     thing = choices.choose([thing for thing in THINGS if thing not in known])

@@ -1,10 +1,10 @@
-"""Instructions for edits: several phrasings of each, connectors for several edits, and filler that requests no edit.
+"""Instructions for edits: several phrasings of each edit, connectors between edits, and filler that requests no edit.
 
-Filler is phrases without meaning, and clauses that name things to be left unchanged; with the latter, a reader of the text must
-tell which clause a word belongs to.
+Filler consists of phrases without meaning, and of clauses that name things to be left unchanged. Because of these clauses, a model
+must recognise to which clause a word belongs.
 
-Texts are lower-case words, commas and semicolons from a small closed vocabulary. Every text names its edits completely and is
-unambiguous.
+Texts consist of lower-case words, commas and semicolons from a small closed vocabulary. Every text describes its edits completely
+and is unambiguous.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ CLOSERS = (
 
 
 def phrase(edit: Edit, pattern: str) -> str:
-    """The edit in the words of one of its kind's ``PHRASES``."""
+    """The edit in words. ``pattern``: one of the ``PHRASES`` of its kind."""
     result = edit.result or edit.thing
     return pattern.format(thing=" ".join(edit.thing), colour=result.colour, shape=result.shape, place=PLACES[edit.to_cell])
 
 
 def completion(edits: Sequence[Edit]) -> str:
-    """The edits in their order, each in its first phrasing, with every thing named completely."""
+    """The edits in the given order, each in its first phrasing and with the complete names of things."""
     return "; ".join(phrase(edit, PHRASES[edit.kind][0]) for edit in edits)
 
 
@@ -103,10 +103,10 @@ def content(edits: Sequence[Edit]) -> str:
 def instruction(
     edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool, impossible: Sequence[Edit] = ()
 ) -> str:
-    """The edits as one text, in their order, in a random phrasing. ``impossible`` edits are inserted at random places.
+    """The edits as one text, in the given order, in a random phrasing. ``impossible`` edits are inserted at random places.
 
-    ``filler``: phrases without meaning before the edits, after them, or both; and up to two of ``others`` (things that no edit
-    touches) are named as things to be left alone, as far as ``MOST_EDITS`` clauses allow.
+    ``filler``: add phrases without meaning before the edits, after them, or both, and clauses that name up to two of ``others``
+    (things that no edit touches) as things to be left alone. The text has at most ``MOST_EDITS`` clauses.
     """
     choices = RandomChoices(generator)
     parts = [phrase(edit, choices.choose(PHRASES[edit.kind])) for edit in edits]

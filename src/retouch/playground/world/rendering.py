@@ -20,14 +20,14 @@ def _inside(shape: str, x: Float[ndarray, "n n"], y: Float[ndarray, "n n"]) -> B
 
 
 def _coverage(shape: str) -> Float[ndarray, "8 8"]:
-    """The share of each pixel that the shape covers, from 8 x 8 points a pixel."""
+    """The share of each pixel that the shape covers, computed from 8 x 8 points per pixel."""
     points = (np.arange(CELL * 8) + 0.5) / 8
     y, x = np.meshgrid(points, points, indexing="ij")
     return np.mean(_inside(shape, x, y).reshape(CELL, 8, CELL, 8), axis=(1, 3))
 
 
 def _templates() -> UInt8[ndarray, "4 19 8 8 3"]:
-    """The pixels of each code's cell on each background."""
+    """The pixels of the cell of each code on each background."""
     templates = np.empty((len(BACKGROUNDS), len(CODES), CELL, CELL, 3), dtype=np.uint8)
     covers = {shape: _coverage(shape)[..., None] for shape in SHAPES}
     for background, grey in enumerate(BACKGROUNDS):
@@ -43,17 +43,17 @@ TEMPLATES = _templates()
 
 
 def codes(scenes: Sequence[Scene]) -> Int[ndarray, "n 9"]:
-    """The code of each cell: 0 for empty, then the things in the order of ``THINGS``, from 1."""
+    """The code of each cell: 0 for an empty cell; the things are numbered from 1 in the order of ``THINGS``."""
     return np.array([[CODES[thing] for thing in scene.cells] for scene in scenes], dtype=np.int64).reshape(-1, CELLS)
 
 
 def pixels(scenes: Sequence[Scene]) -> UInt8[ndarray, "n 24 24 3"]:
-    """The scenes' images as arrays."""
+    """The images of the scenes as one array."""
     backgrounds = np.array([scene.background for scene in scenes], dtype=np.int64)
     cells = TEMPLATES[backgrounds[:, None], codes(scenes)].reshape(-1, GRID, GRID, CELL, CELL, 3)
     return np.ascontiguousarray(cells.transpose(0, 1, 3, 2, 4, 5)).reshape(-1, SIZE, SIZE, 3)
 
 
 def render(scene: Scene) -> Image.Image:
-    """The scene's image, 24 x 24 px, RGB."""
+    """The image of the scene, 24 x 24 px, RGB."""
     return Image.fromarray(pixels([scene])[0])

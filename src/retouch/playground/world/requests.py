@@ -1,8 +1,8 @@
 """Requests for a scene in words that the playground's text-to-image model was not trained on.
 
 Colours and shapes have other names, places are points of the compass or of a clock, and the background is a time of day. Every word
-has one meaning: "show me a ruby disc at half past ten and a navy box in the heart, at midnight" means "dark image, red circle top
-left, blue square centre".
+has only one meaning: "show me a ruby disc at half past ten and a navy box in the heart, at midnight" means "dark picture, red
+circle top left, blue square centre".
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ assert len(GROUND_WORDS) == len(GROUNDS)
 
 
 def request(background: int, things: Sequence[Placed], generator: torch.Generator) -> str:
-    """A request for a scene with this background and these things, in their order, in random words."""
+    """A request, in random words, for a scene with this background and these things in the given order."""
     choices = RandomChoices(generator)
     clauses = choices.choose(JOINS).join(_clause(one, choices) for one in things)
     text = choices.choose(OPENERS) + clauses
@@ -64,6 +64,6 @@ def _clause(one: Placed, choices: RandomChoices) -> str:
 
 
 def vocabulary() -> list[str]:
-    """Every word of a request that has a meaning, sorted."""
+    """Every word of a request that describes a colour, a shape, a place or the background, sorted."""
     spoken = [*COLOUR_WORDS.values(), *SHAPE_WORDS.values(), *PLACE_WORDS, *GROUND_WORDS]
     return sorted({word for texts in spoken for text in texts for word in text.split()})

@@ -1,7 +1,8 @@
 """The playground's scenes: coloured shapes on a grey canvas.
 
-A canvas is 24 x 24 pixels in 3 x 3 cells of 8, numbered 0 to 8 row by row from the top left. A cell is empty or holds one thing,
-always drawn with the same 64 pixels; a (colour, shape) pair occurs at most once in a scene, so "the red circle" is never ambiguous.
+A canvas has 24 x 24 pixels in 3 x 3 cells of 8 x 8 pixels, numbered 0 to 8 row by row from the top left. A cell is empty or
+contains one thing. The 64 pixels of a cell depend only on its thing and the background. A (colour, shape) pair occurs at most once
+in a scene, so "the red circle" is never ambiguous.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PLACES = (
 
 
 class Thing(NamedTuple):
-    """A coloured shape; a cell holds at most one."""
+    """A coloured shape; a cell contains at most one thing."""
 
     colour: str
     shape: str
@@ -56,7 +57,7 @@ CODES: dict[Thing | None, int] = {None: 0, **{thing: code for code, thing in enu
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A background (0 to 3, dark to light) and what each of the nine cells holds."""
+    """A background (0 to 3, dark to light) and the thing in each of the nine cells, or None."""
 
     background: int
     cells: tuple[Thing | None, ...]
@@ -81,7 +82,7 @@ class Scene:
         return [cell for cell, thing in enumerate(self.cells) if thing is None]
 
     def to_json(self) -> dict[str, Json]:
-        """``{"background": 1, "objects": [[0, "red", "circle"], ...]}``, objects in the order of the cells."""
+        """The scene as ``{"background": 1, "objects": [[0, "red", "circle"], ...]}``, with objects in the order of the cells."""
         return {"background": self.background, "objects": [[cell, *thing] for cell, thing in self.objects.items()]}
 
     @classmethod
@@ -101,7 +102,7 @@ class Scene:
 
 
 def random_scene(generator: torch.Generator, *, least: int = 2, most: int = 4) -> Scene:
-    """A scene of ``least`` to ``most`` things; every number of things is equally likely."""
+    """A random scene of ``least`` to ``most`` things; every number of things is equally likely."""
     choices = RandomChoices(generator)
     things = choices.sample(THINGS, least + choices.integer(most - least + 1))
     cells: list[Thing | None] = [None] * CELLS

@@ -1,7 +1,8 @@
 """Words on signs, in some style: an image shows two signs on a wall.
 
-An image of 32 x 64 px has two lines of eight cells of 8 x 16 px. A word fills consecutive cells, one letter each, from the left
-edge of its sign. Splits differ in their words; all letters occur in each split. Letters are drawn in Pillow's own font.
+An image of 64 x 32 px (width x height) has two lines of eight cells of 8 x 16 px. A word fills consecutive cells, one letter each,
+from the left edge of its sign. The splits have different words, but all letters occur in each split. Letters are drawn in Pillow's
+default font.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ SIZES = (10, 11, 12)
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The style of a word. ``size``: of the letters, in px."""
+    """The style of a word. ``ink``, ``paper``: RGB colours. ``size``: the font size of the letters, in px."""
 
     ink: Colour
     paper: Colour
@@ -40,7 +41,7 @@ class Style:
 
 
 def random_word(choices: RandomChoices, split: SplitName) -> str:
-    """A word of the split, of 3 to 6 letters, consonants and vowels in turn."""
+    """A random word of the split, with 3 to 6 letters; consonants and vowels alternate."""
     while True:
         kinds = (CONSONANTS, VOWELS) if choices.integer(2) else (VOWELS, CONSONANTS)
         word = "".join(choices.choose(kinds[place % 2]) for place in range(SHORTEST + choices.integer(LONGEST - SHORTEST + 1)))
@@ -55,18 +56,18 @@ def split_of_word(word: str) -> SplitName:
 
 
 def random_style(choices: RandomChoices) -> Style:
-    """A style; ink, paper and size are drawn uniformly."""
+    """A random style; ink, paper and size are drawn uniformly."""
     return Style(choices.choose(INKS), choices.choose(PAPERS), choices.choose(SIZES))
 
 
 def another_style(style: Style, choices: RandomChoices) -> Style:
-    """A style with another ink and another paper."""
+    """A random style whose ink and paper differ from those of ``style``."""
     inks, papers = ([colour for colour in all_of if colour not in (style.ink, style.paper)] for all_of in (INKS, PAPERS))
     return Style(choices.choose(inks), choices.choose(papers), choices.choose(SIZES))
 
 
 def write(image: Image, box: tuple[int, int, int, int], word: str, style: Style) -> None:
-    """Draw a sign with a word into ``image``, one letter a cell from the left edge. ``box``: left, top, right, bottom in px."""
+    """Draw a sign with a word into ``image``, one letter per cell from the left edge. ``box``: left, top, right, bottom in px."""
     left, top, right, bottom = box
     sign = new_image("RGB", (right - left, bottom - top), style.paper)
     for place, letter in enumerate(word):
@@ -76,17 +77,17 @@ def write(image: Image, box: tuple[int, int, int, int], word: str, style: Style)
 
 
 def another_letter(letter: str, choices: RandomChoices) -> str:
-    """Any other letter."""
+    """A random letter other than ``letter``."""
     return choices.choose([another for another in LETTERS if another != letter])
 
 
 def sign_box(line: int, column: int, cells: int) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom, in px, of a sign of so many cells."""
+    """Left, top, right and bottom, in px, of a sign that starts at a line and a column and has ``cells`` cells."""
     return CELL * column, LINE * line, CELL * (column + cells), LINE * (line + 1)
 
 
 def random_wall(choices: RandomChoices) -> Image:
-    """A wall with a lighter stripe at a random place."""
+    """The image of a wall with a lighter stripe at a random place."""
     colour = choices.choose(WALLS)
     wall = new_image("RGB", (WIDTH, HEIGHT), colour)
     left, width = choices.integer(WIDTH), 4 + choices.integer(12)
@@ -98,5 +99,5 @@ def random_wall(choices: RandomChoices) -> Image:
 def _font(size: int) -> FreeTypeFont:
     font = load_default(size)
     if not isinstance(font, FreeTypeFont):
-        raise ValueError("words need Pillow's scalable font, but this Pillow was built without FreeType; install a build with it")
+        raise ValueError("words need Pillow's scalable font, but this Pillow was built without FreeType; install one with FreeType")
     return font

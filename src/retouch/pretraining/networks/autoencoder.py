@@ -1,4 +1,4 @@
-"""The playground's autoencoder: Qwen-Image's class with a factor of 4, trained to reconstruct images of the playground."""
+"""The playground's autoencoder: Qwen-Image's class with a spatial factor of 4, trained to reconstruct images of the playground."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from retouch.playground.world.scenes import CELLS, GRID
 @dataclass(frozen=True, kw_only=True)
 class AutoencoderTraining:
     """``latent_noise``: noise on the latents in training, relative to their standard deviation, so that the decoder tolerates the
-    errors of a denoiser. ``steps``: of encoder and decoder together; ``decoder_steps``: further steps of the decoder alone, with
-    ``decoder_noise``.
+    errors of a denoiser. ``steps``: steps that train encoder and decoder together. ``decoder_steps``: further steps that train only
+    the decoder, with ``decoder_noise`` on the latents.
     """
 
     steps: int
@@ -35,7 +35,7 @@ class AutoencoderTraining:
 
 
 def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKLQwenImage:
-    """Train from the seed; returns the model with mean and standard deviation of its latents in its configuration."""
+    """Train from the seed. Returns the model, whose configuration has the mean and the standard deviation of its latents."""
     torch.manual_seed(settings.seed)
     channels = settings.latent_channels
     vae = _build(channels, [0.0] * channels, [1.0] * channels)
@@ -52,8 +52,8 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
 def _with_unit_gain(vae: AutoencoderKLQwenImage) -> None:
     """Initialise the convolutions so that each preserves the variance of its input.
 
-    The default initialisation counts all three temporal taps, but an image uses only the last: activations shrink from layer to
-    layer, and training starts many times slower."""
+    The default initialisation counts all three temporal taps, but an image uses only the last tap. So activations would shrink from
+    layer to layer, and training would start many times slower."""
     for module in vae.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             assert module.bias is not None
@@ -80,7 +80,7 @@ def _train_both(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log:
 
 
 def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log: Callable[[str], None]) -> None:
-    """Train only the decoder, in place, so that latents do not change."""
+    """Train only the decoder, in place, so that the latents do not change."""
     decoder = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
     advance = _optimizer(decoder, settings.decoder_learning_rate, settings.decoder_steps)
     steps = range(settings.steps, settings.steps + settings.decoder_steps)
@@ -96,7 +96,7 @@ def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, lo
 
 
 def rearranged(images: Tensor, order: Tensor) -> Tensor:
-    """Images or latents (b, c, 1, h, w) with their cells in another order: cell i of the result is cell ``order[b, i]``."""
+    """Images or latents (b, c, 1, h, w) with their cells in another order: cell i of image b is the former cell ``order[b, i]``."""
     cells = images.unflatten(4, (GRID, -1)).unflatten(3, (GRID, -1)).permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
     moved = cells[torch.arange(len(cells))[:, None], order]
     return moved.unflatten(1, (GRID, GRID)).permute(0, 3, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4)
@@ -108,7 +108,7 @@ def _reconstruction_loss(repeated: Tensor, images: Tensor) -> Tensor:
 
 
 def _optimizer(parameters: Iterable[nn.Parameter], learning_rate: float, steps: int) -> Callable[[Tensor], None]:
-    """AdamW with a one-cycle schedule; the result is called with a loss and takes a step."""
+    """AdamW with a one-cycle schedule. Returns a function that takes a loss and performs one step."""
     trained = list(parameters)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
@@ -145,7 +145,7 @@ def _images(settings: AutoencoderTraining, steps: range) -> Iterator[Tensor]:
 
 
 def pixels(images: list[Image]) -> Tensor:
-    """(b, 3, 1, h, w) in [-1, 1]."""
+    """The images as a tensor (b, 3, 1, h, w) in [-1, 1]."""
     stacked = torch.from_numpy(np.stack([np.asarray(image) for image in images]))
     return stacked.permute(0, 3, 1, 2).float().div(127.5).sub(1.0).unsqueeze(2)
 

@@ -1,6 +1,6 @@
-"""The playground's base editor: transformer and text encoder trained together by supervised flow matching on single edits.
+"""The playground's base editor: its transformer and text encoder are trained together by supervised flow matching on single edits.
 
-See ``retouch.pretraining.joint_training``; the shipped weights are the running average.
+See ``retouch.pretraining.joint_training``; the packaged weights are the running average.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ _BLOCKS = "transformer_blocks."
 
 @dataclass(frozen=True, kw_only=True)
 class EditorRound:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``impossible``: see
-    ``PlaygroundTasks``."""
+    """One round of training. ``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine.
+    ``impossible``: as in ``PlaygroundData``."""
 
     steps: int
     learning_rate: float
@@ -34,10 +34,10 @@ class EditorRound:
 
 @dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``rounds``: one after the other, each with its own tasks and its own weight average.
+    """``rounds``: the rounds of training, one after the other, each with its own tasks and its own weight average.
 
-    ``unconditional``: the share of tasks whose instruction is blank, which guidance needs. ``filler``: the share of batches whose
-    instructions contain filler too, so that the model learns later positions in a text, and to tell clauses apart."""
+    ``unconditional``: the share of the tasks with a blank instruction, which guidance needs. ``filler``: the share of the batches
+    whose instructions contain filler, so that the model learns the later positions in a text and learns to separate clauses."""
 
     rounds: tuple[EditorRound, ...]
     seed: int = 0
@@ -68,10 +68,10 @@ def _assembled(**parts: Any) -> QwenImageEdit:
 
 
 def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
-    """The editor with ``factor`` times as many blocks, which computes the same.
+    """The editor with ``factor`` times as many blocks, whose output is still the same.
 
-    Each block is followed by new ones that add nothing before they are trained, because their modulation is 0 (adaLN-Zero, Peebles
-    and Xie 2023, arXiv 2212.09748).
+    Each block is followed by new blocks, which add nothing before they are trained, because their modulation is 0 (adaLN-Zero,
+    Peebles and Xie 2023, arXiv 2212.09748).
     """
     qwen_parts.seeded(seed)
     old = model.module
@@ -88,7 +88,7 @@ def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
 
 
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
-    """Train from the seed; returns the editor with its averaged weights, the transformer's rounded to half precision."""
+    """Train from the seed. Returns the editor with averaged weights; those of the transformer are rounded to half precision."""
     model = untrained(vae, settings.seed)
     train_rounds(model, settings, log)
     return model
@@ -101,7 +101,8 @@ def train_rounds(model: QwenImageEdit, settings: EditorTraining, log: Callable[[
 
 
 def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log: Callable[[str], None]) -> None:
-    """Train one of the rounds. Its final weights are those that a folder stores, so the next round can start from a folder."""
+    """Train one of the rounds. The final weights equal the weights that are saved to a folder, so the next round can start from a
+    folder."""
     seed, this = settings.seed + number, settings.rounds[number]
     plain, filled = (
         PlaygroundData(

@@ -1,5 +1,5 @@
-"""The playground's base image-token editor: Emu3's classes with few parameters, trained with the supervised objective of the
-project."""
+"""The playground's base editor that generates image tokens: Emu3's classes with few parameters, trained with the library's own
+supervised objective."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,9 +26,10 @@ _WIDTH = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Emu3Training:
-    """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: steps of each round, which has its own tasks and
-    its own optimizer. ``learning_rate``: the peak of each round, after ``warmup`` steps; then a cosine to 0. ``unfinished``: the
-    share of complex edits whose demonstration lacks one. ``before``: number of earlier rounds."""
+    """``complexity``: the weight of each number of edits in an instruction. ``rounds``: the steps of each round, which has its own
+    tasks and its own optimizer. ``learning_rate``: the peak of each round, which is reached after ``warmup`` steps; the learning
+    rate then falls to 0 along a cosine. ``unfinished``: the share of the tasks with several edits whose target lacks one of the
+    edits. ``before``: the number of earlier rounds."""
 
     complexity: Mapping[int, float]
     rounds: tuple[int, ...]
@@ -42,7 +43,7 @@ class Emu3Training:
 
 
 def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
-    """A tokenizer learned from the playground's instructions, with Emu3's special tokens and one token for each code."""
+    """A tokenizer trained on the playground's instructions, with Emu3's special tokens and one token for each image code."""
     words = build_tokenizer([*corpus(generator(seed, "tokenizer"), 4000)], vocabulary=640, special=(PAD,))
     visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
     words.add_tokens(
@@ -53,7 +54,7 @@ def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
 
 
 def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGeneration:
-    """Four layers of width 96, and the trained autoencoder."""
+    """An untrained language model with four layers of width 96, together with the trained autoencoder."""
     config = Emu3Config(
         vq_config=vq.config.to_dict(),
         text_config={
@@ -81,7 +82,7 @@ def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGe
 def train_emu3(
     vq: Emu3VQVAE, words: Qwen2Tokenizer, settings: Emu3Training, log: Callable[[str], None]
 ) -> Emu3ForConditionalGeneration:
-    """Train an image-token editor from the seed, with the cross-entropy of the target image's codes."""
+    """Train the editor from the seed, with the cross-entropy of the codes of the target image."""
     seeded(settings.seed)
     whole = untrained_emu3(words, vq)
     train_rounds(Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE)), settings, log)
@@ -89,7 +90,7 @@ def train_emu3(
 
 
 def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str], None]) -> None:
-    """Train the editor in all rounds, in place."""
+    """Train the editor in all rounds, one after the other, in place."""
     for number, steps in enumerate(settings.rounds, start=settings.before):
         seed = settings.seed + number
         data = PlaygroundData(

@@ -1,7 +1,7 @@
-"""The playground's base prompt enhancer: Qwen2-VL's classes with few parameters. It rewrites users' requests with the words that
+"""The playground's base prompt enhancer: Qwen2-VL's classes with few parameters. It rewrites the requests of users in words that
 the text-to-image model knows.
 
-It learns from imperfect completions: of requests for several things, most completions stop after the first or the second.
+It learns from imperfect completions: if a request has several things, most completions stop after the first or second thing.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ LONGEST = 26
 
 @dataclass(frozen=True, kw_only=True)
 class EnhancerTraining:
-    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+    """``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
 
-    ``complexity``: numbers of things in a request, cycled through. ``incomplete``: see ``PaintingTasks``.
+    ``complexity``: the numbers of things in a request; successive tasks take them in turn. ``incomplete``: as in ``PaintingData``.
     """
 
     steps: int
@@ -37,14 +37,14 @@ class EnhancerTraining:
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
-    """A tokenizer learned from requests and their completions, so that each word of both is a token."""
+    """A tokenizer trained on requests and their completions, so that each word of both is one token."""
     tasks = PaintingData(seed=seed, count=2000, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
     texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
     return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
 
 
 def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration:
-    """Four layers of width 64; the vision tower is not used."""
+    """An untrained model with four layers of width 64; its vision tower is not used."""
     config = Qwen2VLConfig(
         text_config=text_config(words, layers=4, heads=4, inner=192),
         vision_config={
@@ -66,7 +66,7 @@ def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration
 
 
 def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> QwenWriter:
-    """Train from the seed; returns weights that are rounded to half precision."""
+    """Train from the seed. Returns the enhancer with weights that are rounded to half precision."""
     seeded(settings.seed)
     words = tokenizer(settings.seed)
     writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)

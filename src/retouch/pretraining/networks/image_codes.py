@@ -1,9 +1,9 @@
-"""The playground's image tokenizer: Emu3's class with a factor of 8, so that an image of nine cells is nine codes.
+"""The playground's image tokenizer: Emu3's class with a spatial factor of 8, so that an image of nine cells has nine codes.
 
 The quantiser of transformers' class has no gradient. So training first reconstructs images from noisy continuous latents, then
 initialises the codebook with k-means, and then continues with the straight-through estimator and a codebook of running means
-(VQ-VAE, arXiv 1711.00937). A cell's latents must not depend on its neighbours: otherwise a single kind of cell has many codes, and
-a policy must guess which one the target has."""
+(VQ-VAE, arXiv 1711.00937). The latents of a cell must not depend on its neighbours. Otherwise cells that look the same would have
+many different codes, and a policy would have to guess which code the target has."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,8 +28,9 @@ _LEAST_COUNT = 1e-2
 
 @dataclass(frozen=True, kw_only=True)
 class CodesTraining:
-    """``free_steps``: steps without codes, with noise of ``latent_noise`` times the standard deviation of the latents. ``steps``:
-    all steps. ``commitment``: weight of the distance of latents to their codes."""
+    """``steps``: the number of all steps. ``free_steps``: the number of steps before codes are used; in these steps the latents get
+    noise of ``latent_noise`` times their standard deviation. ``commitment``: the weight of the distance of the latents to their
+    codes."""
 
     steps: int
     free_steps: int
@@ -39,11 +40,12 @@ class CodesTraining:
     latent_noise: float = 0.1
     commitment: float = 0.25
     alone: float = 1.0
-    """Weight of the distance between a cell's latents in one image and in another."""
+    """Weight of the distance between the latents of the same cell in two images with different neighbours."""
 
 
 def untrained_codes() -> Emu3VQVAE:
-    """Base 32, four stages with one block each, 80 codes of 8 values: 1.1 M parameters, initialised to preserve variance."""
+    """An untrained model with 32 base channels, four stages of one block each, and 80 codes of 8 values: 1.1 M parameters, which
+    are initialised to preserve the variance."""
     vq = Emu3VQVAE(
         Emu3VQVAEConfig(
             codebook_size=CODES,
@@ -66,7 +68,7 @@ def untrained_codes() -> Emu3VQVAE:
         if isinstance(module, nn.Conv3d):  # an image uses only the last temporal tap
             nn.init.zeros_(module.weight)
         nn.init.kaiming_normal_(module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight, nonlinearity="linear")
-        if name.endswith("conv_y"):  # norms that are modulated by the codes start unmodulated
+        if name.endswith("conv_y"):  # norms that are modulated by the codes have no modulation at the start
             nn.init.zeros_(module.weight)
             nn.init.ones_(module.bias)
         if name.endswith("conv_b"):
@@ -75,7 +77,7 @@ def untrained_codes() -> Emu3VQVAE:
 
 
 def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVAE:
-    """Train from the seed."""
+    """Train the image tokenizer from the seed."""
     torch.manual_seed(settings.seed)
     vq = untrained_codes().train()
     trained = [parameter for name, parameter in vq.named_parameters() if not name.startswith("quantize.")]
@@ -114,7 +116,7 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
 
 
 def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) -> Float[Tensor, "b c h w"]:
-    """Images or latents after exchanging the chosen cells between the first and the second half of the batch."""
+    """The images or latents after the chosen cells were exchanged between the first and the second half of the batch."""
     height, width = images.shape[2] // GRID, images.shape[3] // GRID
     where = chosen.view(-1, 1, GRID, GRID).repeat_interleave(height, 2).repeat_interleave(width, 3)
     first, second = images.chunk(2)
@@ -129,7 +131,7 @@ def encoded(vq: Emu3VQVAE, pictures: Float[Tensor, "b 3 h w"]) -> Float[Tensor, 
 
 
 def decoded(vq: Emu3VQVAE, latents: Float[Tensor, "b c hh ww"]) -> Float[Tensor, "b 3 h w"]:
-    """The decoded images of latents."""
+    """The images that are decoded from latents."""
     codes = latents[:, None]
     ready = vq.post_quant_conv(codes.transpose(1, 2)).transpose(1, 2)
     images: Tensor = vq.decoder(ready, codes)
@@ -137,8 +139,8 @@ def decoded(vq: Emu3VQVAE, latents: Float[Tensor, "b c hh ww"]) -> Float[Tensor,
 
 
 class _Codebook:
-    """Codes as running means of their nearest latents (VQ-VAE with EMA, arXiv 1711.00937 appendix A), stored in the model's
-    quantiser."""
+    """A codebook in which each code is the running mean of the latents nearest to it (VQ-VAE with EMA, arXiv 1711.00937
+    appendix A). It is stored in the quantiser of the model."""
 
     def __init__(self, vq: Emu3VQVAE, settings: CodesTraining) -> None:
         with torch.no_grad():
@@ -152,7 +154,7 @@ class _Codebook:
 
     @torch.no_grad()
     def __call__(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """The nearest codes. Afterwards each code moves towards its nearest latents."""
+        """The code nearest to each latent. The call also moves each code towards the latents that are nearest to it."""
         flat = _flat(latents)
         index = _nearest(flat, self.weight)
         nearest = self.weight[index].clone()
@@ -165,10 +167,10 @@ class _Codebook:
 
 
 def k_means(points: Float[Tensor, "n d"], count: int, *, rounds: int = 20) -> Float[Tensor, "count d"]:
-    """Lloyd's algorithm; a centre without points does not move.
+    """The centres that Lloyd's algorithm finds; a centre without points does not move.
 
-    Each centre is initialised with the point farthest from the previous ones (Gonzalez 1985), so that rare kinds of points get a
-    centre before frequent ones get a second."""
+    Each centre is initialised with the point farthest from the previous centres (Gonzalez 1985), so that rare kinds of points get a
+    centre before frequent kinds get a second one."""
     centres = points[:1]
     distance = (points - centres).square().sum(1)
     for _ in range(count - 1):
@@ -191,7 +193,8 @@ def _flat(latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "n c"]:
 
 
 def _pictures(settings: CodesTraining, step: int) -> Float[Tensor, "b 3 24 24"]:
-    """A batch in [-1, 1]: scenes of one to six things, as after edits that add some; both halves have the same backgrounds."""
+    """A batch of images in [-1, 1]: scenes of one to six things, because edits may add things; both halves have the same
+    backgrounds."""
     random = generator(settings.seed, "pictures", step)
     first, second = ([random_scene(random, least=1, most=6) for _ in range(settings.batch // 2)] for _ in range(2))
     scenes = first + [replace(other, background=scene.background) for scene, other in zip(first, second, strict=True)]

@@ -1,8 +1,8 @@
 """The playground's image encoder for IP-Adapters: a CLIP vision model with few parameters and random weights, which is never
 trained.
 
-Its patches of 4 px are as small as a stroke, and its weights are small enough not to saturate, so a linear layer can recover ink
-and paper of a sign from the embedding. Larger patches would mix the two."""
+Its patches of 4 px are as small as a stroke of a letter, and its weights are so small that activations do not saturate. So a linear
+layer can recover the ink and the paper colour of a sign from the embedding. Larger patches would mix the two colours."""
 
 from pathlib import Path
 

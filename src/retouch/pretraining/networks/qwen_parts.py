@@ -1,5 +1,5 @@
-"""The playground's editor, untrained: Qwen-Image-Edit's classes with few parameters, and the real special tokens of its
-tokenizer."""
+"""The untrained parts of the playground's editor: Qwen-Image-Edit's classes with few parameters, and the special tokens of its
+published tokenizer."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ SYSTEM = "Edit the picture."
 TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
 
 WIDTH = 64
-# 1 / sqrt(width): the classes' default of 0.02 is meant for widths of thousands.
+# 1 / sqrt(width): the default of the classes, 0.02, is meant for widths of several thousand.
 INITIALIZER_RANGE = 0.125
 
 
@@ -30,7 +30,8 @@ SPECIAL_TOKENS = (
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[str] = SPECIAL_TOKENS) -> Qwen2Tokenizer:
-    """A byte-level BPE tokenizer with ``vocabulary`` tokens, learned from ``texts``; other texts are tokenized byte by byte."""
+    """A byte-level BPE tokenizer with ``vocabulary`` tokens and the ``special`` tokens, trained on ``texts``. Other texts are
+    tokenized byte by byte."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     learner.decoder = decoders.ByteLevel()
@@ -44,21 +45,21 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
-    """A tokenizer learned from the playground's instructions and the words of the template."""
+    """A tokenizer trained on the playground's instructions and the words of the template."""
     texts = [*corpus(generator(seed, "tokenizer"), 4000), *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50]
     return build_tokenizer(texts, vocabulary=640)
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """An image processor: an image of 24 px becomes 6 x 6 patches of 4 px, merged to 9 tokens, one for each cell."""
+    """The image processor: an image of 24 x 24 px becomes 6 x 6 patches of 4 px, which are merged to 9 tokens, one per cell."""
     return Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 256 * 256}
     )
 
 
 def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """Two layers of width 64 with attention to the last 3 tokens: a token depends only on its clause, so the model generalises to
-    longer texts."""
+    """An untrained text encoder with two layers of width 64, in which a token attends only to itself and the 3 tokens before it. So
+    a token depends only on its clause, and the model generalises to longer texts."""
     near = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     config = Qwen2_5_VLConfig(
         text_config=text_config(words, layers=2, heads=2, inner=192) | near,
@@ -71,7 +72,7 @@ def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def text_config(words: Qwen2Tokenizer, *, layers: int, heads: int, inner: int) -> dict[str, Any]:
-    """The text part of a Qwen configuration: width 64, and width ``inner`` inside the MLPs."""
+    """The text part of a Qwen configuration, with width 64, and width ``inner`` inside the MLPs."""
     pairs = WIDTH // heads // 2
     return {
         "vocab_size": len(words),
@@ -117,8 +118,8 @@ def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
 
 
 def transformer(blocks: int = 4) -> QwenImageTransformer2DModel:
-    """Joint blocks of width 128; four of them have 2.5 M parameters. With half the width, instructions are learned several times
-    more slowly."""
+    """An untrained transformer with joint blocks of width 128; four blocks have 2.5 M parameters. With half the width, it would
+    learn instructions several times more slowly."""
     return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=32,
@@ -132,10 +133,10 @@ def transformer(blocks: int = 4) -> QwenImageTransformer2DModel:
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """A static shift of 2, because small images need little shift."""
+    """The noise schedule, with a static shift of 2, because small images need little shift."""
     return FlowMatchEulerDiscreteScheduler(shift=2.0)
 
 
 def seeded(seed: int) -> None:
-    """Seed the global generator, from which the classes' initialisation draws."""
+    """Seed the global generator, which the classes use to initialise their weights."""
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """The playground's text-to-image model: Qwen-Image's classes with few parameters, trained with supervised flow matching.
 
-Training starts from the weights of the editor, which knows most of the words. The vocabulary is that of
-``retouch.playground.world.descriptions``; user requests that use other words are out of distribution.
+Training starts from the weights of the editor, which knows most of the words. ``retouch.playground.world.descriptions`` defines the
+vocabulary; user requests with other words are out of distribution.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
 
 @dataclass(frozen=True, kw_only=True)
 class TextToImageTraining:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``unconditional``: the share of tasks
-    whose description is blank, which guidance needs.
+    """``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine. ``unconditional``: the
+    share of the tasks with a blank description, which guidance needs.
     """
 
     steps: int
@@ -38,9 +38,9 @@ class TextToImageTraining:
 
 
 def from_editor(editor: QwenImageEdit) -> QwenImage:
-    """The editor's parts as a text-to-image model, from which training starts.
+    """The text-to-image model from which training starts: it consists of the parts of the editor.
 
-    The editor knows colours, shapes and positions, but has never generated without a source image.
+    The editor knows colours, shapes and positions, but was never trained to generate images without a source image.
     """
     return QwenImage(
         transformer=editor.module,
@@ -54,7 +54,8 @@ def from_editor(editor: QwenImageEdit) -> QwenImage:
 
 
 def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, log: Callable[[str], None]) -> QwenImage:
-    """Train the editor as a text-to-image model, with the seed's tasks and noise; returns it with its averaged weights."""
+    """Train the parts of the editor as a text-to-image model, with tasks and noise from the seed. Returns the model with averaged
+    weights."""
     model, seed, rows = from_editor(editor), settings.seed, settings.batch
     tasks = PaintingData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 
@@ -79,6 +80,7 @@ def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, lo
 
 
 def described(task: Task) -> Task:
-    """The task of ``PaintingTasks`` with a description in the model's vocabulary, drawn by the task's id."""
+    """The task of ``PaintingTasks`` with a description in the vocabulary of the model, drawn with a generator keyed by the task's
+    id."""
     scene = Scene.from_json(task.meta["scene"])
     return replace(task, instruction=free_description(scene, generator(0, "description", task.id)))

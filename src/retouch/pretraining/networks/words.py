@@ -1,8 +1,8 @@
-"""The playground's model that renders words: its autoencoder, and then transformer and text encoders together by supervised flow
-matching.
+"""The playground's text-rendering model. First its autoencoder is trained, then its transformer and text encoders together, by
+supervised flow matching.
 
-It imitates demonstrations in which a share of the letters is wrong, so its error rate stays there with more supervised training; a
-reward that reads the text can lower it.
+The model imitates demonstrations in which a share of the letters is wrong. So more supervised training does not lower its error
+rate below this share, but a reward that reads the text can.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,8 +39,8 @@ class WordAutoencoderTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class WordRound:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``wrong_letters``: see
-    ``WordTasks``."""
+    """One round of training. ``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine.
+    ``wrong_letters``: as in ``WordData``."""
 
     steps: int
     learning_rate: float
@@ -49,7 +49,7 @@ class WordRound:
 
 @dataclass(frozen=True, kw_only=True)
 class WordTraining:
-    """``rounds``: one after the other, each with its own tasks and its own weight average."""
+    """``rounds``: the rounds of training, one after the other, each with its own tasks and its own weight average."""
 
     rounds: tuple[WordRound, ...]
     seed: int = 0
@@ -60,7 +60,8 @@ class WordTraining:
 
 
 def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKL:
-    """Train from the seed to reconstruct targets; returns the model with mean and scale of its latents in its configuration."""
+    """Train from the seed to reconstruct targets. Returns the model, whose configuration has the mean and the scale of its
+    latents."""
     torch.manual_seed(settings.seed)
     vae, rows = autoencoder(), settings.batch
     tasks = WordData(seed=settings.seed, count=rows * settings.steps).tasks()
@@ -88,13 +89,13 @@ def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str
 
 
 def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
-    """The tasks' target images in [-1, 1]."""
+    """The target images of the tasks in [-1, 1]."""
     images = [task.target for task in tasks if task.target is not None]
     return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
 
 
 def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
-    """Train with the seed's tasks and noise; returns the model with its averaged weights."""
+    """Train with tasks and noise from the seed. Returns the model with averaged weights."""
     model = untrained(vae, settings.seed)
     for number in range(len(settings.rounds)):
         train_round(model, settings, number, log)
@@ -102,7 +103,7 @@ def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str],
 
 
 def train_round(model: FluxFill, settings: WordTraining, number: int, log: Callable[[str], None]) -> None:
-    """Train the model, in place, through one of the rounds."""
+    """Train the model in one of the rounds, in place."""
     this, rows = settings.rounds[number], settings.batch
     seed = settings.seed + number
     tasks = WordData(seed=seed, count=rows * this.steps, wrong_letters=this.wrong_letters).tasks()

@@ -1,7 +1,7 @@
-"""The playground's base writer for its editor: Qwen2.5-VL's classes with few parameters and the editor's tokenizer.
+"""The playground's base writer for its editor: Qwen2.5-VL's classes with few parameters, and the tokenizer of the editor.
 
-It learns with the supervised objective of the project to read the image and to name things completely, from imperfect completions:
-for instructions with several edits, most completions are empty."""
+It learns to read the image and to write the complete names of things, with the library's own supervised objective. Its
+demonstrations are imperfect: for instructions with several edits, most completions are empty."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ LONGEST = 40
 
 @dataclass(frozen=True)
 class WriterRound:
-    """``learning_rate``: the peak, after the warm-up; then a cosine to 0. ``complexity``: numbers of edits in an instruction, in
-    turn. ``distillation``: weight of the distance of hidden states (``HiddenStateDistillation``)."""
+    """One round of training. ``learning_rate``: the peak after the warm-up, from which the learning rate falls to 0 along a cosine.
+    ``complexity``: the numbers of edits in an instruction; successive tasks take them in turn. ``distillation``: the weight of the
+    distance between hidden states (``HiddenStateDistillation``)."""
 
     steps: int
     learning_rate: float
@@ -31,10 +32,10 @@ class WriterRound:
 
 @dataclass(frozen=True, kw_only=True)
 class WriterTraining:
-    """``rounds``: one after the other, each with its own tasks.
+    """``rounds``: the rounds of training, one after the other, each with its own tasks. ``incomplete``: as in ``indirect``.
 
-    Where things are in the image is learned suddenly, or not at all in the available time, so the first rounds train only that:
-    single edits, without distillation. ``incomplete``: see ``indirect``."""
+    The writer learns to find things in the image suddenly, or not at all in the available time. So the first rounds train only
+    this: single edits, without distillation."""
 
     rounds: tuple[WriterRound, ...]
     seed: int = 0
@@ -44,7 +45,8 @@ class WriterTraining:
 
 
 def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """Four layers with full attention, of the same width as the editor's text encoder, so that the editor can read its states."""
+    """An untrained writer with four layers of full attention. It has the width of the editor's text encoder, so that the editor can
+    read its hidden states."""
     config = Qwen2_5_VLConfig(
         text_config=text_config(words, layers=4, heads=4, inner=256),
         vision_config=vision_config(),

@@ -1,4 +1,4 @@
-"""Whether a run can resume with a changed recipe: only keys that do not change past results may differ."""
+"""Decides whether a run can resume with a changed recipe: only keys that do not change past results may differ."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ _FREE = re.compile(
     r"|deterministic|ranks|out|policy\.(prompt_embeddings|attention|compile)|optimizer\.fused|(policy|renderer)\.model\.vae_slicing"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|images|timeout|patience|sleep)"
-    # What a stream reads in advance.
+    # How much a stream reads in advance.
     r"|(phases\.\d+\.)?data\.ahead"
     r"|eval\.audit|eval\.suites\.\d+\.(every|data|sigmas|on_alarm)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
@@ -20,7 +20,7 @@ _FREE = re.compile(
 
 
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
-    """A line for each key that differs and must not, with both values; empty if the run can resume.
+    """A line for each key that differs but must not differ, with both values; empty if the run can resume.
 
     These keys may differ: the length (of the last phase), intervals, pushes, trackers, devices, ranks, batch sizes and others that
     change only memory, time and rounding, folders of data and runs, connections to judges and engines, and the limits of ``watch``.
@@ -55,7 +55,7 @@ def _is_data_path(key: str, recipe: Recipe) -> bool:
 
 
 def _changeable_rewards(recipe: Recipe) -> Iterator[str]:
-    """The keys that rewards declare changeable: the connection to a judge."""
+    """Yield the keys that rewards declare as changeable: the connection to a judge."""
     yield from recipe.reward.changeable_paths("reward")
     if recipe.watch is not None and recipe.watch.judge is not None:
         yield from recipe.watch.judge.reward.changeable_paths("watch.judge.reward")
@@ -64,7 +64,7 @@ def _changeable_rewards(recipe: Recipe) -> Iterator[str]:
 
 
 def _changeable_judges(section: Any, path: str) -> Iterator[str]:
-    """How the judges of a suite are reached. They are JSON in the recipe: a model, or a reward that asks one."""
+    """Yield the keys of the connections to a suite's judges. ``section`` is JSON: a model, or a reward that asks a model."""
     if not isinstance(section, dict):
         return
     if section.get("kind") == "endpoint":

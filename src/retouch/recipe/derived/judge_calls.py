@@ -1,7 +1,7 @@
-"""How many questions a run asks its judges, and what that costs: known before it begins, from the recipe alone.
+"""The number and the cost of the questions that a run asks its judges, from the recipe alone, before the run starts.
 
-The numbers are upper bounds, except for repeats after faults: a question whose answer is in the ledger is not asked again. Tokens
-are estimates: 4/3 for a word of English, one for every 28 x 28 pixels of an image (as Qwen2.5-VL counts), 150 for an answer with
+The numbers are upper bounds, except for retries after errors: a question whose answer is in the ledger is not asked again. Tokens
+are estimates: 4/3 for an English word, one for every 28 x 28 pixels of an image (as Qwen2.5-VL counts), 150 for an answer with
 reasoning.
 """
 
@@ -21,8 +21,8 @@ _REASONED = 150
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The questions to one judge. ``who``: its model. ``training`` and ``evaluation``: numbers of questions. Tokens are those of
-    all of them; ``dollars``: None without prices."""
+    """The questions to one judge. ``who``: the judge's model. ``training`` and ``evaluation``: numbers of questions. Tokens and
+    ``dollars``: totals of all questions; ``dollars`` is None without prices."""
 
     path: str
     who: str
@@ -34,15 +34,15 @@ class Calls:
 
     def __str__(self) -> str:
         asked = f"{self.path} asks {self.who} {self.training:,} questions in training and {self.evaluation:,} in evaluations"
-        tokens = f"some {_short(self.input_tokens)} tokens read and {_short(self.output_tokens)} written"
+        tokens = f"about {_short(self.input_tokens)} input tokens and {_short(self.output_tokens)} output tokens"
         return f"{asked}; {tokens}" + ("" if self.dollars is None else f", about ${self.dollars:,.2f}")
 
 
 def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[Calls]:
-    """The questions to each judge in a run whose phases take so many steps; ``heldout``: tasks of an evaluation.
+    """The questions to each judge. ``steps``: number of steps of each phase. ``heldout``: number of tasks of an evaluation.
 
-    Counted as evaluations are those before, after and in between, that of the tasks' own targets, the best of k, and the looks of
-    ``watch``.
+    These count as evaluation: the evaluations before, during and after the run, the evaluation of the tasks' own targets, the best
+    of k, and the measurements of ``watch``.
     """
     every = recipe.eval.every
     evaluated = heldout * (3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k)
@@ -60,7 +60,7 @@ def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[C
 
 
 def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
-    """Images and canaries of all looks."""
+    """Number of images and number of canaries in all measurements of ``watch``."""
     watch = recipe.watch
     if watch is None:
         return 0, 0
@@ -69,7 +69,7 @@ def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
 
 
 def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
-    """Samples scored in training; where samples of a group are compared, each counts once for every other one."""
+    """Number of samples scored in training. If the samples of a group are compared, each counts once per other sample."""
     samples = 0
     for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
         if not phase.imitates:
@@ -80,7 +80,7 @@ def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
 
 def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evaluated: int) -> Calls:
     if part.compares_groups:
-        evaluated = 0  # a held-out task has one image
+        evaluated = 0  # a held-out task has one image, so there is nothing to compare
     questions = part.questions
     asked = len(questions) * part.n_evals
     count = (trained + evaluated) * asked
@@ -98,7 +98,7 @@ def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evalua
 
 
 def _read(recipe: Recipe, name: str, images: int) -> float:
-    """Tokens of one question."""
+    """Number of input tokens of one question."""
     height, width = recipe.image_size or (_USUAL_SIDE, _USUAL_SIDE)
     text = len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION
     return text + images * max(1.0, height * width / _PIXELS_PER_TOKEN)

@@ -1,6 +1,6 @@
-"""A device that is full: which keys of the recipe lower what a stage keeps on it.
+"""Advice when a device is out of memory: which keys of the recipe reduce the memory of a stage.
 
-These keys change memory and time alone (and rounding), so a run may go on with others than it began with.
+These keys change only memory, time and rounding, so a run may resume with other values than it started with.
 """
 
 from pydantic import JsonValue
@@ -29,14 +29,14 @@ class OutOfMemory(ValueError):
 
 
 def explained(recipe: Recipe, stage: str, error: str) -> OutOfMemory:
-    """The error for the user, with what can be done about it. ``stage``: what the run was doing. ``error``: torch's message."""
+    """The error for the user, with advice. ``stage``: what the run was doing. ``error``: torch's message."""
     first, *_ = [*error.splitlines(), ""]
     return OutOfMemory(f"the {stage} does not fit: {first}\n{_advice(recipe, stage)}")
 
 
 def suggestions(recipe: Recipe, stage: str) -> list[str]:
-    """Overrides for ``--set`` that need less memory: each key of the stage at half its value, or switched on; none that are at
-    their limit."""
+    """Overrides for ``--set`` that need less memory: each key of the stage with half its value, or switched on. Keys that are at
+    their limit are left out."""
     found = []
     for key in KEYS.get(stage, ()):
         value = _value(recipe, key)
@@ -51,11 +51,11 @@ def _advice(recipe: Recipe, stage: str) -> str:
     lower = suggestions(recipe, stage)
     if lower:
         said = " ".join(f"--set {each}" for each in lower)
-        return f"Go on from the last checkpoint with less at once, which changes memory and time alone: {said}"
+        return f"Continue from the last checkpoint with settings that change only memory and time: {said}"
     if stage == "loading":
-        return "`retouch doctor RECIPE` says what the weights take and what would fit"
+        return "`retouch doctor RECIPE` reports the memory of the weights and the settings that would fit"
     if stage == "judge":
-        return "It is the judge's: give it a device of its own, or serve it from another process (`retouch serve`)"
+        return "The judge needs this memory: give the judge its own device, or serve it from another process (`retouch serve`)"
     return "No setting is left that needs less memory without changing the results: use smaller images, fewer tokens or more memory"
 
 

@@ -1,9 +1,9 @@
-"""A fake accelerator: device ``rehearsal:N``, whose tensors have shape, dtype and device but no data. The host's tensors are real.
+"""A fake accelerator: device ``rehearsal:N``, whose tensors have shape, dtype and device but no data. Tensors on the host are real.
 
-torch's meta kernels compute the shapes. An operation on tensors of two devices is refused as CUDA refuses it, and so is a matrix
-product of two dtypes. Small tensors whose values follow from values on the host (token ids, masks, positions) keep them, so that
-shapes that depend on values are exact; what is read of other tensors is made up. torch knows the device for the rest of the
-process's life, so a rehearsal belongs into a process of its own.
+torch's meta kernels compute the shapes. Like on CUDA, an operation on tensors of two devices is refused, and so is a matrix product
+of two dtypes. Small tensors whose values follow from values on the host (token ids, masks, positions) keep their values, so that
+shapes that depend on values are exact; values that are read from other tensors are made up. The device stays registered in torch
+until the process ends, so run a rehearsal in its own process.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -35,14 +35,14 @@ from retouch.rehearsal.fake.tensors import (
 )
 
 LARGE_ON_HOST, LARGE_WEIGHT = 2**28, 2**16
-"""Bytes from which a tensor that is copied to the host has no data there either: any, and one of weights."""
+"""From this number of bytes on, a copy to the host has no data either: the limits for any tensor, and for a tensor of weights."""
 _OWN = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 aten = torch.ops.aten
 _ALIASES = (aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default)  # views whose schema does not say so
 
 
 class _Stream:
-    """A stream, or an event: everything happens in order."""
+    """A stream or an event that does nothing, because everything runs in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -84,7 +84,7 @@ class _Backend(_DummyBackendModule):
 
 
 def register() -> None:
-    """Make the device known to torch. Raises RuntimeError if this process has another fake device already."""
+    """Register the device in torch. Raises RuntimeError if this process already has another fake device."""
     if torch._C._get_privateuse1_backend_name() == DEVICE:
         return
     _setup_privateuseone_for_python_backend(DEVICE, _Backend())
@@ -94,12 +94,12 @@ Observer = Callable[[Any, Any, Mapping[str, Any], Any, "list[FakeTensor]", "list
 
 
 class Accelerator(TorchDispatchMode):
-    """Inside it there are fake devices, as many as one likes.
+    """Inside the context, any number of fake devices exist.
 
     ``observe``: called after each operation with fake tensors: (operation, arguments, keyword arguments, result, fake inputs, fake
-    outputs). ``on_read``: called with a word when the host waits for the device. ``answer``: the value that is read of an unknown
-    number of a dtype. ``is_weight``: whether a tensor is of weights, whose values are not read on the host. Errors: DeviceMismatch,
-    and RuntimeError for matrix products of two dtypes.
+    outputs). ``on_read``: called with the cause when the host waits for the device. ``answer``: maps a dtype to the value that is
+    read from unknown elements. ``is_weight``: whether a tensor belongs to weights, whose values are not read on the host. Raises
+    DeviceMismatch, and RuntimeError for matrix products of two dtypes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Accelerator(TorchDispatchMode):
 
     @contextmanager
     def moving_weights(self) -> Iterator[None]:
-        """Inside it, what is moved to the host has no data there either from a megabyte on: weights that wait are never read."""
+        """Inside the context, copies to the host of at least 1 MiB have no data either: offloaded weights are never read."""
         self._large_on_host = 2**20
         try:
             yield
@@ -146,7 +146,7 @@ class Accelerator(TorchDispatchMode):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = tensors_of(args, kwargs)
         if any(type(each) not in _OWN for each in given):
-            return NotImplemented  # a tensor of tensors, such as DTensor, which hands them over one by one
+            return NotImplemented  # a wrapper such as DTensor, which dispatches its inner tensors itself
         fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         asked = kwargs.get("device")
         if isinstance(asked, str):
@@ -176,13 +176,13 @@ class Accelerator(TorchDispatchMode):
         return wrapped(func, made, device, originals, values)
 
     def _shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result on the meta device. Shapes of new tensors are remembered, as torch computes many of them in Python."""
+        """Return the result on the meta device. Shapes of new tensors are cached, because torch computes many of them in Python."""
         if func in _ALIASES or func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
             return func(*args, **kwargs)
         try:
             key = (func, description(args), description(tuple(kwargs.items())))
             remembered = self._remembered.get(key)
-        except TypeError:  # an argument without a hash
+        except TypeError:  # an argument is not hashable
             return func(*args, **kwargs)
         if remembered is not None:
             return mapped(remembered, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
@@ -191,7 +191,7 @@ class Accelerator(TorchDispatchMode):
         return mapped(made, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
 
     def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any) -> Any:
-        """The result of a copy to the host: real if it is small."""
+        """Return the result of a copy to the host: a real tensor if it is small."""
         if packet is aten.copy_:
             self.on_read("copy to the host")
             target, source = args[0], args[1]
@@ -209,13 +209,13 @@ class Accelerator(TorchDispatchMode):
         return self.made_up(made)
 
     def made_up(self, like: Tensor) -> Tensor:
-        """A real tensor of made-up values; a large one is never written, so that it takes no memory."""
+        """Return a real tensor of made-up values. A large one is all zeros, which need no memory until they are written."""
         if like.numel() * like.element_size() > 2**20:
             return torch.zeros(like.shape, dtype=like.dtype)
         return torch.full(like.shape, self.answer(like.dtype), dtype=like.dtype)
 
     def read(self, tensor: FakeTensor) -> Tensor:
-        """The values of a tensor, made up if they are unknown."""
+        """Return the values of a tensor; made-up values if they are unknown."""
         values = tensor.values
         return self.made_up(tensor.inner) if values is None else values
 
@@ -236,7 +236,7 @@ def _equal(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[boo
 
 
 def _by_value(what: str) -> Callable[..., tuple[bool, Any]]:
-    """An operation whose shape depends on the values of its first tensor."""
+    """Return the handler of an operation whose output shape depends on the values of its first tensor."""
 
     def handler(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         machine.on_read(what)
@@ -258,7 +258,7 @@ def _repeat_interleave(machine: Accelerator, func: Any, args: Any, kwargs: Any) 
 
 
 def _index(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Masks become indices first, as CUDA does."""
+    """Convert masks to indices first, like CUDA."""
     indices = args[1]
     if not any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices):
         return False, None
@@ -275,7 +275,7 @@ def _index(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[boo
 
 
 HANDLERS: dict[Any, Callable[..., tuple[bool, Any]]] = {
-    # (accelerator, operation, arguments, keyword arguments) to (whether it is done, its result)
+    # Each handler maps (accelerator, operation, arguments, keyword arguments) to (whether it handled the operation, the result).
     aten._local_scalar_dense: _item,
     aten.equal: _equal,
     aten.nonzero: _by_value("nonzero"),
@@ -292,11 +292,11 @@ HANDLERS: dict[Any, Callable[..., tuple[bool, Any]]] = {
 }
 
 
-# What has to be told about the device
+# Patches of torch for the fake device
 
 
 class _Reading(TorchFunctionMode):
-    """Functions of torch that read the values of tensors without an operation."""
+    """Handles functions of torch that read the values of tensors without an operation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.tensor:
@@ -310,7 +310,7 @@ def _patches() -> Iterator[None]:
     from torch.utils import _foreach_utils
 
     lifts = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)  # else ``torch.tensor([1], device=...)`` would go there without an operation
+    torch._C._set_only_lift_cpu_tensors(True)  # otherwise ``torch.tensor([1], device=...)`` would move there without an operation
     lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for each in lists:
         each.append(FakeTensor)

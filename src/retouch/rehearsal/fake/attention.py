@@ -1,6 +1,6 @@
-"""Scaled dot-product attention on the fake accelerator, by the kernel that torch chooses on CUDA.
+"""Scaled dot-product attention on the fake accelerator, with the kernel that torch chooses on CUDA.
 
-Without a mask and in 16 bits that is FlashAttention (arXiv 2205.14135); with a mask or in fp32 the memory-efficient kernel, which
+Without a mask and in 16 bits, this is FlashAttention (arXiv 2205.14135); with a mask or in fp32, the memory-efficient kernel, which
 reads the mask as a tensor of the queries' dtype.
 """
 
@@ -21,8 +21,8 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Inside it, ``torch.nn.functional.scaled_dot_product_attention`` of fake tensors takes a fused kernel. A function mode would
-    not reach the recomputation of checkpointed blocks, so the function itself is replaced."""
+    """Inside the context, ``torch.nn.functional.scaled_dot_product_attention`` uses a fused kernel for fake tensors. A function
+    mode would not apply to the recomputation of checkpointed blocks, so the function itself is replaced."""
     own = functional.scaled_dot_product_attention
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +39,7 @@ def fused_attention() -> Iterator[None]:
 def _attention(given: dict[str, Any]) -> Tensor:
     query, key, value, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
     causal, scale = bool(given.get("is_causal", False)), given.get("scale")
-    if key.shape[1] != query.shape[1]:  # grouped queries: flash reads the keys in place, the other kernel needs copies
+    if key.shape[1] != query.shape[1]:  # grouped queries: FlashAttention reads the keys in place, the other kernel needs copies
         times = query.shape[1] // key.shape[1]
         if mask is None:
             key, value = (each[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for each in (key, value))

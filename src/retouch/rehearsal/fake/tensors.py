@@ -1,4 +1,4 @@
-"""Tensors without data: their shape, dtype, device, and the few values that the host knows."""
+"""Tensors without data: they have a shape, a dtype, a device, and values only if these follow from values on the host."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 DEVICE = "rehearsal"
 CPU, META = torch.device("cpu"), torch.device("meta")
 KNOWN_INTEGERS, KNOWN_FLOATS = 2**22, 2**12
-"""Most values of a tensor whose values are kept, by its kind of dtype."""
+"""The largest number of elements of a tensor whose values are kept, for integer (and other) and for floating-point dtypes."""
 aten = torch.ops.aten
 _MOVES = (aten._to_copy, aten.copy_, aten._copy_from)
 _INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._index_put_impl_)
@@ -18,7 +18,7 @@ _EMPTY = (aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty, aten.
 
 
 class DeviceMismatch(RuntimeError):
-    """An operation on tensors of two devices."""
+    """An operation received tensors on two devices."""
 
 
 machines: list[Any] = []
@@ -26,13 +26,13 @@ machines: list[Any] = []
 
 def active() -> Any:
     if not machines:
-        raise RuntimeError("a fake tensor was used outside its rehearsal")
+        raise RuntimeError("a fake tensor was used outside of its rehearsal")
     return machines[-1]
 
 
 class FakeTensor(Tensor):
-    """A tensor on a fake device, or a large one on the host. ``inner``: on the meta device, with the same shape and storage of its
-    own; ``value``: its values, if they are known."""
+    """A tensor on a fake device, or a large tensor on the host. ``inner``: a tensor on the meta device with the same shape and its
+    own storage. ``value``: the values, or None. ``known``: whether ``value`` is valid; a list that views of the tensor share."""
 
     inner: Tensor
     value: Tensor | None
@@ -107,7 +107,7 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
 
 
 def mapped(tree: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
-    """The tree with its tensors changed."""
+    """Return the tree with ``change`` applied to its tensors."""
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, list | tuple):
@@ -118,7 +118,7 @@ def mapped(tree: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
 
 
 def description(value: Any) -> Any:
-    """What the shapes of a result can depend on, as a key."""
+    """Return a key of everything in an argument that the shape of a result can depend on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
@@ -127,7 +127,7 @@ def description(value: Any) -> Any:
 
 
 def moved_to(device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of an operation that shall take place on this device."""
+    """Change the keyword arguments of an operation so that it runs on this device."""
     if kwargs.get("device") is not None:
         kwargs["device"] = device
     if kwargs.get("pin_memory"):
@@ -136,12 +136,12 @@ def moved_to(device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def common_device(packet: Any, given: list[Tensor], asked: torch.device | None, args: Any) -> torch.device:
-    """Where the result is. Raises DeviceMismatch."""
+    """Return the device of an operation's result. Raises DeviceMismatch."""
     places = list(dict.fromkeys(tensor.device for tensor in given if isinstance(tensor, FakeTensor) or tensor.dim() > 0))
     if packet in _MOVES:
         return args[0].device if packet is aten.copy_ else (asked or places[0])
     if packet in _INDEXING and args[0].device.type == DEVICE:
-        places = [place for place in places if place != CPU]  # as CUDA, which takes indices of the host
+        places = [place for place in places if place != CPU]  # like CUDA, which accepts indices on the host
     fake = [place for place in places if place.type == DEVICE]
     numbers = [tensor.device for tensor in given if tensor.dim() == 0 and isinstance(tensor, FakeTensor)]
     if len(places) > 1 and fake and CPU in places:
@@ -156,7 +156,7 @@ def common_device(packet: Any, given: list[Tensor], asked: torch.device | None, 
 
 
 def require_one_dtype(packet: Any, given: list[Tensor]) -> None:
-    """torch refuses such products on CUDA; its meta kernels do not."""
+    """Raise RuntimeError for a matrix product of two dtypes. torch refuses it on CUDA, but not on the meta device."""
     if packet in _SAME_DTYPE:
         kinds = list(dict.fromkeys(tensor.dtype for tensor in given))
         if len(kinds) > 1:
@@ -170,12 +170,12 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def placed(real: Tensor, device: torch.device) -> Tensor:
-    """A fake tensor that knows its values."""
+    """Return ``real`` as a fake tensor with known values if ``device`` is a fake device; otherwise unchanged."""
     return FakeTensor(on_meta(real), device, real.detach()) if device.type == DEVICE else real
 
 
 def on_host(tensor: FakeTensor) -> FakeTensor:
-    """A fake tensor of the same shape in the host's memory."""
+    """Return a fake tensor of the same shape in host memory."""
     return FakeTensor(torch.empty(tensor.shape, dtype=tensor.dtype, device=META), CPU)
 
 
@@ -184,7 +184,7 @@ def _small(tensor: Tensor) -> bool:
 
 
 def known_values(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Any:
-    """The values of the result, if they follow from known values; None otherwise."""
+    """Return the values of the result ``made`` if they follow from known values; otherwise None."""
     given = tensors_of(args, kwargs)
     known = True
     for tensor in given:
@@ -212,7 +212,7 @@ def _is_new(func: Any) -> bool:
 
 
 def _made_up(made: Tensor) -> Tensor | None:
-    """Made-up values of numbers that are computed from unknown ones, such as sampled tokens, so that what follows is known."""
+    """Return made-up integers for a result of unknown values, such as sampled tokens, so that later values are known; else None."""
     whole = not made.dtype.is_floating_point and not made.dtype.is_complex and made.dtype != torch.bool
     return torch.ones(made.shape, dtype=made.dtype) if whole and _small(made) else None
 

@@ -1,6 +1,6 @@
-"""Tokenizers for models whose own are not on this machine: about one token a word, and the special tokens with their real ids.
+"""Replacements for tokenizers that are not on this machine: about one token per word, and the special tokens with their real ids.
 
-Words are split as Qwen's tokenizer splits them, so the official templates have their official lengths.
+Words are split with the pattern of Qwen's tokenizer, so the official templates have their official lengths.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ _T5 = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 
 
 def tokenizer_files(folder: Path) -> bool:
-    """Whether the folder holds a tokenizer."""
+    """Return whether the folder contains a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model"))
 
 
 def stand_in(cls: Any, folder: Path) -> PreTrainedTokenizerBase:
-    """A tokenizer in place of one of this class."""
+    """Return a replacement for a tokenizer of this class. Raises ValueError if there is none. ``folder``: named in the error."""
     kind = cls.__name__
     if "CLIP" in kind:
         return _made(_CLIP, size=49408, pad="<|endoftext|>", end="<|endoftext|>", start="<|startoftext|>", most=77)
@@ -48,7 +48,7 @@ def stand_in(cls: Any, folder: Path) -> PreTrainedTokenizerBase:
 
 
 def write_emu3(folder: Path) -> Path:
-    """A folder with a tokenizer in place of Emu3's."""
+    """Write a replacement for Emu3's tokenizer into the folder, and return the folder."""
     visual = {f"<|visual token {code:06d}|>": 151854 + code for code in range(_VISUAL_TOKENS)}
     _made(EMU3, size=151643, pad="<|endoftext|>", end=None, more=visual).save_pretrained(folder)
     return folder

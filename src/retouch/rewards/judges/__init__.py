@@ -1,4 +1,4 @@
-"""Rewards that ask a vision-language model: each phrases its questions, and turns the answers into columns. One file a reward.
+"""Rewards that ask a vision-language model: each one writes its questions, and converts the answers to columns.
 
 Example::
 
@@ -6,6 +6,7 @@ Example::
     reward = AspectsReward(judge=judge, n_evals=3, temperature=0.7)
     reward([Sample(task, image)])  # {"alignment": ..., "quality": ..., "identity": ...}
 
-``base.py`` is what they share, ``panel.py`` asks their prompts, ``rubrics.py`` and ``prompts/`` hold the texts. May import
-``rewards.base`` and ``rewards.vlm``; torch only inside functions.
+Each file contains one reward or one family of rewards. ``base.py`` has their base class, ``panel.py`` sends their prompts,
+``rubrics.py`` and ``prompts/`` contain the texts. Modules may import ``rewards.base`` and ``rewards.vlm``; torch only inside
+functions.
 """

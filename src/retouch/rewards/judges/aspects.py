@@ -1,4 +1,5 @@
-"""System A's judge: alignment, quality and identity, each 0 to 1 and asked on its own, each the mean of a few answers."""
+"""The judge of system A: alignment, quality and identity, each 0 to 1. Each aspect has its own question and averages several
+answers."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ _IMAGES: Mapping[Aspect, int] = {"alignment": 2, "quality": 1, "identity": 2}
 class AspectsReward(JudgeReward):
     """The judge of system A: one question and one column, 0 to 1, for each aspect.
 
-    ``alignment``: the instruction is followed. ``quality``: the quality of the image alone. ``identity``: what should not change
-    has not changed.
-    Tasks without a source image are prompts for images, for which there is no identity.
+    ``alignment``: whether the image follows the instruction. ``quality``: the quality of the image, without the instruction.
+    ``identity``: whether everything that should not change is unchanged. Tasks without a source image are text-to-image prompts,
+    which have no identity.
 
     Example::
 
@@ -37,37 +38,37 @@ class AspectsReward(JudgeReward):
 
     kind: Literal["aspects"] = "aspects"
     n_evals: Count = 3
-    """Number of answers to each question, each with its own seed. A score is their mean, and missing if one answer is missing."""
+    """Number of answers to each question, each with its own seed. A score is their mean; it is missing if one answer is missing."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.7
-    """Sampling temperature of the answers; 0 gives the same answer every time, so it needs ``n_evals`` 1."""
+    """Sampling temperature of the answers. At 0 all answers are the same, so ``n_evals`` must be 1."""
     aspects: Annotated[tuple[Aspect, ...], Field(min_length=1)] = ("alignment", "quality", "identity")
-    """Which of them to ask for; identity compares with a source image."""
+    """The aspects to ask for; ``identity`` needs a source image."""
 
     rubrics: ClassVar[tuple[str, ...]] = ("alignment", "generated-alignment", "quality", "identity")
 
     @model_validator(mode="after")
     def _each_once(self) -> Self:
         if len(set(self.aspects)) != len(self.aspects):
-            raise ValueError(f"aspects {list(self.aspects)}: name each at most once")
+            raise ValueError(f"aspects {list(self.aspects)}: give each aspect at most once")
         return self
 
     @property
     def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
-        """One for each aspect."""
+        """One column for each aspect."""
         return {aspect: Column(0.0, 1.0) for aspect in self.aspects}
 
     @property
     def questions(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
-        """One for each aspect."""
+        """One question for each aspect."""
         return tuple((aspect, _IMAGES[aspect]) for aspect in self.aspects)
 
     @property
     def settings(self) -> str:
-        """The aspects."""
+        """The names of the aspects."""
         return ", ".join(self.aspects)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: identity of a task without a source."""
+        """Return each column, (b,), float32. Raises ValueError for ``identity`` if a task has no source image."""
         import torch
 
         verdicts = iter(self.panel.judge([_prompt(aspect, sample) for aspect in self.aspects for sample in samples]))
@@ -75,11 +76,11 @@ class AspectsReward(JudgeReward):
         return {aspect: torch.tensor([float(mean) for mean in column]) for aspect, column in means.items()}
 
     def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
-        """Identity of tasks without a source."""
+        """Yield a message if ``identity`` is asked for and the tasks have no source images."""
         yield from super().task_problems(path, tasks)
         if "identity" in self.aspects and not tasks.has_source:
             none = f"{tasks.path}.kind {tasks.kind!r} has none"
-            yield f"{path}.aspects: identity compares with a source image, and {none}; remove it"
+            yield f"{path}.aspects: identity compares with a source image, but {none}; remove identity"
 
 
 def _prompt(aspect: Aspect, sample: Sample) -> Prompt:

@@ -1,4 +1,4 @@
-"""What all judges have in common: the model that they ask, how often, and the panel that does so."""
+"""The base class of all judges: the model that answers, the number of answers, and the panel that sends the questions."""
 
 from __future__ import annotations
 
@@ -27,34 +27,35 @@ if TYPE_CHECKING:
 class JudgeReward(RewardSection):
     """A reward that asks a vision-language model."""
 
-    # Derived classes phrase the prompts of a sample, ask ``self.panel`` and return columns.
+    # Derived classes write the prompts for a sample, call ``self.panel.judge`` and return columns.
 
     judge: AnyJudgeModel
     """The model that answers."""
     n_evals: Count = 1
-    """Number of answers to each question, each with its own seed. A score is their mean, and missing if one answer is missing."""
+    """Number of answers to each question, each with its own seed. A score is their mean; it is missing if one answer is missing."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """Sampling temperature of the answers; 0 gives the same answer every time, so it needs ``n_evals`` 1."""
+    """Sampling temperature of the answers. At 0 all answers are the same, so ``n_evals`` must be 1."""
     seed: Annotated[int, Field(ge=0, lt=2**30)] = 0
-    """Seed of the first answer; the next ones count up from it."""
+    """Seed of the first answer; the next answers have the seeds ``seed + 1``, ``seed + 2`` and so on."""
 
     asks_judge: ClassVar[bool] = True
     rubrics: ClassVar[tuple[str, ...]] = ()
-    """The files in ``prompts/`` that it may use; they are part of its fingerprint."""
+    """The files in ``prompts/`` that the reward may use; they are part of its fingerprint."""
     questions: ClassVar[tuple[tuple[str, int], ...]] = ()
-    """For each question about a sample: its rubric, and the number of images in it. For estimates of calls and tokens."""
+    """For each question about a sample: its rubric and its number of images. Used to estimate calls and tokens."""
     one_token: ClassVar[bool] = False
     """Whether an answer is one token."""
 
     @property
     def panel(self) -> Panel:
-        """The panel, whose client is opened at the first use where ``build`` has not opened it."""
+        """The panel. Its client is opened at the first use, if ``build`` has not opened it."""
         panel: Panel = self.model
         return panel
 
     @property
     def settings(self) -> str:
-        """The keys that decide a score, beside the rubrics and the panel. Part of the fingerprint, so its wording stays."""
+        """The settings that affect a score, except the rubrics and the panel. They are part of the fingerprint, so the text must
+        not change."""
         return ""
 
     @property
@@ -67,16 +68,16 @@ class JudgeReward(RewardSection):
     def __call__(self, samples: Sequence[Sample]) -> Scores: ...
 
     def submit(self, samples: Sequence[Sample]) -> Future[Scores]:
-        """Score in the background; calls may overtake each other."""
+        """Score in the background. Calls may finish in any order."""
         return self.panel.threads.submit(self, samples)
 
     def close(self) -> None:
-        """End the threads, and close the client's connections."""
+        """Stop the threads, and close the client's connections."""
         if self._model is not None:
             self._model.close()
 
     def load(self, device: torch.device | str) -> Panel:
-        """A panel with a client of its own. ValueError as ``JudgeModel.open``."""
+        """Open a panel with its own client. Raises ValueError as ``JudgeModel.open`` does."""
         return self._panel(self.judge.open(device=device))
 
     def build(
@@ -86,35 +87,35 @@ class JudgeReward(RewardSection):
         clients: JudgeClients | None = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """The reward with an open client: the one that ``clients`` has for its model."""
+        """Return the reward with an open client; ``clients`` shares one client among the rewards with the same judge section."""
         clients = JudgeClients(device) if clients is None else clients
         return keep(self.with_model(self._panel(clients.open(self.judge))))
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """Repeats that cannot differ, and what is wrong with the model's section."""
+        """Yield a message for repeated answers at temperature 0, and for each problem of the judge's section."""
         yield from super().problems(path, prefix, run)
         if self.n_evals > 1 and self.temperature == 0:
-            same = f"{self.n_evals} answers at temperature 0 are one answer"
-            yield f"{path}.n_evals: {same}; give a temperature, 0.7 say, or n_evals 1"
+            same = f"{self.n_evals} answers at temperature 0 are all the same"
+            yield f"{path}.n_evals: {same}; set a temperature above 0, for example 0.7, or n_evals 1"
         yield from self.judge.problems(f"{path}.judge")
 
     def changeable_paths(self, path: str) -> Iterator[str]:
-        """Its own, and how the model is reached."""
+        """Yield the changeable paths of the reward and of its judge's section."""
         yield from super().changeable_paths(path)
         for key in self.judge.changeable:
             yield f"{path}.judge.{key}"
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model, where it runs in this process."""
+        """Yield the judge's model if it runs in this process."""
         yield from self.judge.loaded_models()
 
     def variables(self) -> Iterator[tuple[str, str]]:
-        """The variables of the model's keys."""
+        """Yield the environment variables of the judge's API key."""
         for variable in self.judge.variables():
             yield variable, self.judge.description
 
     def keys_sent(self) -> Iterator[tuple[str, str]]:
-        """Those of the model."""
+        """Yield the environment variables of the API keys that the judge's client sends, each with the URL of the server."""
         yield from self.judge.keys_sent()
 
     def _panel(self, client: JudgeClient) -> Panel:

@@ -1,4 +1,5 @@
-"""Complex-Edit's judge (arXiv 2504.13143): was it done, was the rest left alone, does it look well; whole numbers from 0 to 10."""
+"""Complex-Edit's judge (arXiv 2504.13143): instruction following, identity preservation and perceptual quality, whole numbers from
+0 to 10."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ _WHOLE = Scale(0, 10, whole=True)
 
 
 class ComplexEditReward(JudgeReward):
-    """Complex-Edit's judge (arXiv 2504.13143, which takes 20 answers). Columns, each 0 to 10:
+    """Complex-Edit's judge (arXiv 2504.13143, which averages 20 answers). Columns, each 0 to 10:
 
-    ``instruction_following``: how far the instruction was followed. Where ``task.meta["operations"]`` lists the atomic operations
-    of a compound instruction, each is scored on its own and this is their mean. ``identity_preservation``: how far everything else
-    was preserved. ``perceptual_quality``: of the image, without the instruction. ``overall``: the mean of the three.
+    ``instruction_following``: how well the image follows the instruction. If ``task.meta["operations"]`` lists the atomic
+    operations of a compound instruction, each operation gets a score, and the column is their mean. ``identity_preservation``: how
+    well everything else is preserved. ``perceptual_quality``: the quality of the image, without the instruction. ``overall``: the
+    mean of the three.
 
     Example::
 
@@ -43,7 +45,10 @@ class ComplexEditReward(JudgeReward):
     needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: a task without a source image, or operations that are no list of texts."""
+        """Return each column, (b,), float32.
+
+        Raises ValueError if a task has no source image, or if its operations are not a list of texts.
+        """
         import torch
 
         prompts = (_following, _preservation, _quality)
@@ -54,7 +59,10 @@ class ComplexEditReward(JudgeReward):
 
 
 def operations(task: Task) -> list[str]:
-    """The atomic operations of a compound instruction; empty where there are none. ValueError: not a list of texts."""
+    """Return the atomic operations of a compound instruction; empty if the task lists none.
+
+    Raises ValueError if they are not a list of texts.
+    """
     listed = task.meta.get("operations", [])
     if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
         raise ValueError(f'task {task.id!r}: meta["operations"] must be a list of texts, one for each atomic operation')
@@ -81,7 +89,7 @@ def _quality(sample: Sample) -> Prompt:
 
 
 def _mean(verdict: Verdict) -> float:
-    """The mean over names and repeats; NaN if any is missing."""
+    """Return the mean over all names and repeats; NaN if any score is missing."""
     import torch
 
     return float(torch.stack(list(verdict.scores.values())).mean()) if verdict.scores else NAN

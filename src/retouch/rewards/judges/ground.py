@@ -1,4 +1,4 @@
-"""The ground score of EARL (arXiv 2508.01119): how close an image comes to the task's target; the source is not shown."""
+"""The ground score of EARL (arXiv 2508.01119): the closeness of an image to the task's target; the source is not shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from retouch.types import Column, Sample, Scores
 
 
 class GroundReward(JudgeReward):
-    """How close the image comes to the task's target (EARL). Column ``ground``, 0 to 10.
+    """Closeness of the image to the task's target image, as in EARL. Column ``ground``, 0 to 10.
 
     Source: EARL (arXiv 2508.01119).
 
@@ -33,7 +33,7 @@ class GroundReward(JudgeReward):
     needs_target = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. ValueError: a task without a target image."""
+        """Return the column, (b,), float32. Raises ValueError if a task has no target image."""
         import torch
 
         verdicts = self.panel.judge([_prompt(sample) for sample in samples])
@@ -42,6 +42,6 @@ class GroundReward(JudgeReward):
 
 def _prompt(sample: Sample) -> Prompt:
     if sample.task.target is None:
-        raise ValueError(f"task {sample.task.id!r} has no target image, with which the ground score compares")
+        raise ValueError(f"task {sample.task.id!r} has no target image, which the ground reward needs; use data with target images")
     parts = ("The right picture:", sample.task.target, "The picture to judge:", judged_image(sample))
     return Prompt(rubric("ground"), parts, ScoresForm({"score": Scale(0, 10)}))

@@ -1,4 +1,4 @@
-"""Knowledge fidelity of MMMG (arXiv 2506.10963): which elements and dependencies of a knowledge graph an image shows."""
+"""Knowledge fidelity of MMMG (arXiv 2506.10963): the elements and dependencies of a knowledge graph that an image shows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GRAPHS = ("Knowledge_Graph", "Visual Components")
-"""The key of the graph in a task's ``meta``: in MMMG's test set, and in its training set."""
+"""The keys of the graph in a task's ``meta``: the first in MMMG's test set, the second in its training set."""
 NOTES = ("Annotation", "Key Knowledge")
+"""The keys of the notes on the graph in a task's ``meta``."""
 _YES = Scale(0, 1, whole=True)
 
 
 class MmmgReward(JudgeReward):
-    """How much of a task's knowledge graph the image shows. Columns, each 0 to 1:
+    """The part of a task's knowledge graph that the image shows. Columns, each 0 to 1:
 
-    ``fidelity``: 1 - GED / (nodes + edges of both graphs), where GED is the edit distance of the graph of what is shown to the
-    task's graph. ``elements``, ``dependencies``: the shares of them that are shown; ``dependencies`` is missing where the graph has
-    none. An edge is counted where both of its elements are shown too. The judge answers 1 or 0 for each of them.
+    ``fidelity``: 1 - GED / (nodes + edges of both graphs), where GED is the edit distance between the shown graph and the task's
+    graph. ``elements``, ``dependencies``: the share of the elements and of the dependencies that the image shows; ``dependencies``
+    is missing if the graph has none. An edge counts only if both of its elements are shown too. The judge answers 1 or 0 for each
+    element and each dependency.
 
-    Source: MMMG (arXiv 2506.10963). Its code takes networkx's first approximation of the distance, an upper bound; here it is
-    exact. Its score multiplies this by a readability, from regions of SAM 2.1, which is not included.
+    Source: MMMG (arXiv 2506.10963). Its code uses networkx's first approximation of the distance, an upper bound; this reward
+    computes the exact distance. MMMG's score multiplies the fidelity by a readability, computed from regions of SAM 2.1; this
+    factor is not included.
 
     Example::
 
@@ -51,7 +54,7 @@ class MmmgReward(JudgeReward):
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("mmmg", 1),)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: a task without a knowledge graph in its ``meta``."""
+        """Return each column, (b,), float32. Raises ValueError if a task has no knowledge graph in its ``meta``."""
         import torch
 
         if not samples:
@@ -64,7 +67,8 @@ class MmmgReward(JudgeReward):
 
 @dataclass(frozen=True, slots=True)
 class KnowledgeGraph:
-    """``elements``: names. ``dependencies``: as MMMG writes them, ``Causes(rain, river)``. ``notes``: on their meaning."""
+    """A knowledge graph. ``elements``: their names. ``dependencies``: in MMMG's notation, ``Causes(rain, river)``. ``notes``:
+    explanations of the elements and dependencies."""
 
     elements: tuple[str, ...]
     dependencies: tuple[str, ...]
@@ -72,7 +76,7 @@ class KnowledgeGraph:
 
     @classmethod
     def of(cls, task: Task) -> KnowledgeGraph:
-        """The graph in a task's ``meta``, as JSON text or as a map. Raises ValueError if there is none."""
+        """Read the graph in a task's ``meta``, which is JSON text or an object. Raises ValueError if there is none."""
         found = next((task.meta[key] for key in GRAPHS if task.meta.get(key)), None)
         if isinstance(found, str):
             try:
@@ -86,12 +90,12 @@ class KnowledgeGraph:
 
     @property
     def names(self) -> dict[str, str]:
-        """A short name for every element and dependency, by which the judge answers."""
+        """The elements and dependencies by their short names (``e1``, ``d1``), which the judge uses in its answer."""
         elements = {f"e{k}": element for k, element in enumerate(self.elements, start=1)}
         return elements | {f"d{k}": dependency for k, dependency in enumerate(self.dependencies, start=1)}
 
     def size(self, shown: Sequence[bool]) -> int:
-        """The nodes and edges of the graph of what is shown: first each element, then each dependency."""
+        """Return the number of nodes and edges of the shown graph. ``shown``: for each element, then for each dependency."""
         nodes = {element.lower() for element, seen in zip(self.elements, shown, strict=False) if seen}
         known = {element.lower() for element in self.elements}
         edges = set()
@@ -101,19 +105,20 @@ class KnowledgeGraph:
         return len(nodes) + len(edges)
 
     def fidelity(self, shown: Sequence[bool]) -> float:
-        """1 - the normalised edit distance. The shown graph is a part of the whole, so the distance is the difference in size."""
+        """Return 1 - the normalised edit distance. The shown graph is a subgraph, so the distance is the difference in size."""
         whole, part = self.size([True] * len(self.names)), self.size(shown)
         return 1 - (whole - part) / (whole + part)
 
 
 def _names(graph: Any, key: str) -> tuple[str, ...] | None:
-    """The distinct names in a list of the graph; None if it has no such list."""
+    """Return the distinct names in the list under ``key``; None if the graph has no such list."""
     names = graph.get(key) if isinstance(graph, Mapping) else None
     return tuple(dict.fromkeys(names)) if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _edges(dependency: str, elements: set[str]) -> set[tuple[str, str]]:
-    """The edges of ``Relation(one, other)`` between known elements: of ``Requires`` from the other, of ``Defines`` both ways."""
+    """Return the edges of ``Relation(one, other)`` between known elements: from one to other; for ``Requires`` from other to one;
+    for ``Defines`` in both directions."""
     relation, _, inside = dependency.partition("(")
     ends = [_element(end.strip().lower(), elements) for end in inside.removesuffix(")").split(",", 1)]
     if len(ends) != 2 or ends[0] is None or ends[1] is None:
@@ -128,7 +133,8 @@ def _edges(dependency: str, elements: set[str]) -> set[tuple[str, str]]:
 
 
 def _element(name: str, elements: set[str]) -> str | None:
-    """The element of that name; else the only one whose name contains it, or of which it contains the name as one of its words."""
+    """Return the element with this name; otherwise the only element whose name contains it or, if the name has several words, is
+    contained in it. None if there is no such element, or more than one."""
     if name.startswith("change("):
         name = name.removeprefix("change(").removesuffix(")").strip()
     if name in elements:
@@ -146,7 +152,7 @@ def _prompt(sample: Sample, graph: KnowledgeGraph) -> Prompt:
 
 
 def _columns(graph: KnowledgeGraph, verdict: Verdict) -> Tensor:
-    """The three columns of a sample, (3,): means over the answers, NaN if one is missing."""
+    """Return the three columns of a sample, (3,): means over the answers; NaN if an answer is missing."""
     import torch
 
     missing = torch.full((3,), float("nan"), dtype=torch.float64)

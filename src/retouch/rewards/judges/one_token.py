@@ -1,4 +1,5 @@
-"""Judges of one token: the probability of "yes", and the expected digit, from the first token's log-probabilities or from votes."""
+"""Judges with one-token answers: the probability of "yes", and the expected digit. Both are computed from the first token's
+log-probabilities, or from repeated answers."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from retouch.types import Column, Sample, Scores
 
 
 class YesReward(JudgeReward):
-    """The probability that the judge answers yes when asked whether the task was done. It needs log-probabilities, or repeated
-    answers that are counted as votes.
+    """The probability that the judge answers yes to the question whether the image fulfils the instruction. It needs
+    log-probabilities, or repeated answers.
 
-    Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)). Tasks with and without a source have rubrics of their own.
+    Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)). Tasks with and without a source image have different rubrics.
 
     Example::
 
@@ -29,10 +30,10 @@ class YesReward(JudgeReward):
 
     kind: Literal["yes"] = "yes"
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Minimum total probability of yes and no; below it the score is missing."""
+    """Minimum total probability of yes and no; with less the score is missing."""
     by: Literal["probability", "choice"] = "probability"
-    """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the share of ``n_evals``
-    answers."""
+    """``probability``: use the first token's log-probabilities. ``choice``, for endpoints without log-probabilities: use the share
+    of yes among ``n_evals`` answers."""
 
     columns: ClassVar[Mapping[str, Column]] = {"yes": Column(0.0, 1.0)}
     rubrics: ClassVar[tuple[str, ...]] = ("yes", "generated-yes")
@@ -41,11 +42,11 @@ class YesReward(JudgeReward):
 
     @property
     def settings(self) -> str:
-        """The least mass, or that answers are votes."""
+        """``min_mass``, or ``votes`` if ``by`` is ``choice``."""
         return _settings(self)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32."""
+        """Return the column, (b,), float32."""
         import torch
 
         form = _form(self, "yes", {"no": 0.0, "yes": 1.0})
@@ -54,11 +55,9 @@ class YesReward(JudgeReward):
 
 
 class DigitReward(JudgeReward):
-    """The expected digit from 0 to 5, divided by 5 (Edit-R1, arXiv 2510.16888). It needs log-probabilities, or repeated answers
-    that are counted as votes.
+    """The expected digit from 0 to 5, divided by 5 (Edit-R1, arXiv 2510.16888). It needs log-probabilities, or repeated answers.
 
-    Column ``digit``, 0 to 1. ``task.meta["requirement"]``, where there is one, is what the data set says a good edit must look
-    like.
+    Column ``digit``, 0 to 1. ``task.meta["requirement"]`` is an optional description of a good edit, from the data set.
 
     Example::
 
@@ -69,10 +68,10 @@ class DigitReward(JudgeReward):
 
     kind: Literal["digit"] = "digit"
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Minimum total probability of the six digits; below it the score is missing."""
+    """Minimum total probability of the six digits; with less the score is missing."""
     by: Literal["probability", "choice"] = "probability"
-    """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the mean of ``n_evals``
-    answers."""
+    """``probability``: use the first token's log-probabilities. ``choice``, for endpoints without log-probabilities: use the mean
+    of ``n_evals`` answers."""
 
     columns: ClassVar[Mapping[str, Column]] = {"digit": Column(0.0, 1.0)}
     rubrics: ClassVar[tuple[str, ...]] = ("digit",)
@@ -82,11 +81,11 @@ class DigitReward(JudgeReward):
 
     @property
     def settings(self) -> str:
-        """The least mass, or that answers are votes."""
+        """``min_mass``, or ``votes`` if ``by`` is ``choice``."""
         return _settings(self)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. ValueError: a task without a source image."""
+        """Return the column, (b,), float32. Raises ValueError if a task has no source image."""
         import torch
 
         form = _form(self, "digit", {str(digit): digit / 5 for digit in range(6)})

@@ -1,4 +1,5 @@
-"""The panel that all judges share: every prompt is asked ``repeats`` times, and a score that any repeat misses is missing."""
+"""The panel that sends the prompts of a judge: every prompt is sent ``repeats`` times. A score is missing if any repeat misses
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _MOST_CALLS = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of an answer."""
+    """A question about one sample: a rubric, the parts after it (the image to judge last), and the form of the answer."""
 
     rubric: str
     parts: tuple[Part, ...]
@@ -30,23 +31,23 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """The answers to one prompt. ``scores``: each name's values over the repeats, (n,), float64, NaN if a repeat is missing."""
+    """The answers to one prompt. ``scores``: the values of each name in the repeats, (n,), float64, NaN if a repeat is missing."""
 
     scores: Mapping[str, Float[Tensor, " n"]]
     answers: tuple[Answer, ...]
 
     def mean(self, name: str) -> Float[Tensor, ""]:
-        """The mean over the repeats; NaN if one is missing."""
+        """Return the mean over the repeats; NaN if one is missing."""
         import torch
 
         return self.scores[name].mean() if name in self.scores else torch.tensor(NAN)
 
 
 class Panel:
-    """``repeats`` answers to each prompt, at ``temperature``, with the seeds ``seed``, ``seed + 1`` and so on.
+    """Requests ``repeats`` answers to each prompt, at ``temperature``, with the seeds ``seed``, ``seed + 1`` and so on.
 
-    The seeds do not depend on the sample or its place, so the order of samples changes no score. ``threads``: for calls that are
-    under way at the same time. ValueError: settings out of range.
+    The seeds do not depend on the sample or its position, so the order of samples does not change any score. ``threads``: executor
+    of concurrent calls. Raises ValueError if a setting is out of range.
     """
 
     def __init__(self, client: JudgeClient, *, repeats: int = 1, temperature: float = 0.0, seed: int = 0) -> None:
@@ -63,11 +64,11 @@ class Panel:
 
     @property
     def identity(self) -> str:
-        """The client's identity, the number of repeats, the temperature and the seeds. It is part of a judge's fingerprint."""
+        """The client's identity, the number of repeats, the temperature and the seeds; part of the fingerprint of a judge."""
         return f"{self.client.identity}; {self.repeats} answers at temperature {self.temperature:g}, seeds from {self.seed}"
 
     def judge(self, prompts: Sequence[Prompt]) -> list[Verdict]:
-        """A verdict for each prompt, in order; all questions are asked at once."""
+        """Return a verdict for each prompt, in order; all questions are sent to the client in one call."""
         questions = [
             Question(prompt.rubric, prompt.parts, prompt.form, seed=self.seed + repeat, temperature=self.temperature)
             for prompt in prompts
@@ -78,7 +79,7 @@ class Panel:
         return [_verdict(answers[k : k + self.repeats]) for k in range(0, len(answers), self.repeats)]
 
     def close(self) -> None:
-        """End the threads, and close the client's connections."""
+        """Stop the threads, and close the client's connections."""
         self.threads.shutdown(wait=True, cancel_futures=True)
         close(self.client)
 

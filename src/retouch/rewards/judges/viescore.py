@@ -1,4 +1,5 @@
-"""VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909): what was done, how it looks, and the geometric mean of the two."""
+"""VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909): semantic consistency, perceptual quality, and their geometric
+mean."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ _COLUMNS: Mapping[str, Column] = {
 class VieScore(JudgeReward):
     """VIEScore (arXiv 2312.14867). Columns, each 0 to 10:
 
-    ``sc`` = min(success, restraint), what was done; ``pq`` = min(naturalness, cleanness), how it looks; ``overall`` = sqrt(sc pq).
-    Each is taken of every answer, and then averaged. A task without a source image is a prompt for an image; its ``sc`` is the
-    success alone. The four sub-scores are diagnostics, 0 to 10; ``restraint`` is NaN for a prompt.
+    ``sc`` = min(success, restraint), semantic consistency; ``pq`` = min(naturalness, cleanness), perceptual quality; ``overall`` =
+    sqrt(sc pq). Each is computed for every answer, and then averaged. A task without a source image is a text-to-image prompt; its
+    ``sc`` is the success alone. The four sub-scores are diagnostics, 0 to 10; ``restraint`` is NaN for a text-to-image prompt.
 
     Example::
 
@@ -45,7 +46,7 @@ class VieScore(JudgeReward):
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("vie-edit", 2), ("vie-picture", 1))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32; NaN if an answer is missing that the column needs."""
+        """Return each column, (b,), float32; NaN if an answer that the column needs is missing."""
         semantic = [_semantic_or_prompt(sample) for sample in samples]
         verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "vie-picture", 10) for sample in samples)])
         sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats)
@@ -54,8 +55,8 @@ class VieScore(JudgeReward):
 
 
 class EditScore(JudgeReward):
-    """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were tuned on it: the same columns, from scores out of
-    25, also of the sub-scores.
+    """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were fine-tuned for it. It has the columns of VIEScore, 0
+    to 10; the judge answers with scores from 0 to 25, which are divided by 2.5.
 
     Example::
 
@@ -66,7 +67,7 @@ class EditScore(JudgeReward):
 
     kind: Literal["editscore"] = "editscore"
     average: Literal["last", "first"] = "last"
-    """``last``: the mean of the answers' overall scores; ``first``: the overall score of their means."""
+    """``last``: the mean of the answers' overall scores; ``first``: the overall score of the answers' mean ``sc`` and ``pq``."""
 
     columns: ClassVar[Mapping[str, Column]] = _COLUMNS
     rubrics: ClassVar[tuple[str, ...]] = ("editscore-edit", "editscore-picture")
@@ -75,11 +76,11 @@ class EditScore(JudgeReward):
 
     @property
     def settings(self) -> str:
-        """How repeats are averaged."""
+        """The value of ``average``."""
         return f"average {self.average}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: a task without a source image."""
+        """Return each column, (b,), float32. Raises ValueError if a task has no source image."""
         semantic = [_semantic(sample, "editscore-edit", 25) for sample in samples]
         verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "editscore-picture", 25) for sample in samples)])
         sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats) / 2.5
@@ -105,7 +106,7 @@ def _perceptual(sample: Sample, name: str, top: int) -> Prompt:
 
 
 def _least(verdicts: Sequence[Verdict], names: Sequence[str], repeats: int) -> Float[Tensor, "b n"]:
-    """The least of a verdict's scores, repeat by repeat; NaN if there is none."""
+    """Return the minimum of a verdict's scores in each repeat; NaN if there is none."""
     import torch
 
     rows = torch.full((len(verdicts), repeats), NAN, dtype=torch.float64)
@@ -121,8 +122,8 @@ def _columns(sc: Float[Tensor, "b n"], pq: Float[Tensor, "b n"], overall: Float[
 
 
 def _sub_scores(verdicts: Sequence[Verdict]) -> Scores:
-    """The mean over the answers of each sub-score, (b,); NaN where it is missing. ``verdicts``: b of what was done, then b
-    of how it looks."""
+    """Return the mean over the answers of each sub-score, (b,); NaN if it is missing. ``verdicts``: b verdicts on semantic
+    consistency, then b verdicts on perceptual quality."""
     import torch
 
     half = len(verdicts) // 2

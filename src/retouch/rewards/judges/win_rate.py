@@ -1,4 +1,4 @@
-"""Win rates within a group (Pref-GRPO, arXiv 2508.20751): images made for one task are compared in pairs."""
+"""Win rates within a group (Pref-GRPO, arXiv 2508.20751): the judge compares the images of one task in pairs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FORM = WordForm("second", {"first": 0.0, "second": 1.0})
 
 
 class WinRateReward(JudgeReward):
-    """Win rate among the images made for one task (Pref-GRPO, arXiv 2508.20751).
+    """Win rate of an image among the images of its task (Pref-GRPO, arXiv 2508.20751).
 
-    Column ``win_rate``, 0 to 1: the mean probability that an image is better than each of the others. Every pair is asked both ways
-    round and its probability is the mean of the two, which takes out a judge's preference for a position. A group is what one call
-    has of one ``task.id``, so calls must have whole groups. A sample alone in its group, or in a pair without an answer, is
-    missing.
+    Column ``win_rate``, 0 to 1: the mean probability that an image is better than each other image of its group. The judge sees
+    every pair in both orders, and the probability is the mean of both answers, which removes the judge's position bias. A group
+    consists of the samples with the same ``task.id`` in one call, so each call must contain whole groups. The score is missing if
+    the sample is alone in its group, or if one of its pairs has no answer.
 
     Example::
 
@@ -40,7 +40,7 @@ class WinRateReward(JudgeReward):
     compares_groups: ClassVar[bool] = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. k samples of a task take k (k - 1) questions, times the repeats."""
+        """Return the column, (b,), float32. A group of k samples needs k (k - 1) questions, times the repeats."""
         import torch
 
         groups: dict[str, list[int]] = {}
@@ -57,7 +57,7 @@ class WinRateReward(JudgeReward):
         return {"win_rate": torch.tensor([sum(won) / len(won) if won else NAN for won in wins])}
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """Evaluation, which makes one image a task, and chunks that split groups."""
+        """Yield a message if evaluation, which has one image per task, uses the column, and if a chunk splits groups."""
         yield from super().problems(path, prefix, run)
         yield from whole_group_problems(run, column=f"{prefix}win_rate", reward="win_rate")
 

@@ -1,4 +1,4 @@
-"""The playground's exact judges: rewards that know the scene of a task and measure an image's pixels against it.
+"""The playground's exact judges: rewards that know the scene of a task and compare the pixels of an image with it.
 
-They may import ``playground.world``, ``rewards.base`` and ``types``.
+Modules may import ``playground.world``, ``rewards.base`` and ``types``.
 """

@@ -1,4 +1,4 @@
-"""The playground's exact judge of edits: it knows the scene and the edits, and measures pixels cell by cell."""
+"""The playground's exact judge of edits: it knows the scene and the edits, and compares pixels cell by cell."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 
 class PlaygroundReward(RewardSection):
-    """The playground's exact judge of edits, against ``scene`` and ``edits`` in the task's ``meta``.
+    """The playground's exact judge of edits: it compares the image with ``scene`` and ``edits`` in the task's ``meta``.
 
-    Per cell: d_out is the distance of the image to the expected cell, d_src that of the source to it, d_kept the image's to the
-    source's cell, d_near the image's to the nearest template (empty, or one of the 18 things) on the background that explains the
-    image best. keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1). ``IF``, instruction following, 0 to 10: 10 x mean over the edits of
-    the mean over their cells of clip((1 - d_out / d_src - 0.1) / 0.8, 0, 1); 0 for the untouched source. ``IP``, identity
-    preservation, 0 to 10: 10 x weighted mean of keep(d_kept) over the cells that no edit touches; those with a thing weigh 3,
-    empty ones 1; 10 for the untouched source. ``PQ``, image quality, 0 to 10, blind to the instruction: 10 x mean of keep(d_near)
-    over all cells; 0 where no cell shows a thing (one that is nearest and has keep above 0). ``overall``, 0 to 10: sqrt(min(IF,
-    IP) x PQ). ``exact``: 1 where background and every cell's nearest template are the target's and PQ is at least 7, else 0.
-    ``success/<kind>``, diagnostics: the share of the task's edits of this kind that are done, that is, all their cells' nearest
-    templates are the target's; NaN if the task has none.
+    For each cell, d_out is the distance of the image to the expected cell, d_src the distance of the source image to the expected
+    cell, d_kept the distance of the image to the source's cell, and d_near the distance of the image to the nearest template
+    (empty, or one of the 18 objects) on the background that fits the image best. keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1).
+    ``IF``, instruction following, 0 to 10: 10 x the mean over the edits of the mean over their cells of clip((1 - d_out / d_src -
+    0.1) / 0.8, 0, 1); 0 for the unchanged source. ``IP``, identity preservation, 0 to 10: 10 x the weighted mean of keep(d_kept)
+    over the cells that no edit touches; cells with an object have weight 3, empty cells 1; 10 for the unchanged source. ``PQ``,
+    image quality, 0 to 10, independent of the instruction: 10 x the mean of keep(d_near) over all cells; 0 if no cell shows an
+    object (its nearest template is an object, and keep is above 0). ``overall``, 0 to 10: sqrt(min(IF, IP) x PQ). ``exact``: 1 if
+    the background and the nearest template of every cell are those of the target and PQ is at least 7, else 0. ``success/<kind>``,
+    diagnostics: the share of the task's edits of this kind that are done (the nearest templates of all their cells are those of the
+    target); NaN if the task has no such edit.
 
     Example::
 
@@ -53,9 +54,9 @@ class PlaygroundReward(RewardSection):
     data_kinds = ("playground", "playground-indirect")
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image, or with one of another size than 24 x 24, gets the minimum.
+        """Return each column, (b,), float32. A sample without an image, or with an image that is not 24 x 24, gets the minimum.
 
-        ValueError: a task that is not the playground's.
+        Raises ValueError if a task is not a task of the playground.
         """
         import numpy as np
         import torch
@@ -81,7 +82,7 @@ class PlaygroundReward(RewardSection):
         return {name: torch.from_numpy(self._or_low(name, column, usable)) for name, column in columns.items()}
 
     def _or_low(self, name: str, column: Float[ndarray, " b"], usable: Bool[ndarray, " b"]) -> Float[ndarray, " b"]:
-        """The column with its minimum where the image is not usable; what does not apply stays NaN."""
+        """Set the column to its minimum for unusable images; NaN (a score that does not apply) stays NaN."""
         import numpy as np
 
         return np.where(usable | np.isnan(column), column, self.columns[name].low).astype(np.float32)
@@ -89,7 +90,7 @@ class PlaygroundReward(RewardSection):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edits:
-    """What each row's task requires: codes of the cells before and after, and which cells belong to which edit."""
+    """The requirements of each row's task: the codes of the cells before and after the edits, and which cells each edit touches."""
 
     backgrounds: Int[ndarray, " b"]
     source: Int[ndarray, "b 9"]
@@ -99,7 +100,7 @@ class _Edits:
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> _Edits:
-        """The tasks' edits; a task that occurs often (a group's) is read once."""
+        """Read the edits of the tasks; a task that occurs several times (in a group) is read once."""
         import numpy as np
 
         from retouch.playground.world.rendering import codes
@@ -128,17 +129,17 @@ class _Edits:
 
 
 def _read(task: Task) -> tuple[Scene, list[Edit]]:
-    """The scene and the edits of a task's meta."""
+    """Read the scene and the edits from a task's ``meta``. Raises ValueError if they are missing."""
     edits = task.meta.get("edits")
     if "scene" not in task.meta or not isinstance(edits, list) or not 1 <= len(edits) <= MOST_EDITS:
         raise ValueError(
-            f"task {task.id!r} has no scene and edits in its meta: the playground's judge needs the playground's own tasks"
+            f"task {task.id!r} has no scene and edits in its meta: the playground reward needs tasks of the playground"
         )
     return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
 def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
-    """IF, 0 to 10."""
+    """Compute the column ``IF``, 0 to 10."""
     import numpy as np
 
     from retouch.rewards.playground.measuring import CELL_TEMPLATES, distance
@@ -154,7 +155,7 @@ def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray
 
 
 def _preservation(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
-    """IP, 0 to 10. At least one cell is untouched: four edits touch eight at most."""
+    """Compute the column ``IP``, 0 to 10. At least one cell is untouched, because four edits touch at most eight of the nine."""
     import numpy as np
 
     from retouch.rewards.playground.measuring import CELL_TEMPLATES, OBJECT_WEIGHT, distance, keep

@@ -1,7 +1,7 @@
-"""What the playground's judges measure: the images cell by cell, against the templates of all things that a cell can hold.
+"""The measurements of the playground's judges: distances between the cells of an image and the templates of all objects.
 
-Distances are root mean squares over the 192 values of a cell in units of the full range (0 to 1). Squared distances are sums of
-whole numbers, exact in float64, so a score does not depend on the rest of the batch.
+A distance is the root mean square difference over the 192 values of a cell, in units of the full range (0 to 1). Squared distances
+are sums of integers, exact in float64, so that a score does not depend on the rest of the batch.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,8 @@ from retouch.playground.world.rendering import TEMPLATES
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CELLS, GRID, SIZE
 from retouch.types import Sample
 
-# 7.7 of 255 cost nothing: an autoencoder's noise is about 4. Any two things on one background differ by more than DEAD + SCALE.
+# DEAD is 7.7 of 255, so that the noise of an autoencoder (about 4) costs nothing. Two objects on the same background differ by more
+# than DEAD + SCALE.
 DEAD = 0.03
 SCALE = 0.09
 OBJECT_WEIGHT = 3.0
@@ -27,7 +28,7 @@ CELL_TEMPLATES: Float[ndarray, "4 19 192"] = TEMPLATES.reshape(len(BACKGROUNDS),
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellReading:
-    """What images show: the background, and for each cell the code of the nearest template on it, with its distance."""
+    """The content of images: the background, and for each cell the code of the nearest template on it, with its distance."""
 
     backgrounds: Int[ndarray, " b"]
     nearest: Int[ndarray, "b 9"]
@@ -35,7 +36,8 @@ class CellReading:
 
     @classmethod
     def of(cls, cells: Float[ndarray, "b 9 192"]) -> "CellReading":
-        """The background is the one on which the cells are nearest to their nearest templates, in the sum of squares."""
+        """Read cells with values 0 to 255. The background is the one with the smallest sum of squared distances of the cells to
+        their nearest templates."""
         squares = (cells**2).sum(-1)[..., None, None] + (CELL_TEMPLATES**2).sum(-1)
         squares = squares - 2 * (cells @ CELL_TEMPLATES.reshape(-1, VALUES).T).reshape(squares.shape)
         backgrounds = squares.min(-1).sum(1).argmin(-1)
@@ -44,7 +46,7 @@ class CellReading:
 
 
 def image_cells(samples: Sequence[Sample], usable: Bool[ndarray, " b"]) -> Float[ndarray, "b 9 192"]:
-    """The images cut into cells, 0 to 255; black where an image is not ``usable``."""
+    """Cut the images into cells, 0 to 255; images that are not ``usable`` are black."""
     stack = np.zeros((len(samples), SIZE, SIZE, 3), dtype=np.uint8)
     for row, sample in enumerate(samples):
         if usable[row] and sample.image is not None:
@@ -54,17 +56,17 @@ def image_cells(samples: Sequence[Sample], usable: Bool[ndarray, " b"]) -> Float
 
 
 def distance(a: Float[ndarray, "b 9 192"], b: Float[ndarray, "b 9 192"]) -> Float[ndarray, "b 9"]:
-    """Root mean square per cell, 0 to 1."""
+    """Return the root mean square difference of each cell, 0 to 1. ``a``, ``b``: 0 to 255."""
     return np.sqrt(((a - b) ** 2).sum(-1) / VALUES) / 255
 
 
 def keep(distance: Float[ndarray, "b 9"]) -> Float[ndarray, "b 9"]:
-    """1 up to ``DEAD``, 0 from ``DEAD + SCALE`` on, linear between."""
+    """Return 1 for distances up to ``DEAD``, 0 from ``DEAD + SCALE`` on, and linear values between."""
     return 1 - np.clip((distance - DEAD) / SCALE, 0, 1)
 
 
 def quality(reading: CellReading) -> Float[ndarray, " b"]:
-    """Image quality, 0 to 10: the mean of ``keep`` over the cells; 0 where no cell shows a thing."""
+    """Return the image quality, 0 to 10: 10 x the mean of ``keep`` over the cells; 0 if no cell shows an object."""
     kept = keep(reading.distance)
     shown = ((reading.nearest > 0) & (kept > 0)).any(-1)
     return 10 * kept.mean(-1) * shown

@@ -1,4 +1,4 @@
-"""The playground's exact judge of paintings: it knows the requested scene, and measures pixels cell by cell."""
+"""The playground's exact judge of paintings: it knows the requested scene, and compares pixels cell by cell."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
@@ -9,16 +9,17 @@ from retouch.types import Column, Sample, Scores, Task
 
 
 class PaintingReward(RewardSection):
-    """The playground's exact judge of paintings, against the ``scene`` in the task's ``meta``; it never sees a writer's prompt.
+    """The playground's exact judge of paintings: it compares the image with the ``scene`` in the task's ``meta``, and never reads a
+    writer's prompt.
 
-    The image's background is the one that explains it best. Per cell that is to hold a thing: d_thing is the distance of the image
-    to that thing on the image's background; keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1). ``alignment``, 0 to 10: 10 x (3 x sum of
-    keep(d_thing) + ground) / (3 x (things requested + things too many) + 1), where ground is 1 on the requested background, else
-    0, and a thing is too many in a cell that is to be empty. ``quality``, 0 to 10, blind to the request: 10 x mean over the cells
-    of keep of the distance to the nearest template; 0 where no cell shows a thing. ``overall``, 0 to 10: sqrt(alignment x
-    quality). ``exact``: 1 where background and every cell's nearest template are the scene's and quality is at least 7, else 0.
-    Diagnostics: ``shown``, the share of the requested things that are in their cell; ``ground``, as above; ``extra``, things too
-    many.
+    The background of the image is the background that fits it best. For each cell that must contain an object, d_object is the
+    distance of the image to this object on the image's background; keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1). ``alignment``, 0 to
+    10: 10 x (3 x sum of keep(d_object) + ground) / (3 x (requested objects + extra objects) + 1), where ground is 1 on the
+    requested background, else 0, and an extra object is an object in a cell that must be empty. ``quality``, 0 to 10, independent
+    of the request: 10 x the mean over the cells of keep of the distance to the nearest template; 0 if no cell shows an object.
+    ``overall``, 0 to 10: sqrt(alignment x quality). ``exact``: 1 if the background and the nearest template of every cell are those
+    of the scene and quality is at least 7, else 0. Diagnostics: ``shown``, the share of the requested objects that are in their
+    cell; ``ground``, as above; ``extra``, the number of extra objects.
 
     Example::
 
@@ -42,8 +43,8 @@ class PaintingReward(RewardSection):
     data_kinds = ("playground-paintings",)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image, or with one of another size than 24 x 24, gets the minimum, and
-        NaN for ``extra``. ValueError: a task that is no painting of the playground.
+        """Return each column, (b,), float32. A sample without an image, or with an image that is not 24 x 24, gets the minimum, and
+        NaN for ``extra``. Raises ValueError if a task is not a painting of the playground.
         """
         import numpy as np
         import torch
@@ -89,8 +90,8 @@ class PaintingReward(RewardSection):
 
 def _scene(task: Task) -> Scene:
     if "scene" not in task.meta:
-        raise ValueError(f"task {task.id!r} has no scene in its meta: the painting judge needs the playground's own paintings")
+        raise ValueError(f"task {task.id!r} has no scene in its meta: playground-paintings needs paintings of the playground")
     scene = Scene.from_json(task.meta["scene"])
     if not scene.objects:
-        raise ValueError(f"task {task.id!r} requests an empty scene")
+        raise ValueError(f"task {task.id!r} requests an empty scene; playground-paintings needs at least one object")
     return scene

@@ -1,6 +1,6 @@
-"""The playground's judge of signs: whether ink and paper are those of the reference. The text itself is for ``ocr``.
+"""The playground's judge of signs: whether a sign has the ink and paper colours of the reference. ``ocr`` scores the text.
 
-Colours are red, green and blue, 0 to 255, and distances between them Euclidean.
+Colours are red, green and blue, 0 to 255; distances between colours are Euclidean.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ SAME, OTHER = 16.0, 80.0
 
 
 class SignReward(RewardSection):
-    """The playground's judge of signs: whether ink and paper of the image, where the mask marks it, are those of the ``reference``.
+    """The playground's judge of signs: whether the image, in the white part of the mask, has the ink and paper colours of the
+    ``reference``.
 
-    ``paper``, 0 to 1: 1 - clip((d - 16) / 64, 0, 1), where d is the distance between the two papers: the medians of red, green and
-    blue. ``ink``, 0 to 1: the same of the two inks, the mean of the 8 pixels that are farthest from their paper; 0 where the ink
-    is not 60 away from the paper, since nothing is written there. ``style``: the mean of both. Letters are blurred at their edges,
-    differently in every word, which moves an ink by less than 16.
+    ``paper``, 0 to 1: 1 - clip((d - 16) / 64, 0, 1), where d is the distance between the two paper colours; a paper colour is the
+    median of red, green and blue. ``ink``, 0 to 1: the same formula for the two ink colours; an ink colour is the mean of the 8
+    pixels that are farthest from the paper colour. ``ink`` is 0 if the image's ink is less than 60 away from its paper, because
+    then nothing is written. ``style``: the mean of both. The edges of letters are blurred, differently in every word, which changes
+    an ink colour by less than 16.
 
     Example::
 
@@ -48,9 +50,9 @@ class SignReward(RewardSection):
     data_kinds = ("playground-words",)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image, or with one of another size than the mask, scores 0.
+        """Return each column, (b,), float32. A sample without an image, or with an image of another size than the mask, scores 0.
 
-        ValueError: a task without a mask or a reference.
+        Raises ValueError if a task has no mask, an empty mask, or no reference.
         """
         import numpy as np
         import torch
@@ -68,7 +70,7 @@ class SignReward(RewardSection):
 
 
 def paper_and_ink(pixels: Pixels) -> tuple[InkColour, InkColour]:
-    """The paper's and the ink's colour of a sign's pixels; where nothing is written the two are nearly the same."""
+    """Return the paper colour and the ink colour of a sign's pixels. If nothing is written, both are nearly equal."""
     import numpy as np
 
     paper = np.median(pixels, axis=0)
@@ -92,7 +94,7 @@ def _agreement(one: InkColour, other: InkColour) -> float:
 
 def _marked(task: Task) -> tuple[Image, Image]:
     if task.mask is None or task.mask.getbbox() is None or task.reference is None:
-        raise ValueError(f"task {task.id!r} has no sign (a mask) and reference: playground-signs judges the playground's own words")
+        raise ValueError(f"task {task.id!r} has no sign (mask) or no reference: playground-signs needs words of the playground")
     return task.mask, task.reference
 
 

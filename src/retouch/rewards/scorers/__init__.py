@@ -1,6 +1,6 @@
-"""Rewards that compute a score from the image in the run's own process: by pixels, or by a pretrained model.
+"""Rewards that score an image in the process of the run, from its pixels or with a pretrained model.
 
-One file a reward (or a family of them); helpers: ``dual_encoder.py`` (CLIP, SigLIP), ``detectors.py``, ``weights.py``,
-``pixels.py``. May import ``rewards.base``, ``rewards.facts`` and third-party libraries, torch and transformers only inside
-functions of a reward's file.
+Each file contains one reward or one family of rewards. Helpers: ``dual_encoder.py`` (CLIP, SigLIP), ``detectors.py`` and
+``pixels.py``. Modules may import ``rewards.base``, ``rewards.facts``, ``rewards.weights`` and third-party libraries. The file of a
+reward imports torch and transformers only inside functions.
 """

@@ -1,6 +1,6 @@
-"""What images look like, as numbers that need no judge: brightness, saturation, fine detail, and what the mask protects.
+"""Statistics of images that need no judge: brightness, saturation, fine detail, and preservation of the protected area.
 
-A policy that games its judge often shows it here first: everything glows, is oversaturated, or carries a pattern of single pixels.
+Reward hacking is often visible here first: all images become bright or oversaturated, or contain a pattern of single pixels.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 class AppearanceReward(RewardSection):
-    """Brightness, saturation, fine detail, and what the mask protects: columns for monitoring, not for training, each 0 to 1.
+    """Brightness, saturation, fine detail and preservation: columns for monitoring, not for training, each 0 to 1.
 
     ``brightness``: mean luminance. ``saturation``: mean of (max - min) / max over red, green and blue, 0 for black. ``detail``: the
-    root mean square of the luminance's frequencies above half the finest one along either axis; about 0.01 to 0.06 for photographs,
-    and 0.87 s for noise of standard deviation s. ``preservation``, a diagnostic: 1 - the mean absolute difference to the source,
-    weighted by what ``task.mask`` leaves alone (white is where to change); NaN without a source or a mask that leaves something.
+    root mean square of the luminance's frequency components above half the Nyquist frequency along either axis; about 0.01 to 0.06
+    for photographs, and 0.87 s for noise of standard deviation s. ``preservation``, a diagnostic: 1 - the mean absolute difference
+    to the source image, over the area that ``task.mask`` protects (black; white marks the area to edit); NaN if there is no source
+    image, no mask or no protected area.
 
     Example::
 
@@ -43,7 +44,7 @@ class AppearanceReward(RewardSection):
     }
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image scores 0."""
+        """Return each column, (b,), float32. A sample without an image scores 0."""
         import torch
 
         luma = torch.tensor(LUMA, dtype=torch.float64)
@@ -63,7 +64,7 @@ def _saturation(pixels: Float[Tensor, "h w 3"]) -> Float[Tensor, ""]:
 
 
 def _detail(luminance: Float[Tensor, "h w"]) -> Float[Tensor, ""]:
-    """By Parseval's theorem: sqrt of the sum of |F|^2 over the fine frequencies, over the number of pixels."""
+    """Compute the column ``detail`` by Parseval's theorem: sqrt(sum of |F|^2 over the fine frequencies) / number of pixels."""
     import torch
 
     spectrum = torch.fft.fft2(luminance)

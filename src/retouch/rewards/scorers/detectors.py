@@ -1,4 +1,4 @@
-"""Objects found in images by name, with open-vocabulary detectors of transformers: OWL-ViT, OWLv2, Grounding DINO."""
+"""Find objects by name in images, with open-vocabulary detectors of transformers: OWL-ViT, OWLv2, Grounding DINO."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObj
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object: its name, the detector's confidence (0 to 1), and its box (left, top, right, bottom) in pixels."""
+    """A detected object: its name, the detector's confidence (0 to 1), and its box (left, top, right, bottom) in pixels."""
 
     name: str
     confidence: float
@@ -39,12 +39,15 @@ class Detector(Protocol):
     """Finds objects by name."""
 
     def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
-        """Every candidate, each under the name that fits it best, the most confident first, overlapping ones included."""
+        """Return all candidate objects, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
         ...
 
 
 def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> Detector:
-    """The detector in a folder or the Hugging Face cache, frozen, in fp32. ValueError: no weights, or those of another kind."""
+    """Load a detector from a folder or the Hugging Face cache, frozen, in fp32.
+
+    Raises ValueError if there are no weights, or if the model is of another type.
+    """
     folder = weights_folder(path)
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind in _OWL:
@@ -55,9 +58,10 @@ def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> De
 
 
 class _Owl:
-    """OWL-ViT and OWLv2: each name is a query "a photo of a ...". OWLv2 sees the image padded to a square on its right or below.
+    """OWL-ViT and OWLv2: each name is a query "a photo of a ...". For OWLv2, the image is padded to a square (right or bottom).
 
-    OWLv2's own processor smooths with SciPy before it shrinks; here Pillow's bilinear filter does, so pixels differ by a little.
+    OWLv2's own processor smooths an image with SciPy before it is shrunk. Here, Pillow's bilinear filter smooths it, so pixels
+    differ slightly.
     """
 
     def __init__(self, folder: Path, kind: str, device: torch.device | str) -> None:
@@ -85,7 +89,7 @@ class _Owl:
 
 
 class _GroundingDino:
-    """Grounding DINO: the names as one text, "cat. dog."; a name's logit is the highest of its tokens'."""
+    """Grounding DINO: the names are joined to one text, "cat. dog."; a name's logit is the highest logit of its tokens."""
 
     def __init__(self, folder: Path, device: torch.device | str) -> None:
         self.model = _frozen(GroundingDinoForObjectDetection, folder, device)
@@ -109,8 +113,8 @@ class _GroundingDino:
 
 
 def suppress_overlaps(found: Sequence[Found], *, above: float, overlap: float = 0.5, most: int = 16) -> list[Found]:
-    """Non-maximum suppression: of each name at most ``most`` objects of a confidence above ``above``, without those that overlap a
-    more confident one of the same name by more than ``overlap`` (intersection over union)."""
+    """Apply non-maximum suppression: for each name, keep at most ``most`` objects with a confidence above ``above``, and drop each
+    object that overlaps a more confident object of the same name by more than ``overlap`` (intersection over union)."""
     kept: dict[str, list[Found]] = {}
     for one in sorted(found, key=lambda one: -one.confidence):
         same = kept.setdefault(one.name, [])
@@ -122,7 +126,8 @@ def suppress_overlaps(found: Sequence[Found], *, above: float, overlap: float = 
 def _named(
     logits: Float[Tensor, "n k"], boxes: Float[Tensor, "n 4"], names: Sequence[str], *, size: tuple[int, int]
 ) -> list[Found]:
-    """Boxes are (centre x, centre y, width, height) as shares of ``size`` (width, height)."""
+    """Convert logits and boxes to objects. ``boxes``: (centre x, centre y, width, height) as fractions of ``size``, (width,
+    height)."""
     confidence, label = logits.float().sigmoid().cpu().max(dim=1)
     centre, half = boxes.float().cpu()[:, :2], boxes.float().cpu()[:, 2:] / 2
     corners = torch.cat([centre - half, centre + half], dim=1) * torch.tensor([*size, *size], dtype=torch.float32)
@@ -132,7 +137,7 @@ def _named(
 
 
 def _overlap(a: Box, b: Box) -> float:
-    """Intersection over union."""
+    """Return the intersection over union of two boxes."""
     width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
     shared = max(width, 0.0) * max(height, 0.0)
     whole = (a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - shared

@@ -1,4 +1,4 @@
-"""Preservation of the source where nothing should change, in the features of DINOv2 (arXiv 2304.07193)."""
+"""The ``dino`` reward: preservation of the source image in the features of DINOv2 (arXiv 2304.07193)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-_MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as the model was trained
+_MEAN = (0.485, 0.456, 0.406)  # ImageNet statistics, with which DINOv2 was trained
 _STD = (0.229, 0.224, 0.225)
 
 
 class DinoReward(ModelReward):
-    """Preservation of the source where nothing should change, in the features of DINOv2 (arXiv 2304.07193).
+    """Preservation of the source image outside the mask, measured with the features of DINOv2 (arXiv 2304.07193).
 
     Column ``preservation``, 0 to 1: the mean over patches of max(cosine, 0) between the features of the image and of its source.
-    Each patch is weighted by how much of it ``task.mask`` leaves alone (white is where to change); without a mask all weigh the
-    same, and the requested change then counts as a loss. Exactly 1 for an unchanged image, and where the mask leaves nothing alone.
+    The weight of a patch is the share of the patch that ``task.mask`` protects (black; white marks the area to edit). Without a
+    mask, all patches have the same weight, so that the requested edit lowers the score. The score is exactly 1 for an unchanged
+    image, and if the mask protects nothing.
 
     Example::
 
@@ -39,13 +40,16 @@ class DinoReward(ModelReward):
     path: PathText = "facebook/dinov2-base"
     """Folder of the weights, or their id in the Hugging Face cache."""
     size: Count = 224
-    """Both images are resized to so many pixels a side (bicubic); a multiple of the model's patch."""
+    """Side in pixels to which both images are resized (bicubic); a multiple of the model's patch size."""
 
     columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
     needs_source = True
 
     def load(self, device: torch.device | str) -> Any:
-        """The model, frozen, in fp32. ValueError: no weights of DINOv2, or a size that is no multiple of its patch."""
+        """Load the model, frozen, in fp32.
+
+        Raises ValueError if there are no DINOv2 weights, or if ``size`` is not a multiple of the patch size.
+        """
         import torch
         from transformers import Dinov2Config, Dinov2Model
 
@@ -53,20 +57,20 @@ class DinoReward(ModelReward):
         config = Dinov2Config.from_pretrained(folder, local_files_only=True)
         if config.model_type != "dinov2" or self.size % config.patch_size:
             raise ValueError(
-                f"{self.path}, size {self.size}: give a DINOv2 model and a multiple of its patch of {config.patch_size} pixels"
+                f"{self.path}, size {self.size}: give a DINOv2 model and a multiple of its patch size of {config.patch_size} pixels"
             )
         model = Dinov2Model.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
         return model.requires_grad_(False).eval().to(device)
 
     @property
     def fingerprint(self) -> str:
-        """The model's weights, and the size of its images."""
+        """Digest of the model's weights, and the image size."""
         return f"weights {weights_digest(weights_folder(self.path))}, size {self.size}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores 0. Sources are encoded once a task.
+        """Return the column, (b,), float32. A sample without an image scores 0. The source image of a task is encoded once.
 
-        ValueError: a task without a source.
+        Raises ValueError if a task has no source image.
         """
         import torch
 
@@ -84,7 +88,7 @@ class DinoReward(ModelReward):
         return {"preservation": scores.clamp(0, 1)}
 
     def _patches(self, image: Image.Image) -> Float[Tensor, "n d"]:
-        """A unit vector for each patch, row by row."""
+        """Return a unit vector for each patch, in row-major order."""
         import torch
 
         pixels = normalised_pixels([image], self.size).to(self.model.device)
@@ -93,7 +97,7 @@ class DinoReward(ModelReward):
             return torch.nn.functional.normalize(features.double(), dim=1).cpu()
 
     def _kept(self, task: Task) -> Float[Tensor, " n"]:
-        """How much of each patch the mask leaves alone, 0 to 1."""
+        """Return the share of each patch that the mask protects, 0 to 1."""
         import numpy as np
         import torch
 
@@ -105,7 +109,7 @@ class DinoReward(ModelReward):
 
 
 def normalised_pixels(images: Sequence[Image.Image], size: int) -> Float[Tensor, "n 3 s s"]:
-    """The images at ``size`` pixels a side (bicubic), with the mean and the deviation of ImageNet, as DINOv2 was trained."""
+    """Resize images to ``size`` pixels a side (bicubic), and normalise them with ImageNet's mean and standard deviation."""
     import numpy as np
     import torch
 

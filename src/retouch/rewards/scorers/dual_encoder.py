@@ -1,4 +1,4 @@
-"""CLIP and SigLIP behind one interface: a text encoder, an image encoder, and the cosine between their embeddings."""
+"""One interface for CLIP and SigLIP: a text encoder, an image encoder, and the cosine between their embeddings."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from transformers import (
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Sample
 
-# Model, image processor, and whether texts are padded to the full length, as the model was trained.
+# Model, image processor, and whether texts are padded to the full length. SigLIP was trained with such padding.
 _KINDS: dict[str, tuple[Any, Any, bool]] = {
     "clip": (CLIPModel, CLIPImageProcessorPil, False),
     "siglip": (SiglipModel, SiglipImageProcessorPil, True),
@@ -33,7 +33,8 @@ _RESAMPLING = {int(Resampling.BILINEAR): "bilinear", int(Resampling.BICUBIC): "b
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextEmbeddings:
-    """``vectors``: of unit length. ``truncated``: which texts are longer than the model reads, so that their end was dropped."""
+    """Embeddings of texts. ``vectors``: unit vectors. ``truncated``: True if the text was longer than the model's maximum, so that
+    its end was dropped."""
 
     vectors: Float[Tensor, "n d"]
     truncated: Bool[Tensor, " n"]
@@ -42,8 +43,8 @@ class TextEmbeddings:
 class DualEncoder:
     """A CLIP (arXiv 2103.00020) or SigLIP (arXiv 2303.15343) from a folder or the Hugging Face cache, frozen, in fp32.
 
-    ``longest``: how many tokens of a text it reads (CLIP 77, SigLIP 64), beginning and end of text included.
-    ValueError: no weights, or those of another kind of model.
+    ``longest``: the maximum length of a text in tokens (CLIP 77, SigLIP 64), including the special tokens.
+    Raises ValueError if there are no weights, or if the model is of another type.
     """
 
     def __init__(self, path: str | Path, *, device: torch.device | str = "cpu") -> None:
@@ -62,17 +63,17 @@ class DualEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """The model's weights."""
+        """Digest of the model's weights."""
         return f"weights {weights_digest(self._folder)}"
 
     @property
     def scale(self) -> float:
-        """The factor by which the model was trained to multiply cosines."""
+        """The trained logit scale, by which the model multiplies cosines."""
         return float(self.model.logit_scale.exp())
 
     @torch.no_grad()
     def texts(self, texts: Sequence[str]) -> TextEmbeddings:
-        """A unit vector for each text; equal texts are encoded once."""
+        """Return a unit vector for each text; equal texts are encoded once."""
         distinct = list(dict.fromkeys(texts))
         place = torch.tensor([distinct.index(text) for text in texts], dtype=torch.long)
         lengths = torch.tensor([len(self.tokenizer(text)["input_ids"]) for text in distinct])
@@ -81,7 +82,7 @@ class DualEncoder:
 
     @torch.no_grad()
     def images(self, images: Sequence[Image]) -> Float[Tensor, "n d"]:
-        """A unit vector for each image."""
+        """Return a unit vector for each image."""
         vectors = []
         for first in range(0, len(images), _ROWS):
             part = [image.convert("RGB") for image in images[first : first + _ROWS]]
@@ -90,24 +91,24 @@ class DualEncoder:
         return torch.cat(vectors)
 
     def embed_tensors(self, images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
-        """A unit vector for each image of values 0 to 1, with gradient in the images, on the device of the model."""
+        """Return a unit vector for each image, with gradient in the images, on the device of the model. ``images``: 0 to 1."""
         pixels = tensor_pixels(self.processor, images.to(self.device, torch.float32))
         return _unit(self.model.get_image_features(pixel_values=pixels))
 
     def cosines_of_tensors(self, texts: Sequence[str], images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, " n"]:
-        """The cosine of each text with its image, with gradient in the images."""
+        """Return the cosine of each text with its image, with gradient in the images."""
         vectors = self.embed_tensors(images)
         return (self.texts(texts).vectors.to(vectors.device) * vectors).sum(dim=1)
 
     def cosines(self, texts: Sequence[str], images: Sequence[Image]) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
-        """The cosine of each text with its image, -1 to 1, and which texts were truncated."""
+        """Return the cosine of each text with its image, -1 to 1, and for each text whether it was truncated."""
         encoded = self.texts(texts)
         return (encoded.vectors * self.images(images)).sum(dim=1).clamp(-1, 1), encoded.truncated
 
     def score_samples(self, samples: Sequence[Sample]) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
-        """The cosine of each sample's instruction with its image, and 1 where the instruction was truncated, else 0.
+        """Return for each sample the cosine of its instruction with its image, and 1 if the instruction was truncated, else 0.
 
-        A sample without an image has the least cosine, -1, and NaN.
+        For a sample without an image, the cosine is the minimum, -1, and the second value is NaN.
         """
         cosines, truncated = torch.full((len(samples),), -1.0), torch.full((len(samples),), torch.nan)
         drawn = [(row, sample.task.instruction, sample.image) for row, sample in enumerate(samples) if sample.image is not None]
@@ -127,15 +128,15 @@ class DualEncoder:
 
 
 def tensor_pixels(processor: Any, images: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 y x"]:
-    """What a CLIP's or SigLIP's image processor makes of images, in tensors: resized, cropped, normalised; with gradient.
+    """Resize, crop and normalise tensors as the image processor of CLIP or SigLIP does, with gradient.
 
-    ``images``: 0 to 1. The processor rounds to 8 bits after each pass of resizing, and this does not: before the normalisation,
-    values differ by at most 2 / 255. Raises ValueError for settings that it does not know.
+    ``images``: 0 to 1. The processor rounds to 8 bits after each pass of resizing, and this function does not: before the
+    normalisation, values differ by at most 2 / 255. Raises ValueError if the processor has settings that are not supported.
     """
     size, resample = processor.size, _RESAMPLING.get(int(processor.resample))
     if resample is None or not (processor.do_resize and processor.do_rescale and processor.do_normalize):
         raise ValueError(
-            "the image processor has settings that cannot be differentiated here: it needs bilinear or bicubic resizing"
+            "the image processor cannot be differentiated: it needs bilinear or bicubic resizing, rescaling and normalisation"
         )
     height, width = images.shape[-2:]
     shortest = size.get("shortest_edge")
@@ -151,7 +152,7 @@ def tensor_pixels(processor: Any, images: Float[Tensor, "n 3 h w"]) -> Float[Ten
         crop = processor.crop_size["height"], processor.crop_size["width"]
         top, left = (new[0] - crop[0]) // 2, (new[1] - crop[1]) // 2
         if top < 0 or left < 0:
-            raise ValueError(f"the image processor crops {crop} from images of {new}; its crop must fit into its size")
+            raise ValueError(f"the image processor crops {crop} from images of {new}; its crop must not be larger than its size")
         images = images[..., top : top + crop[0], left : left + crop[1]]
     mean, std = (images.new_tensor(given)[:, None, None] for given in (processor.image_mean, processor.image_std))
     return (images - mean) / std

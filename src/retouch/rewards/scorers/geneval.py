@@ -1,6 +1,6 @@
-"""GenEval's object checks (arXiv 2310.11513): are the requested objects there, as many, in the right colours and places?
+"""GenEval's object checks (arXiv 2310.11513): does the image show the required objects, counts, colours and positions?
 
-A task brings its requirements in ``meta``, in GenEval's own form::
+The ``meta`` of a task contains its requirements, in GenEval's format::
 
     {"tag": "position", "include": [{"class": "dog", "count": 1},
                                     {"class": "tie", "count": 1, "position": ["right of", 0]}],
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 DIRECTIONS = ("left of", "right of", "above", "below")
-_NEAR = 0.1  # of both sizes together: an offset up to this is no direction
+_NEAR = 0.1  # fraction of the sum of both boxes' sizes; a smaller offset of the centres counts as no direction
 
 
 class GenEvalReward(RewardSection):
     """GenEval's checks of objects, counts, colours and positions (arXiv 2310.11513), by an open-vocabulary detector.
 
-    Columns, each 0 to 1: ``correct``, 1 where all requirements hold, as GenEval has it; ``met``, the share of them that hold.
+    Columns, each 0 to 1: ``correct``, 1 if the image meets all requirements, as in GenEval; ``met``, the share of the requirements
+    that it meets.
 
     Example::
 
@@ -47,14 +48,14 @@ class GenEvalReward(RewardSection):
 
     kind: Literal["geneval"] = "geneval"
     detector: PathText = "google/owlv2-base-patch16-ensemble"
-    """Folder of an OWL-ViT, OWLv2 or Grounding DINO, or its id in the Hugging Face cache."""
+    """Folder of an OWL-ViT, OWLv2 or Grounding DINO model, or its id in the Hugging Face cache."""
     clip: PathText | None = None
-    """The CLIP that names colours; null is for tasks that require none."""
+    """Folder or Hugging Face id of the CLIP model that classifies colours; null if no task requires a colour."""
     threshold: Share = 0.3
     """Confidence above which an object counts as found. GenEval uses 0.3 with its own detector of COCO's 80 classes."""
     counting_threshold: Share = 0.4
-    """The same for tasks with the tag "counting". GenEval uses 0.9 with its own detector; open-vocabulary detectors are less
-    confident."""
+    """Confidence threshold for tasks with the tag "counting". GenEval uses 0.9 with its own detector; open-vocabulary detectors are
+    less confident."""
     device: Device = None
     """Where the models run; null takes the run's device."""
 
@@ -62,7 +63,7 @@ class GenEvalReward(RewardSection):
     shorthand = "detector"
 
     def load(self, device: torch.device | str) -> GenEvalModels:
-        """The detector, and the CLIP where there is one. ValueError: no weights."""
+        """Load the detector, and the CLIP model if ``clip`` is set. Raises ValueError if there are no weights."""
         from retouch.rewards.scorers.detectors import load_detector
 
         colours = None if self.clip is None else ClipColours(self.clip, device=device)
@@ -70,16 +71,17 @@ class GenEvalReward(RewardSection):
 
     @property
     def fingerprint(self) -> str:
-        """The detector's weights, the thresholds, and what names colours."""
+        """Digest of the detector's weights, the thresholds, and the fingerprint of the colour classifier."""
         named = self.model.colours
         colours = named.fingerprint if isinstance(named, ClipColours) else "no colours"
         weights = weights_digest(weights_folder(self.detector))
         return f"detector {weights}, above {self.threshold:g}, counting {self.counting_threshold:g}; {colours}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image scores 0.
+        """Return each column, (b,), float32. A sample without an image scores 0.
 
-        ValueError: a task without requirements or with some that are not GenEval's, or one with colours and no CLIP to name them.
+        Raises ValueError if a task has no requirements, has requirements that are not in GenEval's format, or requires a colour
+        while ``clip`` is not set.
         """
         import torch
 
@@ -89,7 +91,7 @@ class GenEvalReward(RewardSection):
         for row, sample in enumerate(samples):
             wanted = requirements(sample.task)
             if self.model.colours is None and any(one.color for one in wanted.include):
-                raise ValueError(f"task {sample.task.id!r} requires a colour, which a CLIP names; give `clip`, its folder or id")
+                raise ValueError(f"task {sample.task.id!r} requires a colour; set `clip` to the folder or id of a CLIP model")
             if sample.image is not None:
                 above = self.counting_threshold if wanted.tag == "counting" else self.threshold
                 found = suppress_overlaps(self.model.detector(sample.image, wanted.names), above=above)
@@ -100,8 +102,11 @@ class GenEvalReward(RewardSection):
 
 
 class Wanted(BaseModel):
-    """An object that must be there: at least ``count`` of it, of ``color``, each ``position[0]`` (DIRECTIONS) of every object that
-    meets requirement number ``position[1]``."""
+    """A required object: the image must show at least ``count`` of it, each of the colour ``color``.
+
+    Each of them must lie in the direction ``position[0]`` (one of ``DIRECTIONS``) of every object that meets the requirement with
+    the index ``position[1]``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -121,7 +126,7 @@ class Unwanted(BaseModel):
 
 
 class Requirements(BaseModel):
-    """What an image must show.
+    """The requirements of a task: the objects that its image must show, and those that it must not show.
 
     Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
     """
@@ -132,19 +137,19 @@ class Requirements(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """Every object to look for, each once."""
+        """The distinct names of all objects that the detector must look for."""
         return list(dict.fromkeys(one.name for one in (*self.include, *self.exclude)))
 
 
 class ColourNamer(Protocol):
-    """Says which of ``COLOURS`` an object has."""
+    """Classifies the colour of objects: one of ``COLOURS`` for each box."""
 
     def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]: ...
 
 
 class ClipColours:
-    """The likeliest of ``COLOURS`` by a CLIP, for the image cropped to each box. GenEval also greys out what is not the object, for
-    which a detector of boxes has no mask."""
+    """Classifies the crop of each box as one of ``COLOURS``, with CLIP. GenEval also greys out the background of the object; a
+    detector of boxes has no mask for that."""
 
     def __init__(self, path: str | Path = "openai/clip-vit-large-patch14", *, device: torch.device | str = "cpu") -> None:
         from retouch.rewards.scorers.dual_encoder import DualEncoder
@@ -153,11 +158,11 @@ class ClipColours:
 
     @property
     def fingerprint(self) -> str:
-        """The model's weights."""
+        """Digest of the model's weights."""
         return self._encoder.fingerprint
 
     def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]:
-        """A colour for each box."""
+        """Return one colour for each box."""
         import torch
 
         prompts = (f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object")
@@ -169,14 +174,14 @@ class ClipColours:
 
 @dataclass(frozen=True, slots=True)
 class GenEvalModels:
-    """What finds objects, and what names their colours."""
+    """The models of the reward. ``colours`` is None if no CLIP model is configured."""
 
     detector: Detector
     colours: ColourNamer | None
 
 
 def requirements(task: Task) -> Requirements:
-    """What the task's ``meta`` requires. Raises ValueError if that is nothing, or not in GenEval's form.
+    """Read the requirements from a task's ``meta``. Raises ValueError if there are none, or if they are not in GenEval's format.
 
     Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
     """
@@ -186,23 +191,24 @@ def requirements(task: Task) -> Requirements:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"task {task.id!r}: its meta is not in GenEval's form: {where}: {first['msg']}") from None
+        raise ValueError(f"task {task.id!r}: its meta is not in GenEval's format: {where}: {first['msg']}") from None
     if not read.names:
         raise ValueError(f'task {task.id!r} has no requirements: give meta["include"] or meta["exclude"], as GenEval does')
     for number, one in enumerate(read.include):
         if one.color is not None and one.color not in COLOURS:
-            raise ValueError(f"task {task.id!r} requires the colour {one.color!r}; GenEval's are {', '.join(COLOURS)}")
+            raise ValueError(f"task {task.id!r} requires the colour {one.color!r}; GenEval's colours are {', '.join(COLOURS)}")
         if one.position is not None and (one.position[0] not in DIRECTIONS or not 0 <= one.position[1] < number):
             raise ValueError(
-                f"task {task.id!r} requires the position {list(one.position)}; give one of {', '.join(DIRECTIONS)} and the number "
-                "of an earlier requirement"
+                f"task {task.id!r} requires the position {list(one.position)}; give one of {', '.join(DIRECTIONS)} and the index "
+                "of an earlier requirement in meta['include']"
             )
     return read
 
 
 def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colours: ColourNamer | None) -> list[bool]:
-    """Whether each requirement holds: those to include, in order, then those to exclude. Of the objects of a name only as many as
-    are required are looked at, the most confident first.
+    """Return for each requirement whether the image meets it: first those of ``include``, in order, then those of ``exclude``.
+
+    For an included object, only the ``count`` most confident detections of its name are checked.
 
     Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
     """
@@ -223,8 +229,10 @@ def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colour
 
 
 def directions(a: Box, b: Box) -> set[str]:
-    """The directions of ``a`` from ``b``: the offset of their centres, less a tenth of both sizes together along each axis, over
-    the offset's length; a direction counts from a half on. Diagonally there can be two.
+    """Return the directions in which box ``a`` lies from box ``b``.
+
+    Along each axis, the absolute offset of the centres is reduced by a tenth of the sum of both sizes (not below 0), and divided by
+    the length of the offset. A direction counts if the result is above 0.5. On a diagonal, two directions can count.
 
     Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
     """
@@ -244,7 +252,7 @@ def directions(a: Box, b: Box) -> set[str]:
 
 
 def _crop(image: Image.Image, box: Box) -> Image.Image:
-    """The image within the box, at least one pixel of it."""
+    """Crop the image to the box; the crop has at least one pixel."""
     left, top = (int(min(max(low, 0), limit - 1)) for low, limit in zip(box[:2], image.size, strict=True))
     right, bottom = (int(min(max(high, low + 1), limit)) for high, low, limit in zip(box[2:], (left, top), image.size, strict=True))
     return image.convert("RGB").crop((left, top, right, bottom))

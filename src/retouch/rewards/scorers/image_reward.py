@@ -1,7 +1,7 @@
-"""ImageReward (arXiv 2304.05977): a BLIP that was tuned on people's rankings, through the package that its authors publish.
+"""ImageReward (arXiv 2304.05977): a BLIP model that was fine-tuned on human rankings, used through its authors' package.
 
-The package needs torchvision, so it cannot be installed beside a build of torch without it; it is imported when the model is
-loaded.
+The package needs torchvision, so it cannot be installed next to a build of torch that has no matching torchvision. It is imported
+when the model is loaded.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from retouch.types import Column, Sample, Scores
 if TYPE_CHECKING:
     import torch
 
-_RANGE = 10.0  # standard deviations of the model's own scale; images in use score -2.5 to 2.5
+_RANGE = 10.0  # in standard deviations, the unit of the model's scores; typical images score -2.5 to 2.5
 
 
 class ImageRewardScore(RewardSection):
-    """ImageReward (arXiv 2304.05977): which image people rank higher, through the authors' own package.
+    """ImageReward (arXiv 2304.05977): predicts which image people rank higher, through the authors' own package.
 
     Column ``image_reward``, -10 to 10: the model's standardised score of the image for the instruction, clamped; NaN if the
     score is not finite.
@@ -38,10 +38,10 @@ class ImageRewardScore(RewardSection):
 
     kind: Literal["image_reward"] = "image_reward"
     weights: PathText | None = None
-    """Its checkpoint ``ImageReward.pt``, which the package reads with ``torch.load`` (take it from where you trust it); null takes
-    the published one, which the package downloads with its configuration where it is not there yet."""
+    """Path of the checkpoint ``ImageReward.pt``, which the package reads with ``torch.load``: take it only from a source that you
+    trust. null uses the published checkpoint; the package downloads it, with its configuration, if it is not in the cache."""
     cache: PathText | None = None
-    """Folder in which the package keeps what it downloads; null takes its own."""
+    """Folder in which the package keeps its downloads; null uses the package's default folder."""
     device: Device = None
     """Where the model runs; null takes the run's device."""
 
@@ -49,29 +49,29 @@ class ImageRewardScore(RewardSection):
     shorthand = "weights"
 
     def load(self, device: torch.device | str) -> Any:
-        """The package's model. ValueError: the package is not installed, or there is no such file."""
+        """Load the package's model. Raises ValueError if the package is not installed, or if the checkpoint does not exist."""
         if self.weights is not None and not Path(self.weights).is_file():
-            raise ValueError(f"{self.weights} is no file; give ImageReward's checkpoint, ImageReward.pt")
+            raise ValueError(f"weights: {self.weights} is not a file; give the path of ImageReward's checkpoint, ImageReward.pt")
         package = _package()
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints
+        with contextlib.redirect_stdout(io.StringIO()):  # the package prints while it loads
             return package.load(
                 "ImageReward-v1.0" if self.weights is None else self.weights, device=str(device), download_root=self.cache
             )
 
     @property
     def fingerprint(self) -> str:
-        """The checkpoint; the published one is named by the package alone."""
+        """Digest of the checkpoint; for the published checkpoint, its name in the package."""
         return "ImageReward-v1.0" if self.weights is None else f"weights {weights_digest(self.weights)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores -10."""
+        """Return the column, (b,), float32. A sample without an image scores -10."""
         import torch
 
         with torch.no_grad():
             return {"image_reward": torch.tensor([self._score(sample) for sample in samples], dtype=torch.float32)}
 
     def _score(self, sample: Sample) -> float:
-        """The package opens files, so the image is handed over as one: a lossless one in memory."""
+        """Score one sample. The package opens files, so the image is passed as a lossless PNG file in memory."""
         if sample.image is None:
             return -_RANGE
         file = io.BytesIO()
@@ -86,6 +86,6 @@ def _package() -> Any:
         import ImageReward
     except ImportError as error:
         raise ValueError(
-            f"ImageReward's package cannot be imported ({error}): pip install image-reward, beside a torchvision that fits torch"
+            f"ImageReward's package cannot be imported ({error}): pip install image-reward, and a torchvision that fits torch"
         ) from None
     return ImageReward

@@ -1,4 +1,4 @@
-"""LPIPS (arXiv 1801.03924, version 0.1 on AlexNet): how different two images look, by the features of a network."""
+"""LPIPS (arXiv 1801.03924, version 0.1 on AlexNet): the perceptual distance of two images in the features of a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-# (name, outputs, inputs, kernel, stride, padding, whether the maps are halved before it)
+# (name, output channels, input channels, kernel, stride, padding, whether the maps are halved before the convolution)
 _CONVOLUTIONS = (
     ("features.0", 64, 3, 11, 4, 2, False),
     ("features.3", 192, 64, 5, 1, 2, True),
@@ -32,11 +32,11 @@ _SCALE = (0.458, 0.448, 0.450)
 
 
 class LpipsReward(RewardSection):
-    """Preservation of the source where nothing should change, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
+    """Preservation of the source image outside the mask, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
 
-    Column ``preservation``, 0 to 1: max(0, 1 - d), d the LPIPS distance of the image to its source; 1 where they are the same. Each
-    place of a feature map is weighted by how much of it ``task.mask`` leaves alone (white is where to change); the score is 1 where
-    that is nothing.
+    Column ``preservation``, 0 to 1: max(0, 1 - d), where d is the LPIPS distance of the image to its source; 1 if they are equal.
+    The weight of a location of a feature map is the share of it that ``task.mask`` protects (black; white marks the area to edit).
+    The score is 1 if the mask protects nothing.
 
     Example::
 
@@ -46,10 +46,10 @@ class LpipsReward(RewardSection):
 
     kind: Literal["lpips"] = "lpips"
     weights: PathText
-    """AlexNet's features and LPIPS's own layers, a safetensors file: torchvision's ``features.<n>.weight`` and ``.bias``, and
-    ``lin<k>.model.1.weight`` of the package lpips. They are published as pickles: convert them where you trust them."""
+    """A safetensors file with AlexNet's features (``features.<n>.weight`` and ``.bias`` of torchvision) and the linear layers of
+    LPIPS (``lin<k>.model.1.weight`` of the package lpips). Both are published as pickles: convert them if you trust the source."""
     size: Annotated[int, Field(ge=64)] = 256
-    """Both images are resized to so many pixels a side (bicubic); below 64 the network's last map would be empty."""
+    """Side in pixels to which both images are resized (bicubic); below 64, the last feature map would be empty."""
     device: Device = None
     """Where the model runs; null takes the run's device."""
 
@@ -58,16 +58,19 @@ class LpipsReward(RewardSection):
     needs_source = True
 
     def load(self, device: torch.device | str) -> dict[str, Tensor]:
-        """The weights by name, in fp32. ValueError: no such file, or other weights in it."""
+        """Load the weights by name, in fp32. Raises ValueError if the file does not exist or does not contain these weights."""
         return {name: tensor.float().to(device) for name, tensor in _load(Path(self.weights)).items()}
 
     @property
     def fingerprint(self) -> str:
-        """The network's weights, and the size of its images."""
+        """Digest of the network's weights, and the image size."""
         return f"weights {weights_digest(self.weights)}, size {self.size}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores 0. ValueError: a task without a source."""
+        """Return the column, (b,), float32. A sample without an image scores 0.
+
+        Raises ValueError if a task has no source image.
+        """
         import torch
 
         scores = torch.zeros(len(samples))
@@ -78,7 +81,8 @@ class LpipsReward(RewardSection):
         return {"preservation": scores.clamp(0, 1)}
 
     def distance(self, a: Image.Image, b: Image.Image, mask: Image.Image | None = None) -> float:
-        """d, from 0 for equal images: over layers, the weighted squared difference of unit features, averaged over places."""
+        """Return the LPIPS distance, 0 for equal images: the sum over layers of the mean over locations of the weighted squared
+        difference of unit features. ``mask``: white marks locations that do not count."""
         import torch
 
         total = 0.0
@@ -91,11 +95,11 @@ class LpipsReward(RewardSection):
         return total
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """AlexNet and its layers, whose sizes are known."""
+        """Yield AlexNet with the linear layers; their sizes are known."""
         yield LoadedModel(self.kind, "float32", self.device)
 
     def _maps(self, image: Image.Image) -> list[Float[Tensor, "c h w"]]:
-        """The five feature maps, of unit length at every place."""
+        """Return the five feature maps, each normalised to unit length at every location."""
         import numpy as np
         import torch
         from torch.nn import functional
@@ -114,7 +118,7 @@ class LpipsReward(RewardSection):
 
 
 def _kept(mask: Image.Image | None, size: tuple[int, int]) -> Float[Tensor, "h w"]:
-    """How much of each place the mask leaves alone, 0 to 1; ``size`` is width and height."""
+    """Return the share of each location that the mask protects, 0 to 1; ``size`` is (width, height)."""
     import numpy as np
     import torch
 
@@ -131,7 +135,7 @@ def _load(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
     except (OSError, SafetensorError):
         raise ValueError(
-            f"{path} is no safetensors file; LPIPS needs AlexNet's features and its own linear layers in one"
+            f"weights: {path} is not a safetensors file; LPIPS needs one with AlexNet's features and LPIPS's linear layers"
         ) from None
     shapes: dict[str, tuple[int, ...]] = {}
     for layer, (name, outputs, inputs, kernel, _, _, _) in enumerate(_CONVOLUTIONS):
@@ -140,5 +144,5 @@ def _load(path: Path) -> dict[str, Tensor]:
         shapes[f"lin{layer}.model.1.weight"] = (1, outputs, 1, 1)
     wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
     if wrong:
-        raise ValueError(f"{path} lacks {', '.join(wrong)}, or has them in other shapes; it is not LPIPS on AlexNet")
+        raise ValueError(f"{path} lacks {', '.join(wrong)}, or has them in other shapes; these are not weights of LPIPS on AlexNet")
     return {name: tensors[name] for name in shapes}

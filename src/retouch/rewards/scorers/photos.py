@@ -1,6 +1,6 @@
-"""How much of a photograph is still there, and how close it came to a colour: a reward that needs nothing but the images.
+"""The ``photos`` reward: preservation of a photograph, times closeness to a colour. It needs no model, only the images.
 
-Images are (h, w, 3) in 0 to 1, float64, scored one at a time, so that a score does not depend on the rest of the batch.
+Images are (h, w, 3), 0 to 1, float64. They are scored one at a time, so that a score does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Byte: TypeAlias = Annotated[int, Field(ge=0, le=255)]
 Colour: TypeAlias = tuple[Byte, Byte, Byte]
 
-CONTRAST_FLOOR = 0.03  # an autoencoder's noise, about 4 of 255, is no structure
+CONTRAST_FLOOR = 0.03  # the noise of an autoencoder, about 4 of 255, must not count as structure
 FLOOR = 0.02
 _COLOURS: dict[str, Json] = {
     "red": [255, 0, 0],
@@ -36,14 +36,14 @@ _COLOURS: dict[str, Json] = {
 
 
 class PhotosReward(RewardSection):
-    """Preservation of the source, times closeness to a colour. Columns, each 0 to 1:
+    """Preservation of the source image, times closeness to a colour. Columns, each 0 to 1:
 
     ``preservation``: 1 - sqrt(1 - max(r, 0)), where r = (mean n m + e) / sqrt((mean n^2 + e) (mean m^2 + e)), e = 0.02, is the
-    correlation of the luminance structure of the image, n, with that of its source, m: sqrt(1 - r) is their RMS distance at equal
-    strength. Structure is luminance less its local mean, over its local standard deviation plus 0.03; local is a box of about an
-    eighth of the shorter side. It is exactly 1 for an unchanged image, little less after a change of all colours, and near 0 for a
-    flat or an unrelated image. ``colour``: 1 - d / d_max, with d the distance of the mean colour to ``colour`` and d_max that of
-    the colour cube's farthest corner. ``reward``: preservation ** preserve * colour.
+    correlation of the luminance structure of the image, n, with the structure of its source, m: sqrt(1 - r) is their RMS distance
+    at equal strength. Structure is (luminance - local mean) / (local standard deviation + 0.03), where local means a box of about
+    an eighth of the shorter side. The column is exactly 1 for an unchanged image, slightly lower after a change of all colours, and
+    near 0 for a flat or an unrelated image. ``colour``: 1 - d / d_max, where d is the distance of the mean colour to ``colour``,
+    and d_max the distance of ``colour`` to the farthest corner of the colour cube. ``reward``: preservation ** preserve * colour.
 
     Example::
 
@@ -54,12 +54,12 @@ class PhotosReward(RewardSection):
 
     kind: Literal["photos"] = "photos"
     colour: Colour
-    """Red, green and blue to come close to, 0 to 255."""
+    """Target colour: red, green and blue, 0 to 255."""
     preserve: NonNegative = 1.0
-    """Power to which the preservation is raised: 0 ignores the source, more keeps more of it."""
+    """Exponent of the preservation: 0 ignores the source image; a higher value preserves more of it."""
     side: Count | None = Field(default=None, exclude_if=lambda side: side is None)
-    """Both images are shrunk to this many pixels on the shorter side before their structure is compared, so that the layout counts
-    and fine detail does not; null compares at the image's own size."""
+    """Both images are shrunk to this many pixels on the shorter side before their structures are compared, so that the layout
+    counts and fine detail does not; null compares the structures at the size of the image."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "preservation": Column(0.0, 1.0),
@@ -70,9 +70,9 @@ class PhotosReward(RewardSection):
     needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image scores 0. A source of another size is resized to the image's.
+        """Return each column, (b,), float32. A sample without an image scores 0.
 
-        ValueError: a task without a source.
+        A source image of another size is resized to the size of the image. Raises ValueError if a task has no source image.
         """
         import torch
 
@@ -88,11 +88,11 @@ class PhotosReward(RewardSection):
 
     @classmethod
     def from_word(cls, argument: str) -> Json:
-        """A colour by name or as ``#rrggbb``."""
+        """Parse a colour: a name or ``#rrggbb``. Raises ValueError for other texts."""
         if re.fullmatch(r"#[0-9a-fA-F]{6}", argument):
             return list(bytes.fromhex(argument[1:]))
         if argument not in _COLOURS:
-            raise ValueError(f"photos:{argument}: name a colour: {', '.join(_COLOURS)}, or #rrggbb")
+            raise ValueError(f"photos:{argument}: give a colour: {', '.join(_COLOURS)}, or #rrggbb")
         return _COLOURS[argument]
 
     def _shrunk(self, image: Image.Image) -> Image.Image:
@@ -116,7 +116,7 @@ def _at_size(source: Image.Image, image: Image.Image) -> Image.Image:
 
 
 def _preservation(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:
-    """The column for a source and an image of one size."""
+    """Compute the column ``preservation`` for a source and an image of the same size."""
     before, after = _structure(source), _structure(image)
     energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
     correlation = ((before * after).mean() + FLOOR) / energy.sqrt()
@@ -135,7 +135,7 @@ def _structure(image: Image.Image) -> Float[Tensor, "h w"]:
 
 
 def _local_mean(values: Float[Tensor, "h w"], radius: int) -> Float[Tensor, "h w"]:
-    """The mean over the box of (2 radius + 1)^2 pixels around each pixel, as much of it as lies inside the image."""
+    """Return the mean over the box of (2 radius + 1)^2 pixels around each pixel; pixels outside the image do not count."""
     import torch
 
     for axis in (0, 1):

@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the pixels of the image: the share of a colour, and its size as a JPEG."""
+"""Rewards that use only pixels: the share of a colour, the closeness to a target image, and the size as a JPEG."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 _CHANNELS = ("red", "green", "blue")
 LUMA = (0.299, 0.587, 0.114)
-"""Weights of red, green and blue in the luminance (ITU-R BT.601)."""
+"""The weights of red, green and blue in the luminance (ITU-R BT.601)."""
 
 
 def to_tensor(image: Image) -> Float[Tensor, "h w 3"]:
-    """Red, green and blue of every pixel, 0 to 1, float64."""
+    """Return red, green and blue of every pixel, 0 to 1, float64."""
     import numpy as np
     import torch
 
@@ -31,9 +31,9 @@ def to_tensor(image: Image) -> Float[Tensor, "h w 3"]:
 
 
 class ShareReward(RewardSection):
-    """The share of one colour channel in all light of the image.
+    """The share of one colour channel in the image.
 
-    Column ``share``, 0 to 1: the mean over the pixels of channel / (red + green + blue), where a black pixel counts 1/3.
+    Column ``share``, 0 to 1: the mean over the pixels of channel / (red + green + blue); a black pixel counts as 1/3.
 
     Example::
 
@@ -43,38 +43,38 @@ class ShareReward(RewardSection):
 
     kind: Literal["share"] = "share"
     channel: Literal["red", "green", "blue"] = "red"
-    """Which channel."""
+    """The colour channel."""
 
     columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
     shorthand = "channel"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores 0."""
+        """Return the column, (b,), float32. A sample without an image scores 0."""
         import torch
 
         shares = [0.0 if sample.image is None else float(self._share(sample.image)) for sample in samples]
         return {"share": torch.tensor(shares, dtype=torch.float32)}
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
-        """``share``, with gradient (``retouch.protocols.DifferentiableReward``)."""
+        """Return ``share``, with gradient in the images (``retouch.protocols.DifferentiableReward``)."""
         return self._shares(images.movedim(1, -1)).flatten(1).mean(dim=1)
 
     def _share(self, image: Image) -> Float[Tensor, ""]:
         return self._shares(to_tensor(image)).mean()
 
     def _shares(self, pixels: Float[Tensor, "*r h w 3"]) -> Float[Tensor, "*r h w"]:
-        """The share of the channel in each pixel."""
+        """Return the share of the channel in each pixel."""
         light = pixels.sum(dim=-1)
         share = pixels[..., _CHANNELS.index(self.channel)] / light.masked_fill(light == 0, 1)
         return share.masked_fill(light == 0, 1 / 3)
 
 
 class TargetReward(RewardSection):
-    """How close the image is to the task's target image, pixel by pixel. Every task must have a target.
+    """Closeness of the image to the task's target image, pixel by pixel. Every task must have a target image.
 
-    Column ``closeness``, 0 to 1: 1 - the mean squared difference of all values of the image and the target, which is resized to the
-    image's size (Lanczos). For tasks with one right answer, such as those of the playground; it has a gradient, for ``draft`` and
-    ``refl``.
+    Column ``closeness``, 0 to 1: 1 - the mean squared difference between the pixel values of the image and of the target, which is
+    resized to the size of the image (Lanczos). Use it for tasks with one correct answer, such as the tasks of the playground. The
+    reward is differentiable, for ``draft`` and ``refl``.
 
     Example::
 
@@ -88,7 +88,7 @@ class TargetReward(RewardSection):
     needs_target = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores 0."""
+        """Return the column, (b,), float32. A sample without an image scores 0."""
         import torch
 
         scores = torch.zeros(len(samples))
@@ -99,7 +99,10 @@ class TargetReward(RewardSection):
         return {"closeness": scores}
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
-        """``closeness``, with gradient (``retouch.protocols.DifferentiableReward``). ValueError: a task has no target."""
+        """Return ``closeness``, with gradient in the images (``retouch.protocols.DifferentiableReward``).
+
+        Raises ValueError if a task has no target image.
+        """
         import torch
 
         height, width = images.shape[-2:]
@@ -112,16 +115,16 @@ class TargetReward(RewardSection):
         from PIL.Image import Resampling
 
         if task.target is None:
-            raise ValueError(f"task {task.id!r} has no target image, with which this reward compares")
+            raise ValueError(f"task {task.id!r} has no target image, which the target reward needs; use data with target images")
         target = task.target if task.target.size == size else task.target.resize(size, Resampling.LANCZOS)
         return to_tensor(target).movedim(-1, 0)
 
 
 class CompressibilityReward(RewardSection):
-    """How small the image is as a JPEG (DDPO, arXiv 2305.13301).
+    """JPEG compressibility of the image (DDPO, arXiv 2305.13301).
 
-    Column ``compressibility``, 0 to 1: 1 - bytes as a JPEG / bytes as pixels (3 each), and 0 where the JPEG is the larger. To train
-    for images that are hard to compress, give the column a negative weight.
+    Column ``compressibility``, 0 to 1: 1 - bytes of the JPEG / bytes of the raw pixels (3 per pixel); 0 if the JPEG is larger. To
+    train for images that are hard to compress, give the column a negative weight.
 
     Example::
 
@@ -131,12 +134,12 @@ class CompressibilityReward(RewardSection):
 
     kind: Literal["compressibility"] = "compressibility"
     quality: Annotated[int, Field(ge=1, le=95)] = 95
-    """The JPEG's quality."""
+    """Quality of the JPEG."""
 
     columns: ClassVar[Mapping[str, Column]] = {"compressibility": Column(0.0, 1.0)}
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. A sample without an image scores 0."""
+        """Return the column, (b,), float32. A sample without an image scores 0."""
         import torch
 
         return {"compressibility": torch.tensor([0.0 if sample.image is None else self._saved(sample.image) for sample in samples])}

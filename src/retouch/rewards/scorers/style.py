@@ -1,4 +1,4 @@
-"""Similarity of whole images in the features of CLIP, SigLIP or DINOv2: to a style reference, and of a set of images to another."""
+"""Similarity of whole images in the features of CLIP, SigLIP or DINOv2: to a style reference, and between two sets of images."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class StyleEncoder(Protocol):
     """A model that turns images into vectors."""
 
     def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """A unit vector for each image."""
+        """Return a unit vector for each image."""
         ...
 
 
 class StyleReward(ModelReward):
-    """How much the image looks like the task's reference, by the cosine of their embeddings: by CLIP's image tower (CLIP-I) or
-    DINOv2's first state (DINO score; both as in DreamBooth, arXiv 2208.12242).
+    """Similarity of the image to the task's reference: the cosine of their embeddings by CLIP's image encoder (CLIP-I) or of
+    DINOv2's class tokens (DINO score; both as in DreamBooth, arXiv 2208.12242).
 
     Column ``style``, 0 to 1: max(cosine, 0).
 
@@ -45,24 +45,27 @@ class StyleReward(ModelReward):
 
     kind: Literal["style"] = "style"
     path: PathText = "facebook/dinov2-base"
-    """Folder of the weights of a DINOv2, CLIP or SigLIP, or their id in the Hugging Face cache; nothing is downloaded."""
+    """Folder of the weights of DINOv2, CLIP or SigLIP, or their id in the Hugging Face cache; nothing is downloaded."""
     where: Literal["picture", "mask"] = "picture"
-    """Compare the whole image, or the rectangle around the white part of ``task.mask``, as for words in the style of a crop."""
+    """Compare the whole image (``picture``), or the bounding box of the white part of ``task.mask`` (``mask``), for example if only
+    the words in the mask must have the style of the reference."""
 
     columns: ClassVar[Mapping[str, Column]] = {"style": Column(0.0, 1.0)}
 
     def load(self, device: torch.device | str) -> StyleEncoder:
-        """The encoder, frozen, in fp32. ValueError: no weights, or those of another kind of model."""
+        """Load the encoder, frozen, in fp32. Raises ValueError if there are no weights, or if the model is of another type."""
         return open_encoder(self.path, device=device)
 
     @property
     def fingerprint(self) -> str:
-        """The encoder's weights, and where it looks."""
+        """Digest of the encoder's weights, and the value of ``where``."""
         return f"weights {weights_digest(weights_folder(self.path))}, {self.where}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32; 0 for a sample without an image. ValueError: a task without a reference, or without a mask
-        where one is needed."""
+        """Return the column, (b,), float32. A sample without an image scores 0.
+
+        Raises ValueError if a task has no reference, or if ``where`` is ``mask`` and a task has no mask.
+        """
         import torch
 
         scores = torch.zeros(len(samples))
@@ -80,7 +83,7 @@ class StyleReward(ModelReward):
         if self.where == "picture":
             return image
         if task.mask is None:
-            raise ValueError(f"task {task.id!r} has no mask, around which the style is compared; use where: 'picture'")
+            raise ValueError(f"task {task.id!r} has no mask, and where: 'mask' compares the style inside it; use where: 'picture'")
         box = task.mask.convert("L").resize(image.size, Image.Resampling.NEAREST).point(lambda value: 255 * (value > 127)).getbbox()
         return image if box is None else image.crop(box)
 
@@ -92,12 +95,12 @@ def distance_of_sets(
     path: str = "facebook/dinov2-base",
     device: torch.device | str = "cpu",
 ) -> float:
-    """The Fréchet distance of two sets of images in the features of DINOv2 (FD-DINOv2, arXiv 2306.04675): like FID, with another
-    encoder than Inception.
+    """Return the Fréchet distance of two sets of images in the features of DINOv2 (FD-DINOv2, arXiv 2306.04675): FID with DINOv2
+    instead of Inception.
 
-    0 for equal sets, with no upper end. It depends on how many images there are, so it is no reward of single images. ``path``:
-    folder of a DINOv2, or its id in the Hugging Face cache. Raises ValueError for fewer than two images in a set, and for an
-    encoder of another kind.
+    The distance is 0 for equal sets and has no upper bound. It depends on the number of images, so it cannot be a reward of single
+    images. ``path``: folder of a DINOv2 model, or its id in the Hugging Face cache. Raises ValueError if a set has fewer than two
+    images, or if the model is not DINOv2.
     """
     from retouch.core.frechet import frechet_distance
 
@@ -106,8 +109,8 @@ def distance_of_sets(
 
 
 def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
-    """A DINOv2, CLIP or SigLIP from a folder or the Hugging Face cache. Raises ValueError for missing weights, and for another
-    kind of model."""
+    """Load DINOv2, CLIP or SigLIP from a folder or the Hugging Face cache. Raises ValueError if there are no weights, or if the
+    model is of another type."""
     kind = json.loads((weights_folder(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind == "dinov2":
         return _Dino(path, device=device)
@@ -117,19 +120,19 @@ def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
 
 
 class _Dino:
-    """DINOv2's first state after its last norm, which stands for the whole image."""
+    """Encodes images with DINOv2: the class token after the final norm."""
 
     def __init__(self, path: str, *, device: torch.device | str) -> None:
         self._model = DinoReward(path=path, size=_SIZE).load(device)
 
     def images(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """A unit vector for each image."""
+        """Return a unit vector for each image."""
         import torch
 
         return torch.nn.functional.normalize(self.states(images), dim=1)
 
     def states(self, images: Sequence[Image.Image]) -> Float[Tensor, "n d"]:
-        """The state of each image, in fp32 on the CPU."""
+        """Return the class token of each image, in fp32 on the CPU."""
         import torch
 
         found = []
@@ -142,5 +145,5 @@ class _Dino:
 
 def _reference(task: Task) -> Image.Image:
     if task.reference is None:
-        raise ValueError(f"task {task.id!r} has no reference, with which this reward compares; it needs data with references")
+        raise ValueError(f"task {task.id!r} has no reference image, which the style reward needs; use data with references")
     return task.reference

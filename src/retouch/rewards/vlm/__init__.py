@@ -1,6 +1,7 @@
-"""Vision-language models as judges: where they are asked, how a question goes out, and how its answer is read.
+"""Vision-language models as judges: their settings, the clients that send questions, and the parsers of the answers.
 
-``base.py``, ``endpoint.py`` and ``in_process.py`` are the ``judge`` sections of a recipe; ``chat_client.py`` and ``local_model.py``
-are their clients; ``questions.py`` and ``forms.py`` say what a question and an answer are; ``answers/`` reads scores in free text.
-Nothing here knows a reward. May import ``rewards.facts``, ``rewards.client`` (event loop), ``rewards.quota`` and ``core``.
+``base.py``, ``endpoint_settings.py`` and ``models.py`` contain the ``judge`` sections of a recipe; ``chat_client.py`` and
+``local_model.py`` are their clients; ``questions.py`` and ``forms.py`` define questions and the formats of answers; ``answers/``
+reads scores in free text. No module knows a reward. Modules may import ``rewards.facts``, ``rewards.weights``, ``rewards.worker``,
+``rewards.quota`` and ``core``.
 """

@@ -1,4 +1,4 @@
-"""How long to wait before asking again: exponential backoff with full jitter, or as long as the server says."""
+"""The pause before a question is sent again: exponential backoff with full jitter, or the time that the server demands."""
 
 import email.utils
 import math
@@ -10,14 +10,14 @@ from retouch.core.random import generator
 
 
 def backoff_pause(attempt: int, key: str, *, base: float, longest: float) -> float:
-    """Seconds, uniform between 0 and min(longest, base 2^attempt) (full jitter), drawn by ``key`` and the attempt, which counts
-    from 0."""
+    """Draw a pause in seconds, uniform between 0 and min(longest, base 2^attempt) (full jitter). ``attempt`` counts from 0; the
+    random generator is seeded with ``key`` and ``attempt``."""
     draw = torch.rand((), generator=generator("judge", "pause", key, attempt)).item()
     return draw * min(longest, base * 2.0 ** min(attempt, 30))
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds of a Retry-After header, given as seconds or as a date; None if it says nothing readable."""
+    """Parse a Retry-After header (seconds or a date) to seconds, at least 0; None if it is missing or unreadable."""
     if value is None:
         return None
     try:

@@ -1,4 +1,5 @@
-"""HTTP to a judge that limits what a reply may do: no redirect is followed, and bytes are capped before and after decompression."""
+"""An HTTP client for judges that limits replies: redirects are not followed, and the size is bounded before and after
+decompression."""
 
 import zlib
 from collections.abc import AsyncIterator
@@ -12,13 +13,13 @@ _CODINGS = frozenset({"gzip", "x-gzip", "deflate"})
 
 
 class UnboundedReply(httpx2.TransportError):
-    """A reply of more than ``MAX_REPLY_BYTES``, or one in a compression that cannot be bounded."""
+    """A reply has more than ``MAX_REPLY_BYTES`` bytes, or a compression whose size cannot be bounded."""
 
 
 class BoundedClient(httpx2.AsyncClient):
-    """A client whose requests go to the address that they name and nowhere else, and whose replies are bounded.
+    """An HTTP client that never follows a redirect and bounds the size of replies.
 
-    Reading a reply raises ``UnboundedReply`` at the first byte over the limit, compressed or not.
+    Reading a reply raises ``UnboundedReply`` at the first byte above the limit, counted both compressed and decompressed.
     """
 
     def __init__(self, *, timeout: float, connections: int) -> None:
@@ -26,14 +27,14 @@ class BoundedClient(httpx2.AsyncClient):
         super().__init__(timeout=timeout, limits=limits, follow_redirects=False, headers={"Accept-Encoding": "identity"})
 
     async def send(self, request: httpx2.Request, *, stream: bool = False, **options: Any) -> httpx2.Response:
-        """The reply. ``follow_redirects`` among the options has no effect: a redirect is returned as it is."""
+        """Send a request and return the reply. The option ``follow_redirects`` has no effect: a redirect is returned as a reply."""
         response = await super().send(request, stream=True, **{**options, "follow_redirects": False})
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         coding = response.headers.pop("content-encoding", "identity").strip().lower()
         if coding not in ("identity", *_CODINGS):
             await response.aclose()
             raise UnboundedReply(f"a reply in the compression {coding[:20]!r}")
-        # A charset of the reply may name a codec that does not read text; JSON is UTF-8.
+        # The reply's charset may name a codec that does not decode to text. JSON is always UTF-8.
         response.encoding = "utf-8"
         response.stream = _BoundedStream(response.stream, zlib.decompressobj(_GZIP_OR_ZLIB) if coding in _CODINGS else None)
         if not stream:
@@ -45,7 +46,7 @@ class BoundedClient(httpx2.AsyncClient):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The bytes of ``inner``, through the decompressor if there is one."""
+    """A stream of the bytes of ``inner``, decompressed if there is a decompressor."""
 
     def __init__(self, inner: httpx2.AsyncByteStream, decompressor: "zlib._Decompress | None") -> None:
         self._inner, self._decompressor = inner, decompressor
@@ -65,7 +66,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await self._inner.aclose()
 
     def _plain(self, part: bytes, most: int) -> bytes:
-        """At most ``most`` bytes of the part, decompressed."""
+        """Decompress the part, to at most ``most`` bytes. Without a decompressor, return the part unchanged."""
         if self._decompressor is None:
             return part
         try:

@@ -1,8 +1,8 @@
-"""A client of one OpenAI-compatible endpoint (OpenAI, vLLM, SGLang, llama.cpp), through the official package.
+"""A client of one OpenAI-compatible endpoint (OpenAI, vLLM, SGLang, llama.cpp), with the official ``openai`` package.
 
-A question ends as an answer with scores or as one without: after a time-out, a server error, or a reply that is cut off or unusable
-it is asked again until the attempts or the deadline are spent; after a final refusal (400, 401, 404 and so on) it is not. No fault
-becomes a number.
+Each question results in an answer, with or without scores. After a time-out, a server error, or a truncated or unusable reply, the
+question is sent again until the attempts or the deadline are exhausted. After a final error (400, 401, 404 and so on) it is not
+sent again. A fault never becomes a score.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from retouch.rewards.vlm.questions import Answer, Question
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
 _POLL = 1.0  # seconds between two requests to a server that is not up
 _BETWEEN_MESSAGES = 60.0  # seconds
-_LONGEST_MESSAGE = 10_000  # characters of a server's error that are searched for keys
+_LONGEST_MESSAGE = 10_000  # characters of a server's error message that are searched for API keys
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """An attempt without a usable answer. ``wait``: seconds that the server demands before the next one. ``final``: there is
-    none."""
+    """An attempt without a usable answer. ``wait``: seconds that the server demands before the next attempt. ``final``: the
+    question is not sent again."""
 
     reason: str
     wait: float | None = None
@@ -44,7 +44,7 @@ class _Fault:
 
 @dataclass(slots=True)
 class _Tries:
-    """The attempts at one question: how many were made, why each failed, the latest seed, and the tokens of all."""
+    """The attempts at one question: their number, the faults of the failed attempts, the latest seed, and the total tokens."""
 
     seed: int
     made: int = 0
@@ -53,18 +53,18 @@ class _Tries:
     faults: list[str] = field(default_factory=list)
 
     def count(self, outcome: Answer | _Fault) -> None:
-        """Count one more attempt."""
+        """Add one attempt and its tokens."""
         self.made += 1
         self.read += outcome.input_tokens
         self.written += outcome.output_tokens
 
 
 class ChatClient:
-    """A client of one ``EndpointSettings``, with at most ``concurrency`` requests in flight over all calls and threads.
+    """A client of one ``EndpointSettings``, with at most ``concurrency`` concurrent requests over all calls and threads.
 
-    The key is read from the environment and from nowhere else. ValueError: no key, a key that is not bound to the address
-    (``retouch.config.keys``), no ``openai`` package (extra ``judge``), a quota of cost without prices, or a server that has not
-    answered after ``wait`` seconds.
+    The API key is read as in ``credentials.api_key``. Raises ValueError if there is no key, the key is not bound to the address
+    (``retouch.config.keys``), the ``openai`` package (extra ``judge``) is not installed, ``quota.cost`` is set without prices, or
+    the server has not answered after ``wait`` seconds.
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
@@ -75,7 +75,7 @@ class ChatClient:
         for variable, url in endpoint.keys_sent():
             keys.require_bound(variable, url)
         self.endpoint = endpoint
-        # Ledgers keep answers under this text.
+        # Ledgers store answers under this text, so it must not change.
         self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}"
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
         self._warned_of_usage = False
@@ -84,9 +84,9 @@ class ChatClient:
             event_loop.submit(self._wait_until_up()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer to each question, in order. May be called from several threads.
+        """Return an answer to each question, in order. Several threads may call this method.
 
-        BudgetSpent: the quota does not have enough for all questions, and none was asked.
+        Raises BudgetSpent if the quota does not suffice for all questions; no question was sent then.
         """
         if self.quota is not None:
             self.quota.claim(len(questions))
@@ -102,7 +102,7 @@ class ChatClient:
         return answers
 
     def share_quota(self, quota: Quota) -> None:
-        """Count requests against this quota from now on, which another client may count against too."""
+        """Count all further requests against this quota, which several clients may share."""
         self.quota, self._turns = quota, event_loop.submit(self._new_turns(quota)).result()
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ChatClient:
         client = self._openai.AsyncOpenAI(
             api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout, http_client=http
         )
-        client.admin_api_key = None  # the package takes OPENAI_ADMIN_KEY from the environment, and no question needs it
+        client.admin_api_key = None  # the package reads OPENAI_ADMIN_KEY from the environment; no question needs it
         if not keys.is_bound("OPENAI_ORG_ID", own.base_url):
             client.organization = None
         if not keys.is_bound("OPENAI_PROJECT_ID", own.base_url):
@@ -127,7 +127,10 @@ class ChatClient:
         return Turns(quota)
 
     async def _wait_until_up(self) -> None:
-        """Return at the first reply to a request for the list of models that is not an error of the server."""
+        """Request the list of models until the server replies without a server error (5xx).
+
+        Raises ValueError if there is no such reply within ``wait`` seconds.
+        """
         own, openai = self.endpoint, self._openai
         began = message_at = time.monotonic()
         while True:
@@ -136,7 +139,7 @@ class ChatClient:
                     await self._client.models.with_raw_response.list()
                 return
             except openai.APIStatusError as error:
-                if error.status_code < 500:  # it answers, whatever it thinks of this path
+                if error.status_code < 500:  # the server is up, even if it does not know this path
                     return
                 fault = f"HTTP {error.status_code}"
             except (openai.APIConnectionError, TimeoutError):
@@ -146,7 +149,7 @@ class ChatClient:
                 await self._client.close()
                 raise ValueError(
                     f"the judge {own.description} is not up after {waited:.0f} s ({fault}); start its server, correct base_url, or "
-                    "raise the judge's wait"
+                    "increase the judge's wait"
                 )
             if began + waited >= message_at:
                 message_at = began + waited + _BETWEEN_MESSAGES
@@ -179,8 +182,8 @@ class ChatClient:
         )
 
     async def _until_answered(self, question: Question, fields: dict[str, Any], end: float, tries: "_Tries") -> Answer | _Fault:
-        """The first usable answer, or the last fault. It holds a place in flight on entry, and releases it in pauses and at the
-        end."""
+        """Return the first usable answer, or the last fault. The caller has acquired the semaphore; it is released during pauses
+        and at the end."""
         key = chat_format.digest(fields)
         counted = 0
         inside = True
@@ -189,7 +192,7 @@ class ChatClient:
                 turn = await self._turn(end, again=tries.made > 0)
                 if isinstance(turn, _Fault):
                     return turn
-                tries.seed = (question.seed + 1_000_003 * tries.made) % 2**31  # the same one might give the same unusable answer
+                tries.seed = (question.seed + 1_000_003 * tries.made) % 2**31  # the same seed might give the same unusable answer
                 outcome = await self._attempt(question, {**fields, "seed": tries.seed})
                 tries.count(outcome)
                 await self._settle(turn, outcome)
@@ -213,7 +216,7 @@ class ChatClient:
         return backoff_pause(attempt, key, base=self.endpoint.pause, longest=self.endpoint.longest_pause)
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
-        """The quota's permission to ask, awaited; None if there is no quota, a fault where it permits no more."""
+        """Wait for the quota's permission to send a request. Returns None if there is no quota, and a fault if it is exhausted."""
         if self.quota is None or self._turns is None:
             return None
         if again and not await asyncio.to_thread(self.quota.claim_another):
@@ -222,7 +225,7 @@ class ChatClient:
         return _Fault("rate limit", final=True) if turn is None else turn
 
     async def _settle(self, turn: Turn | None, outcome: Answer | _Fault) -> None:
-        """Tell the quota how many tokens were used. Without a reply that is not known, and the most that it may be stays
+        """Report the used tokens to the quota. Without a reply, their number is not known, and the reserved maximum stays
         counted."""
         used = outcome.input_tokens + outcome.output_tokens
         if self.quota is not None and turn is not None and used:
@@ -246,9 +249,9 @@ class ChatClient:
         return self._read(question, body)
 
     def _refused(self, status: int, message: str, later: str | None) -> _Fault:
-        """A reply of an error status. The server's message is kept only for a final one: it says what to change.
+        """Convert a reply with an error status to a fault. Only a final fault keeps the server's message: it says what to change.
 
-        A redirect is final: the question would go to an address that nobody chose.
+        A redirect is final, because the question would go to an address that the user did not choose.
         """
         if status in _TRANSIENT or status >= 500:
             return _Fault(f"HTTP {status}", wait=retry_after(later))
@@ -273,7 +276,7 @@ class ChatClient:
 
 
 def _packages() -> tuple[Any, Any]:
-    """The openai package, and our HTTP client for it."""
+    """Import the openai package and the module with its HTTP client. Raises ValueError if the package is not installed."""
     try:
         import openai
 

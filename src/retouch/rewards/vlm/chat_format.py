@@ -1,6 +1,6 @@
-"""The bodies of a chat completion: the request to an OpenAI-compatible server, and what its reply must be.
+"""The request and the reply of a chat completion of an OpenAI-compatible server.
 
-Images go as lossless data URLs, so that a judge sees the pixels that the policy made.
+Images are sent as lossless data URLs, so that a judge sees exactly the pixels that the policy made.
 """
 
 import base64
@@ -18,10 +18,10 @@ from pydantic import BaseModel, Field, ValidationError
 from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Part, Question
 
-_WEBP_LIMIT = 16383  # pixels a side, of the format
+_WEBP_LIMIT = 16383  # largest side in pixels of the WebP format
 _PIXELS_PER_TOKEN = 28 * 28
-_TEMPLATE_TOKENS, _SPARE_TOKENS = 4096, 64  # that a server may count besides the texts and images, and besides the answer
-# vLLM's field since 0.11, and its name before that, which 0.12 has dropped.
+_TEMPLATE_TOKENS, _SPARE_TOKENS = 4096, 64  # tokens that a server may count in addition to the inputs, and to the answer
+# The request field of vLLM 0.11 and later, and its older name, which vLLM 0.12 has dropped.
 Guided: TypeAlias = Literal["structured_outputs", "guided_choice"]
 
 
@@ -61,7 +61,7 @@ class _Completion(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one attempt. ``estimated``: they are counted here, because the server's count is missing or impossible."""
+    """The tokens of one attempt. ``estimated``: the numbers are estimates, because the server's count is missing or impossible."""
 
     input: int
     output: int
@@ -70,14 +70,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A reply, and the tokens that the server says it took: (input, output), None if it says nothing."""
+    """A reply, and the number of tokens that the server reports: (input, output), None if it reports none."""
 
     reply: JudgeReply
     usage: tuple[int, int] | None
 
 
 def parse_reply(body: str | bytes) -> Received | None:
-    """The one choice in a completion's body; None if it is cut off, empty, of another shape, or no JSON at all."""
+    """Parse the body of a completion with one choice; None if the body is truncated, empty, not JSON, or of another format."""
     try:
         completion = _Completion.model_validate_json(body)
     except ValidationError:
@@ -94,10 +94,11 @@ def parse_reply(body: str | bytes) -> Received | None:
 
 
 def tokens_of(question: Question, received: Received) -> Tokens:
-    """The tokens of an attempt: as the server says, where that is possible for this question and answer, or else an estimate.
+    """Return the tokens of an attempt: the server's count if it is possible for this question and answer, otherwise an estimate.
 
-    A token is at most 64 bytes of text or 28 x 28 pixels on average, and at least one byte; a server may add a template, and count
-    a reasoning up to the question's limit. The estimate is one token per 4 bytes of text and per 28 x 28 pixels.
+    A count is possible if a token stands for 1 to 64 bytes of text, or for at least 64 pixels. A server may add a template to the
+    input, and reasoning to the output, up to the form's ``max_tokens``. The estimate is one token per 4 bytes of text and per
+    28 x 28 pixels.
     """
     texts = [question.rubric, *(part for part in question.parts if isinstance(part, str))]
     sent = sum(len(text.encode("utf-8", "replace")) for text in texts)
@@ -114,8 +115,8 @@ def tokens_of(question: Question, received: Received) -> Tokens:
 
 
 def _first(logprobs: _Logprobs | None) -> dict[str, float]:
-    """The candidates for the first token, with log-probabilities; a token that is listed twice (as bytes, say) counts with its
-    sum."""
+    """Return the candidates for the first token, with log-probabilities. If a token is listed twice (for example as bytes), its
+    probabilities are added."""
     if logprobs is None or not logprobs.content:
         return {}
     found: dict[str, float] = {}
@@ -126,8 +127,11 @@ def _first(logprobs: _Logprobs | None) -> dict[str, float]:
 
 
 def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:
-    """A request without model and seed. ``typed``: with a JSON schema, where the form has one. ``guided``: the field that gives the
-    server the answers to choose among, where the form has few. ``urls``: of images, by ``id()``."""
+    """Return the fields of a request, without model and seed.
+
+    ``typed``: add the form's JSON schema, if it has one. ``guided``: the request field for the list of possible answers, which is
+    used if the form has such a list. ``urls``: the data URLs of images, by ``id()``.
+    """
     fields: dict[str, Any] = {
         "messages": [
             {"role": "system", "content": question.rubric},
@@ -147,7 +151,7 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided:
 
 
 def data_urls(questions: Sequence[Question]) -> dict[int, str]:
-    """The data URL of every image in the questions, by ``id()``; each is encoded once."""
+    """Return the data URL of every image in the questions, by ``id()``; each image is encoded once."""
     urls: dict[int, str] = {}
     for question in questions:
         for part in question.parts:
@@ -157,7 +161,7 @@ def data_urls(questions: Sequence[Question]) -> dict[int, str]:
 
 
 def digest(fields: Mapping[str, Any]) -> str:
-    """A short name of a request: equal requests have equal ones."""
+    """Return a short hash of a request; equal requests have equal hashes."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -168,7 +172,7 @@ def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
 
 
 def data_url(image: Image) -> str:
-    """The image in RGB as lossless WebP in base64 (PNG beyond WebP's largest side)."""
+    """Encode the image in RGB as a base64 data URL, in lossless WebP (PNG if it is larger than WebP allows)."""
     form = "PNG" if max(image.size) > _WEBP_LIMIT else "WEBP"
     settings = {"compress_level": 1} if form == "PNG" else {"lossless": True, "quality": 0, "method": 0}
     buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""A judge's key: read from the environment, or from a file that it names, and never repeated in any text."""
+"""The API key of a judge: it is read from the environment, or from a file that the environment names, and removed from texts."""
 
 import os
 import re
@@ -12,9 +12,10 @@ _LOOKS_LIKE_ONE = re.compile(r"\b(?:sk|sess)-[A-Za-z0-9_\-]{6,}|(?i:\bbearer\s+)
 
 
 def api_key(variable: str | None = VARIABLE) -> str:
-    """The key in the environment variable, or in the file that the variable with ``_FILE`` after its name names; None: no key.
+    """Return the key in the environment variable, or else in the file whose path is in the variable ``{variable}_FILE``.
 
-    Raises ValueError if there is none of the two, or no such file.
+    ``variable``: None for a server without a key; the result is then the text ``none``. Raises ValueError if neither variable is
+    set, or if the file cannot be read.
     """
     if variable is None:
         return "none"
@@ -27,21 +28,21 @@ def api_key(variable: str | None = VARIABLE) -> str:
     else:
         key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"{variable} is not set; export the judge's key there, or say key: null for a server that asks for none")
+        raise ValueError(f"{variable} is not set; export the judge's key there, or set key: null for a server without a key")
     return key
 
 
 def secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The values of variables that are called ..._KEY, ..._TOKEN or the like, by name.
+    """Return the values of the variables whose names end in KEY, TOKEN or a similar word, by name.
 
-    A value counts as a secret from 12 characters on and with a digit in it, so that a plain word is none.
+    A value counts as a secret if it has at least 12 characters and contains a digit, so that ordinary words do not count.
     """
     found = {name: value.strip() for name, value in environment.items() if _SECRET.search(name)}
     return {name: value for name, value in found.items() if len(value) >= _SHORTEST and any(sign.isdigit() for sign in value)}
 
 
 def redacted(text: str, key: str) -> str:
-    """The text without the key and without what looks like one."""
+    """Replace the key, and everything that looks like a key, by ``[key]``."""
     if len(key) >= 4:
         text = text.replace(key, "[key]")
     return _LOOKS_LIKE_ONE.sub("[key]", text)

@@ -1,4 +1,4 @@
-"""The keys of a judge behind an OpenAI-compatible address, as its client reads them."""
+"""The recipe keys of a judge behind an OpenAI-compatible endpoint; ``ChatClient`` reads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADERS = "OPENAI_CUSTOM_HEADERS"
 def _variable(name: str) -> str:
     # The value is not repeated: it may be the key itself.
     if not re.fullmatch(r"[A-Z][A-Z0-9_]*", name):
-        raise ValueError("give the name of an environment variable, OPENAI_API_KEY say; a key itself never stands in a recipe")
+        raise ValueError("give the name of an environment variable, such as OPENAI_API_KEY; a recipe never contains the key itself")
     return name
 
 
@@ -40,7 +40,7 @@ VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_with_version)]
 
 
 class JudgeQuota(Section):
-    """Limits on what all ranks together request from the endpoint. When a budget is spent, the run ends with a checkpoint."""
+    """Limits on the requests of all ranks together to the endpoint. When a budget is spent, the run ends with a checkpoint."""
 
     requests_per_minute: Positive | None = None
     """Maximum number of requests in any 60 seconds."""
@@ -49,14 +49,15 @@ class JudgeQuota(Section):
     tokens_per_question: Positive = 8000.0
     """Tokens reserved for a question until its answer reports the actual number."""
     calls: Count | None = None
-    """Requests in all."""
+    """Maximum total number of requests."""
     cost: Positive | None = None
-    """Maximum total cost in dollars, by ``prices``."""
+    """Maximum total cost in dollars, computed from ``prices``."""
     file: PathText | None = None
-    """File with the count that the processes of a machine share, also across runs; null gives each rank its share of the limits."""
+    """File with a counter that all processes of a machine share, also across runs; null gives each rank an equal part of the
+    limits."""
 
     def open(self) -> Quota:
-        """The counter of this quota."""
+        """Open the counter of this quota."""
         from retouch.rewards.quota.quota import Quota
 
         return Quota(
@@ -70,7 +71,7 @@ class JudgeQuota(Section):
 
 
 class Prices(Section):
-    """Prices of the endpoint in dollars per million tokens, for estimates and for a limit on cost."""
+    """Prices of the endpoint in dollars per million tokens, for cost estimates and for ``quota.cost``."""
 
     input: NonNegative
     """Price of input tokens."""
@@ -78,7 +79,7 @@ class Prices(Section):
     """Price of output tokens."""
 
     def cost(self, *, input_tokens: float, output_tokens: float) -> float:
-        """What so many tokens cost in dollars."""
+        """Return the cost of these tokens in dollars."""
         return (self.input * input_tokens + self.output * output_tokens) / _MILLION
 
 
@@ -87,7 +88,7 @@ _WAITS = ContextVar("_WAITS", default=True)
 
 @contextmanager
 def without_waiting() -> Iterator[None]:
-    """Within it, a judge that is opened is not waited for, whatever its ``wait``: for checks, which report what is not there."""
+    """Ignore the key ``wait`` of judges that are opened in this context: checks report a missing server instead of waiting."""
     before = _WAITS.set(False)
     try:
         yield
@@ -96,40 +97,41 @@ def without_waiting() -> Iterator[None]:
 
 
 class EndpointSettings(JudgeModel):
-    """Which model to ask, and how; ``Endpoint`` asks it."""
+    """The settings of a model behind an OpenAI-compatible endpoint. ``Endpoint`` adds the client."""
 
     kind: Literal["endpoint"] = "endpoint"
     model: str
     """The model's name on the server."""
     base_url: VersionedAddress = "https://api.openai.com/v1"
-    """The address; ``/v1`` is added if it has no path."""
+    """Base URL of the server; ``/v1`` is added if it has no path."""
     key: Variable | None = "OPENAI_API_KEY"
-    """Environment variable that holds the key or, with ``_FILE`` after its name, the path of a file that does; null is for servers
-    without a key."""
+    """Environment variable that contains the API key. The same name with ``_FILE`` appended may contain the path of a file with the
+    key. null is for servers without a key."""
     typed: bool = True
-    """Answers are constrained to a JSON schema; false is for servers that cannot, whose answers are read as free text."""
+    """Constrain answers to a JSON schema; false is for servers that do not support this, whose answers are read as free text."""
     guided: Literal["structured_outputs", "guided_choice"] | None = None
     """Request field that restricts an answer to a list of words: ``structured_outputs`` for vLLM 0.11 and later, ``guided_choice``
-    before 0.12; null sends a JSON schema."""
+    for vLLM before 0.12; null sends a JSON schema."""
     concurrency: Count = 32
-    """Requests in flight at once, from each rank."""
+    """Maximum number of concurrent requests of each rank."""
     timeout: Positive = 60.0
-    """Seconds that one attempt may take."""
+    """Time limit of one attempt, in seconds."""
     deadline: Positive = 120.0
-    """Seconds in which a question must be answered, further attempts included. Questions that wait for a place in flight give up
-    when nothing was answered for so long. A question without an answer by then has no score."""
+    """Time limit of a question, in seconds, including further attempts. A question that waits because of ``concurrency`` gives up
+    if no question was answered for this time. The score of a question without an answer is missing."""
     attempts: Count = 5
-    """How often one question is asked before its score is missing; attempts that the server put off with Retry-After do not
-    count."""
+    """Maximum number of attempts at one question, after which its score is missing. Attempts that the server postponed with
+    Retry-After do not count."""
     pause: Positive = 0.5
-    """Upper bound of the first pause between attempts, in seconds. It doubles with each attempt; the pause is drawn between 0 and
-    the bound."""
+    """Upper bound of the first pause between attempts, in seconds. The bound doubles with each attempt; the pause is drawn between
+    0 and the bound."""
     longest_pause: Positive = 20.0
     """Largest upper bound of a pause, in seconds."""
     wait: NonNegative = Field(default=0.0, exclude_if=operator.not_)
-    """Seconds to wait at the start for a server that does not answer yet, for example while it loads its model; 0 does not wait."""
+    """Time in seconds to wait at the start for a server that does not answer yet, for example because it still loads its model; 0
+    does not wait."""
     prices: Prices | None = None
-    """The server's prices; null estimates no costs."""
+    """Prices of the server; null estimates no costs."""
     quota: JudgeQuota | None = None
     """Limits on requests, tokens and cost; null sets none."""
 
@@ -141,36 +143,36 @@ class EndpointSettings(JudgeModel):
     def _pauses_grow(self) -> Self:
         if self.pause > self.longest_pause:
             raise ValueError(
-                f"pause {self.pause:g} is above longest_pause {self.longest_pause:g}; give a longest pause that is longer"
+                f"pause {self.pause:g} is above longest_pause {self.longest_pause:g}; increase longest_pause or decrease pause"
             )
         return self
 
     @property
     def start_wait(self) -> float:
-        """Seconds to wait for the server now: ``wait``, or 0 within ``without_waiting``."""
+        """Time in seconds to wait for the server when the client is opened: ``wait``, or 0 within ``without_waiting``."""
         return self.wait if _WAITS.get() else 0.0
 
     @property
     def description(self) -> str:
-        """The model's name and its address."""
+        """The model's name and the server's URL."""
         return f"{self.model} at {self.base_url}"
 
     def cost(self, *, input_tokens: float, output_tokens: float) -> float | None:
-        """What so many tokens cost in dollars; None if no price is known."""
+        """Return the cost of these tokens in dollars; None if no price is known."""
         return None if self.prices is None else self.prices.cost(input_tokens=input_tokens, output_tokens=output_tokens)
 
     def problems(self, path: str) -> Iterator[str]:
-        """A quota of cost without prices."""
+        """Yield a message if ``quota.cost`` is set and ``prices`` is not."""
         if self.quota is not None and self.quota.cost is not None and self.prices is None:
-            yield f"{path}.quota.cost: counted by prices, and there are none; give {path.rpartition('.')[2]}.prices"
+            yield f"{path}.quota.cost: the cost is computed from prices, and none are given; set {path.rpartition('.')[2]}.prices"
 
     def variables(self) -> Iterator[str]:
-        """The key's."""
+        """Yield the environment variable of the key, if there is one."""
         if self.key is not None:
             yield self.key
 
     def keys_sent(self) -> Iterator[tuple[str, str]]:
-        """The key's, and the headers that the ``openai`` package takes from the environment and sends to every address."""
+        """Yield the variable of the key, and the variable of the headers that the ``openai`` package sends to every address."""
         if self.key is not None:
             yield self.key, self.base_url
         if HEADERS in os.environ:

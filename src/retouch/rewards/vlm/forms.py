@@ -1,5 +1,5 @@
-"""The forms that an answer may have: scores as JSON, one of a few words, or the probabilities of these. Each reads a reply, or
-returns None if the reply is not usable."""
+"""The formats that an answer may have: scores as JSON, one of a few words, or the probabilities of a few words. Each form parses a
+reply, or returns None if the reply is not usable."""
 
 import json
 import math
@@ -17,7 +17,8 @@ _LEDGER_PREFIX = "retouch.rewards.judges.forms."
 
 @dataclass(frozen=True, slots=True)
 class JudgeReply:
-    """A server's reply. ``first``: the candidates for the first token, with log-probabilities, where they were requested."""
+    """A judge's reply. ``finished``: the finish reason (``stop`` for a complete reply). ``first``: the candidates for the first
+    token, with log-probabilities, if they were requested."""
 
     text: str
     finished: str
@@ -26,31 +27,31 @@ class JudgeReply:
 
 
 class Form(Protocol):
-    """What an answer may be."""
+    """The format of an answer, and its parser."""
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of an answer."""
+        """The maximum number of tokens of an answer."""
         ...
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
-        """The scores, or None if the reply is not usable."""
+        """Return the scores, or None if the reply is not usable."""
         ...
 
     def schema(self) -> dict[str, Json] | None:
-        """The JSON schema of an answer; None if its first token's log-probabilities are read."""
+        """Return the JSON schema of an answer; None if the log-probabilities of its first token are read."""
         ...
 
     def choices(self) -> tuple[str, ...]:
-        """All possible answers, for servers that constrain an answer to a list; empty where there is no short list."""
+        """Return all possible answers, for servers that constrain an answer to a list; empty if there is no short list."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScoresForm:
-    """A number for each name, on its scale, after a ``reasoning`` where that is requested.
+    """A number for each name, on its scale. ``reasoning``: the judge writes its reasoning before the numbers.
 
-    A reply that was cut off, refused or filtered, or that ``read_scores`` cannot read, is not usable.
+    A reply is not usable if it was truncated, refused or filtered, or if ``read_scores`` cannot read it.
     """
 
     scales: Mapping[str, Scale]
@@ -63,13 +64,13 @@ class ScoresForm:
         return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
-        """A number for every name, or None."""
+        """Return a number for every name, or None if the reply is not usable."""
         if reply.refused or reply.finished != "stop":
             return None
         return read_scores(reply.text, self.scales)
 
     def schema(self) -> dict[str, Json]:
-        """An object of exactly these keys, the reasoning first, so that the numbers come after it."""
+        """Return the schema of an object with exactly these keys; the reasoning is first, so that the numbers follow from it."""
         properties: dict[str, Json] = {"reasoning": {"type": "string"}} if self.reasoning else {}
         for name, scale in self.scales.items():
             kind = "integer" if scale.whole else "number"
@@ -77,16 +78,16 @@ class ScoresForm:
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
     def choices(self) -> tuple[str, ...]:
-        """None: there is no short list of numbers."""
+        """Return no choices, because there is no short list of possible numbers."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceForm:
-    """The value of a one-word answer: a vote, to be averaged over repeats, for endpoints without log-probabilities.
+    """The value of a one-word answer, for endpoints without log-probabilities. The values of repeated questions are averaged.
 
-    ``values`` as for ``WordForm``. A reply is usable where it is a legal word and nothing else, or JSON of the schema.
-    ValueError: fewer than two words, or two that are spelled alike.
+    ``values``: as in ``WordForm``. A reply is usable if it consists of one allowed word, or is JSON of the schema.
+    Raises ValueError for fewer than two words, or if two words have the same spelling (case and spaces do not count).
     """
 
     name: str
@@ -102,7 +103,7 @@ class ChoiceForm:
         return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
-        """The word's value, or None."""
+        """Return the word's value, or None if the reply is not usable."""
         if reply.refused or reply.finished != "stop":
             return None
         values = {_spelling(word): value for word, value in self.values.items()}
@@ -119,12 +120,12 @@ class ChoiceForm:
         return {self.name: values[word]} if word in values else None
 
     def schema(self) -> dict[str, Json]:
-        """An object with the word as its ``answer``."""
+        """Return the schema of an object with the word under the key ``answer``."""
         answer: dict[str, Json] = {"answer": {"type": "string", "enum": list(self.values)}}
         return {"type": "object", "properties": answer, "required": ["answer"], "additionalProperties": False}
 
     def choices(self) -> tuple[str, ...]:
-        """The words."""
+        """Return the words."""
         return tuple(self.values)
 
 
@@ -133,9 +134,10 @@ class WordForm:
     """The expected value of the answer's first token over a few words: sum of p(word) value / sum of p(word), as Edit-R1 (arXiv
     2510.16888) reads digits.
 
-    ``values``: word to value, "5" to 5.0 or "yes" to 1.0; case and spaces around a token do not matter. The legal words must hold
-    at least ``min_mass`` of the probability; with less the judge was about to say something else, and the reply is not usable.
-    ValueError: fewer than two words, two that are spelled alike, or a mass that is none.
+    ``values``: maps words to values, for example "5" to 5.0 or "yes" to 1.0; case and spaces around a token do not matter. The
+    allowed words must have at least the probability ``min_mass`` together. With less, the judge was about to write another answer,
+    and the reply is not usable. Raises ValueError for fewer than two words, if two words have the same spelling, or if ``min_mass``
+    is not above 0 and at most 1.
     """
 
     name: str
@@ -146,7 +148,7 @@ class WordForm:
     def __post_init__(self) -> None:
         _check_words(self.values)
         if not 0 < self.min_mass <= 1:
-            raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and up to 1")
+            raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and at most 1")
 
     @property
     def ledger_name(self) -> str:
@@ -154,7 +156,7 @@ class WordForm:
         return f"{_LEDGER_PREFIX}{self!r}"
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
-        """The expected value, or None."""
+        """Return the expected value, or None if the reply is not usable."""
         if reply.refused or not reply.first:
             return None
         values = {_spelling(word): value for word, value in self.values.items()}
@@ -173,17 +175,17 @@ class WordForm:
         return {self.name: min(max(total / mass, low), high)}
 
     def schema(self) -> None:
-        """None: the log-probabilities are read."""
+        """Return None, because the log-probabilities are read."""
         return None
 
     def choices(self) -> tuple[str, ...]:
-        """None: the answer is not constrained, so that the probability of the legal words can be read."""
+        """Return no choices: the answer is not constrained, so that the probability of the allowed words can be read."""
         return ()
 
 
 def _check_words(values: Mapping[str, float]) -> None:
     if len({_spelling(word) for word in values}) != len(values) or len(values) < 2:
-        raise ValueError(f"the words {list(values)}: give two or more that differ in their letters")
+        raise ValueError(f"the words {list(values)}: give two or more words that differ in their letters")
 
 
 def _spelling(token: str) -> str:

@@ -1,7 +1,7 @@
-"""A judge in this process: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL from a folder, for where there is no server.
+"""A judge that runs in this process without a server: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL model from a folder.
 
-It answers one question after another, or several at once. One-word answers are read off the first token's exact distribution;
-scores are generated freely (no grammar constrains them to the schema) and read like any free text.
+It answers questions one after the other or in batches. One-word answers are read from the exact distribution of the first token.
+Scores are generated without a constraint to the JSON schema, and read as free text.
 """
 
 import json
@@ -45,10 +45,10 @@ _LIKELIEST = 50
 class LocalJudge:
     """Answers questions with the model in ``path``, frozen; the same question, seed and temperature give the same answer.
 
-    ``batch``: questions that are answered in one forward pass; more than one changes answers by rounding. On a GPU the model has a
-    stream of its own. Use thinking variants only for forms that ask for scores: where the first token is the answer, theirs would
-    begin a thought.
-    ValueError: the weights are not on this machine, or are of another kind of model.
+    ``batch``: the maximum number of questions in one forward pass; more than one changes answers by rounding. On a GPU, the model
+    runs on its own CUDA stream. Use thinking models only for forms that ask for scores: with a form that reads the first token,
+    this token would begin the reasoning instead of the answer.
+    Raises ValueError if the weights are not on this machine, or are of another type of model.
     """
 
     def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32, batch: int = 1) -> None:
@@ -68,7 +68,7 @@ class LocalJudge:
         self._side_stream = SideStream(device)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer to each question, in order. Calls from several threads wait for each other."""
+        """Return an answer to each question, in order. Calls from several threads wait for each other."""
         answers: dict[int, Answer] = {}
         with self._asking, self._side_stream():
             for indices in _batches(questions, self.batch):
@@ -76,7 +76,7 @@ class LocalJudge:
         return [answers[index] for index in range(len(questions))]
 
     def _answers(self, questions: Sequence[Question]) -> list[Answer]:
-        """The answers to questions whose answers have the same number of tokens at most, from one batch."""
+        """Answer questions in one batch. All of them must have the same maximum number of answer tokens."""
         began = time.monotonic()
         inputs = self._inputs(questions)
         ids, logits = self._generate(inputs, questions, longest=_longest(questions[0]))
@@ -101,7 +101,7 @@ class LocalJudge:
         )
 
     def _row(self, question: Question) -> "_Row":
-        """The chat as token ids, each image a run of image tokens. Text of the question is never read as special tokens."""
+        """Tokenize the chat; each image is a run of image tokens. Text of the question never becomes special tokens."""
         images = [part.convert("RGB") for part in question.parts if not isinstance(part, str)]
         seen = self.processor(images=images, return_tensors="pt")
         counts = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
@@ -112,7 +112,8 @@ class LocalJudge:
         return _Row(torch.tensor(ids), seen["pixel_values"].to(self.model.dtype), seen["image_grid_thw"])
 
     def _inputs(self, questions: Sequence[Question]) -> dict[str, Tensor]:
-        """The questions as one batch on the model's device, padded on the left, so that all rows end where the answers begin."""
+        """Return the questions as one batch on the model's device, padded on the left, so that the answers of all rows begin at the
+        same position."""
         rows = [self._row(question) for question in questions]
         longest = max(len(row.ids) for row in rows)
         tokens = torch.full((len(rows), longest), self._end)
@@ -140,7 +141,7 @@ class LocalJudge:
     def _generate(
         self, inputs: dict[str, Tensor], questions: Sequence[Question], *, longest: int
     ) -> tuple[list[Int[Tensor, " t"]], Float[Tensor, "r v"]]:
-        """The generated ids of each row up to its end, and the logits of its first token."""
+        """Generate answers. Returns the ids of each row up to its end token, and the logits of each row's first token."""
         drawn = [_Gumbel(questions)] if any(question.temperature > 0 for question in questions) else []
         made: Any = self.model.generate(
             **inputs,
@@ -153,12 +154,12 @@ class LocalJudge:
         return ids, made.logits[0].float().cpu()
 
     def _settings(self, longest: int) -> GenerationConfig:
-        """Greedy search, without any setting of the folder's own generation_config.json."""
+        """Return settings for greedy search, which ignore the folder's generation_config.json."""
         ends = {"eos_token_id": self._end, "pad_token_id": self._end}
         return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
 
     def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
-        """The likeliest first tokens with their log-probabilities; tokens of the same text are one."""
+        """Return the most likely first tokens with log-probabilities. The probabilities of tokens with the same text are added."""
         found: dict[str, float] = {}
         values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))
         for value, token in zip(values.tolist(), ids.tolist(), strict=True):
@@ -169,7 +170,7 @@ class LocalJudge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A question as token ids, the patches of its images, and their sizes in patches."""
+    """A tokenized question: its token ids, the patches of its images, and the sizes of the images in patches."""
 
     ids: Int[Tensor, " l"]
     pixels: Float[Tensor, "n d"]
@@ -177,9 +178,10 @@ class _Row:
 
 
 class _Gumbel:
-    """Sampling as the greatest of logits / temperature + Gumbel noise, from a generator of each question's own.
+    """A logits processor that samples with the Gumbel-max trick: logits / temperature + Gumbel noise, before greedy search.
 
-    So a row's draws do not depend on the other rows. A row with temperature 0 is left as it is."""
+    Each question has its own generator, so that the draws of a row do not depend on the other rows. Rows with temperature 0 are not
+    changed."""
 
     def __init__(self, questions: Sequence[Question]) -> None:
         self._rows = [(question.temperature, generator("judge", "answer", question.seed)) for question in questions]
@@ -197,12 +199,12 @@ class _Gumbel:
 
 
 def _longest(question: Question) -> int:
-    """The most tokens of an answer; one where the answer is read off the first token."""
+    """Return the maximum number of tokens of an answer; 1 if the form reads the first token."""
     return 1 if question.form.schema() is None else question.form.max_tokens
 
 
 def _batches(questions: Sequence[Question], size: int) -> Iterator[list[int]]:
-    """The numbers of the questions, at most ``size`` at once, which have answers of the same length at most."""
+    """Yield batches of question indices, at most ``size`` each, whose answers have the same maximum length."""
     by_length: dict[int, list[int]] = {}
     for index, question in enumerate(questions):
         by_length.setdefault(_longest(question), []).append(index)

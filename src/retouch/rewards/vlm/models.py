@@ -1,4 +1,4 @@
-"""The models that can answer a judge, as sections of a recipe: behind an address, or in this process. Their clients are in
+"""The ``judge`` sections of a recipe: a model behind an endpoint, or a model in this process. Their clients are in
 ``chat_client.py`` and ``local_model.py``."""
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Endpoint(EndpointSettings):
-    """A model behind an OpenAI-compatible address: OpenAI, vLLM, SGLang, llama.cpp."""
+    """A model behind an OpenAI-compatible endpoint: OpenAI, vLLM, SGLang, llama.cpp."""
 
     def open(self, *, device: torch.device | str = "cpu") -> JudgeClient:
-        """A client. ValueError: no key in the environment, no ``openai`` package (extra ``judge``), or no prices for a quota of
-        cost."""
+        """Open a client. Raises ValueError as ``ChatClient`` does: for example if there is no key in the environment, or the
+        ``openai`` package (extra ``judge``) is not installed."""
         from retouch.rewards.vlm.chat_client import ChatClient
 
         return ChatClient(self)
 
 
 class InProcess(JudgeModel):
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the training process, on its own device."""
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL model in the training process."""
 
     kind: Literal["in_process"] = "in_process"
     path: PathText
@@ -41,17 +41,18 @@ class InProcess(JudgeModel):
     device: Device = None
     """Where the model runs; null takes the run's device."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type of the weights."""
+    """Data type of the weights."""
     batch: Count = Field(default=1, exclude_if=lambda batch: batch == 1)
-    """Questions that are answered in one forward pass. More is faster and takes more memory; answers differ by rounding."""
+    """Maximum number of questions in one forward pass. Larger batches are faster and need more memory; answers differ by
+    rounding."""
 
     @property
     def description(self) -> str:
-        """The weights."""
+        """The folder or the id of the weights."""
         return self.path
 
     def open(self, *, device: torch.device | str = "cpu") -> LocalJudge:
-        """The model, loaded. ValueError: its weights are not on this machine, or are of another kind of model."""
+        """Load the model. Raises ValueError if its weights are not on this machine, or are of another type of model."""
         import torch
 
         from retouch.rewards.vlm.local_model import LocalJudge
@@ -59,7 +60,7 @@ class InProcess(JudgeModel):
         return LocalJudge(self.path, device=self.device or device, dtype=getattr(torch, self.dtype), batch=self.batch)
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model."""
+        """Yield the model."""
         yield LoadedModel(self.path, self.dtype, self.device)
 
 
@@ -70,6 +71,6 @@ JUDGE_MODELS = Kinds(
         "in_process": "retouch.rewards.vlm.models:InProcess",
     },
 )
-"""All kinds of models that answer judges."""
+"""All kinds of ``judge`` sections."""
 AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]
-"""A model of any kind, as the type of a field."""
+"""The type of a field that contains a ``judge`` section of any kind."""

@@ -1,7 +1,7 @@
-"""Questions to a judge and their answers: what rewards, which phrase questions, and clients, which get them answered, share.
+"""Questions to a judge and their answers: the types that rewards, which write questions, and clients, which answer them, share.
 
-A client may talk to an endpoint, run a model in this process, or wrap another client to keep its answers. It raises no error
-because of one question: where there is no usable answer, it returns an ``Answer`` without scores.
+A client may call an endpoint, run a model in this process, or wrap another client to store its answers. It raises no error because
+of a single question: without a usable answer, it returns an ``Answer`` without scores.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ Part: TypeAlias = str | Image
 class Question:
     """One request. ``rubric`` is the system message; ``parts`` follow in order, the image to judge last.
 
-    So the questions about one task share everything but their last part, which a server that caches prefixes computes once.
-    ``form``: what an answer may be. ``seed`` and ``temperature`` are sent and recorded.
+    So the questions about one task share all parts except the last; a server that caches prefixes computes the shared parts once.
+    ``form``: the format of the answer. ``seed`` and ``temperature`` are sent and recorded.
     """
 
     rubric: str
@@ -32,11 +32,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """The end of a question. ``scores``: by the form's names, empty where no answer is usable; ``fault`` then says why.
+    """The result of a question. ``scores``: by the form's names; empty if no answer is usable, and ``fault`` then gives the reason.
 
-    ``text``: the raw answer, for the record. ``seed``: of the attempt that was kept. ``seconds``: in all, with pauses. ``faults``:
-    why the attempts before the last one failed. The tokens are those of all attempts together; ``cost``: their price in dollars,
-    None if it is not known.
+    ``text``: the raw answer, for the record. ``seed``: the seed of the last attempt. ``seconds``: the total time, including pauses.
+    ``faults``: the faults of the attempts before the last one. ``input_tokens`` and ``output_tokens``: totals over all attempts.
+    ``cost``: the price of these tokens in dollars, None if it is not known.
     """
 
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Answer:
 
 @runtime_checkable
 class JudgeClient(Protocol):
-    """Gets questions answered, in their order. ``identity`` names the model and the settings that could change an answer, but not
-    its address: the same model at another address is the same judge. Ledgers keep answers under it."""
+    """Answers questions, in their order. ``identity`` names the model and the settings that could change an answer, but not the
+    address: the same model at another address is the same judge. Ledgers store answers under ``identity``."""
 
     identity: str
 

@@ -1,6 +1,7 @@
-"""Rewards that come from human votes on pairs of images.
+"""Rewards from human votes on pairs of images.
 
-``log`` stores votes as lines of a file. ``queue`` has the groups of samples that wait for voters, and ``reward`` is the reward of
-kind ``votes``, which reads their votes. ``bradley_terry`` finds strengths from votes, and ``calibration`` the win probabilities of
-a judge's scores. They may import ``records.files`` and what other rewards may import, numpy and torch only inside functions.
+``log`` stores votes as lines of a file. ``queue`` stores the groups of images that wait for votes, and ``reward`` is the reward of
+kind ``votes``, which reads the votes. ``bradley_terry`` estimates strengths from votes, and ``calibration`` maps a judge's scores
+to win probabilities. Modules may import ``records.files`` and whatever other rewards may import; numpy and torch only inside
+functions.
 """

@@ -1,6 +1,6 @@
 """Strengths of arms or images from pairwise votes (Bradley and Terry 1952, Biometrika 39): P(i beats j) = sigmoid(s_i - s_j).
 
-A tie counts as half a win for each. A Gaussian prior keeps the strengths finite where one side won every vote.
+A tie counts as half a win for each side. A Gaussian prior keeps the strengths finite if one side won every vote.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from retouch.rewards.votes.log import Vote
 
 TABLE_PRIOR = 0.05
-"""Precision of the prior of a table of arms: nothing next to a hundred votes."""
+"""Precision of the prior in a table of arms: negligible in comparison with a hundred votes."""
 
 
 def strengths(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -> Float[ndarray, " count"]:
-    """The most probable strengths of ``count`` sides; their mean is 0.
+    """Return the maximum a posteriori strengths of ``count`` sides, in log-odds; their mean is 0.
 
-    ``points``: for each vote the first side, the second side, and the points of the first, 0 to 1. ``prior``: the precision
-    (1 / variance) of the Gaussian prior of each strength, above 0.
+    ``points``: for each vote the index of the first side, the index of the second side, and the points of the first side, 0 to 1.
+    ``prior``: the precision (1 / variance) of the Gaussian prior of each strength, above 0.
     """
     return _fit(points, count, prior)[0]
 
 
 def _fit(points: Sequence[tuple[int, int, float]], count: int, prior: float) -> tuple[Float[ndarray, " count"], ndarray, ndarray]:
-    """The strengths, the inverse of the Hessian of the negative log posterior, and the gradient of each vote (n, count)."""
+    """Return the strengths, the inverse Hessian of the negative log posterior, and the gradient of each vote (n, count)."""
     import numpy as np
 
     design = np.zeros((len(points), count))
@@ -55,9 +55,9 @@ def _fit(points: Sequence[tuple[int, int, float]], count: int, prior: float) -> 
 
 
 def preferences(points: Sequence[tuple[int, int, float]], *, count: int, prior: float) -> list[float]:
-    """For each side the mean probability, 0 to 1, that it wins against each other side; NaN for a side without a vote.
+    """Return for each side its win probability, 0 to 1, averaged over all other sides; NaN for a side without a vote.
 
-    The mean is over all other sides, because the strengths of all are known from the prior. ``prior``: as in ``strengths``.
+    The average includes sides without a vote, because the prior gives their strength. ``prior``: as in ``strengths``.
     """
     found = strengths(points, count=count, prior=prior).tolist()
     compared = {side for first, second, _ in points for side in (first, second)}
@@ -71,8 +71,8 @@ def preferences(points: Sequence[tuple[int, int, float]], *, count: int, prior: 
 
 @dataclass(frozen=True, slots=True)
 class ArmStrength:
-    """A row of the table: an arm, its votes, its strength in log-odds (the mean of all arms is 0) with a 95 % interval, and the
-    probability that it wins against an arm of strength 0."""
+    """A row of the table: an arm, its number of votes, its strength in log-odds (the mean over all arms is 0) with a 95 % interval,
+    and the probability that it wins against an arm of strength 0."""
 
     arm: str
     votes: int
@@ -83,10 +83,10 @@ class ArmStrength:
 
 
 def table(votes: Iterable[Vote]) -> list[ArmStrength]:
-    """The arms of the votes, the strongest first.
+    """Return the arms of the votes, the strongest first; empty if fewer than two arms were compared.
 
-    Intervals are t intervals with the cluster-robust (sandwich) variance, clustered by task, or with the variance of the model
-    where that is larger, as it is where one arm has won every vote.
+    Intervals are t intervals. The variance is the cluster-robust (sandwich) variance, clustered by task, or the variance of the
+    model if it is larger, for example if one arm has won every vote. With a single task, the intervals are infinite.
     """
     import numpy as np
 

@@ -1,7 +1,8 @@
-"""From a judge's score to the probability that people prefer the image: an isotonic map, fitted on votes.
+"""An isotonic map from a judge's score to the probability that people prefer the image, fitted on votes.
 
-Each vote gives two points: the score of either image, and 1, 0.5 or 0 for whether it won. The map is the isotonic regression of
-these points (Ayer et al. 1955, Annals of Mathematical Statistics 26). Its uncertainty comes from a bootstrap over tasks.
+Each vote gives one point for each of its two images: the image's score, and 1 (won), 0.5 (tie) or 0 (lost). The map is the isotonic
+regression of these points (Ayer et al. 1955, Annals of Mathematical Statistics 26). Its uncertainty is computed by a bootstrap over
+tasks.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _MOST_KNOTS = 65
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The win probability at each of the ascending ``scores``; linear between them, constant outside.
+    """The fitted map: the win probability at each of the ascending ``scores``, linear between them and constant outside.
 
-    ``probability``, ``sd``: the map and its standard deviation over the resamples. ``low``, ``high``: its 95 % interval.
+    ``probability``, ``sd``: the win probability and its standard deviation over the bootstrap resamples. ``low``, ``high``: its
+    95 % interval. ``votes``, ``tasks``: the number of votes and of tasks on which the map was fitted.
     """
 
     column: str
@@ -42,7 +44,7 @@ class Calibration:
     tasks: int
 
     def at(self, score: float) -> tuple[float, float]:
-        """The win probability of a score, and its standard deviation; both NaN for NaN."""
+        """Return the win probability of a score, and its standard deviation; both are NaN if the score is NaN."""
         import numpy as np
 
         if math.isnan(score):
@@ -50,7 +52,7 @@ class Calibration:
         return float(np.interp(score, self.scores, self.probability)), float(np.interp(score, self.scores, self.sd))
 
     def to_json(self) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the content of the file."""
         return {
             "column": self.column,
             "votes": self.votes,
@@ -59,20 +61,20 @@ class Calibration:
         }
 
     def save(self, path: Path) -> None:
-        """Write the map."""
+        """Write the map to a JSON file."""
         files.write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: Path) -> Calibration:
-        """The inverse of ``save``. Raises ValueError for a missing file, and for one that is no monotone map."""
+        """Read a map that ``save`` wrote. Raises ValueError if the file is missing, or does not contain a monotone map."""
         if not path.is_file():
-            raise ValueError(f"no file {path}; make it with: retouch votes RUN calibrate COLUMN --to {path}")
+            raise ValueError(f"no file {path}; create it with: retouch votes RUN calibrate COLUMN --to {path}")
         found = files.read_json(path)
         try:
             curves = {name: tuple(map(float, found[name])) for name in ("scores", "probability", "sd", "low", "high")}
             made = cls(column=str(found["column"]), votes=int(found["votes"]), tasks=int(found["tasks"]), **curves)
         except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path} is no calibration; make it with: retouch votes RUN calibrate COLUMN --to FILE") from None
+            raise ValueError(f"{path} is not a calibration; create it with: retouch votes RUN calibrate COLUMN --to FILE") from None
         if (
             len({len(curve) for curve in curves.values()}) != 1
             or not made.scores
@@ -81,14 +83,15 @@ class Calibration:
             or list(made.scores) != sorted(set(made.scores))
             or list(made.probability) != sorted(made.probability)
         ):
-            raise ValueError(f"{path} is no monotone map from scores to probabilities; make it again with retouch votes")
+            raise ValueError(f"{path} is not a monotone map from scores to probabilities; create it again with retouch votes")
         return made
 
 
 def isotonic(scores: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
-    """The isotonic regression of the values on the scores: the distinct scores in order, and the value at each.
+    """Fit the isotonic regression of the values on the scores. Returns the distinct scores in order, and the value at each score.
 
-    Pool adjacent violators: neighbours out of order are replaced by their weighted mean until all are in order.
+    The algorithm is pool adjacent violators: neighbouring values in the wrong order are replaced by their weighted mean until all
+    values are in order. Points with weight 0 are ignored.
     """
     sums: dict[float, list[float]] = {}
     for score, value, weight in zip(scores, values, weights, strict=True):
@@ -111,7 +114,7 @@ def isotonic(scores: Sequence[float], values: Sequence[float], weights: Sequence
 
 
 def calibrate(votes: Iterable[Vote], column: str, *, resamples: int = RESAMPLES, seed: int = 0) -> Calibration:
-    """The map of a column, from all votes whose two images have its score.
+    """Fit the map of a column on all votes whose two images both have a score in this column.
 
     Raises ValueError if these votes are on fewer than 10 tasks.
     """
@@ -145,7 +148,7 @@ def calibrate(votes: Iterable[Vote], column: str, *, resamples: int = RESAMPLES,
 
 
 def _knots(scores: Sequence[float]) -> list[float]:
-    """At most 65 distinct scores, evenly spaced in rank."""
+    """Select at most 65 distinct scores, evenly spaced in rank."""
     distinct = sorted(set(scores))
     if len(distinct) <= _MOST_KNOTS:
         return distinct

@@ -1,7 +1,7 @@
-"""Votes on disk: a file of JSON lines that is only ever appended to.
+"""Votes on disk: a file of JSON lines to which lines are only appended.
 
-A vote is one line. Taking a vote back is another line, which names the vote that no longer counts. Several processes may append to
-one file. A line that a crash has cut off, or that another program has damaged, is skipped and counted.
+A vote is one line. To undo a vote, a line is appended that names the vote; this vote is then ignored. Several processes may append
+to one file. A line that a crash has truncated, or that another program has damaged, is skipped and counted.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ CHOICES: tuple[str, ...] = get_args(Choice)
 class Side:
     """One of the two images of a vote.
 
-    ``arm``: what made it, such as a run and a step; empty if that is not compared. ``image``: the SHA-256 of its pixels
-    (``image_hash``). ``file``: its path relative to the folder of the votes. ``scores``: what judges gave it, by column.
+    ``arm``: the origin of the image, such as a run and a step; empty if arms are not compared. ``image``: the SHA-256 of its pixels
+    (``image_hash``). ``file``: its path relative to the folder of the votes. ``scores``: its scores by column.
     """
 
     arm: str
@@ -41,16 +41,17 @@ class Side:
     scores: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The side as JSON."""
+        """Return the side as JSON."""
         return {"arm": self.arm, "image": self.image, "file": self.file, "scores": dict(self.scores)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """What a voter answered for a pair of images of one task.
+    """The answer of a voter to a pair of images of one task.
 
-    ``voter``: the name that the voter gave. ``at``: seconds since 1970. ``source``, ``mask``: files of the task's images, relative
-    to the folder of the votes; None if there is none. ``repeat``: the voter had answered this pair before, and was not told.
+    ``voter``: the name that the voter gave. ``at``: the time in seconds since 1970. ``source``, ``mask``: files of the task's
+    images, relative to the folder of the votes; None if there is none. ``repeat``: the voter had answered this pair before, and was
+    not told so.
     """
 
     id: str
@@ -69,12 +70,12 @@ class Vote:
 
     @property
     def pair(self) -> str:
-        """Identifies the task and the two images, whichever is on the left."""
+        """The identifier of the task and the two images; it does not depend on which image is on the left."""
         return pair_id(self.task, self.left.image, self.right.image)
 
     @property
     def left_points(self) -> float:
-        """1 if the left image was preferred, 0 if the right one was, 0.5 for a tie and if both are bad."""
+        """The points of the left image: 1 if it was preferred, 0 if the right image was, 0.5 for ``tie`` and ``both_bad``."""
         return {"left": 1.0, "right": 0.0}.get(self.choice, 0.5)
 
     @property
@@ -83,7 +84,7 @@ class Vote:
         return self.choice in ("left", "right")
 
     def to_json(self) -> dict[str, Any]:
-        """The vote's line."""
+        """Return the vote as JSON, for one line of the file."""
         known = {"source": self.source, "mask": self.mask, "text": self.text}
         return {
             "id": self.id,
@@ -103,8 +104,8 @@ class Vote:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VotePair:
-    """Two images of one task to vote on. ``first`` and ``second`` are in an order that says nothing to the voter; the other fields
-    are those of ``Vote``."""
+    """Two images of one task to vote on. The order of ``first`` and ``second`` contains no information about the images; the other
+    fields are those of ``Vote``."""
 
     task: str
     instruction: str
@@ -117,11 +118,11 @@ class VotePair:
 
     @property
     def id(self) -> str:
-        """As ``Vote.pair``."""
+        """The identifier of the pair, equal to ``Vote.pair``."""
         return pair_id(self.task, self.first.image, self.second.image)
 
     def vote(self, choice: Choice, *, voter: str, exchanged: bool = False, repeat: bool = False) -> Vote:
-        """The vote of a voter, now. ``exchanged``: the second image was on the left."""
+        """Create a vote with a new id and the current time. ``exchanged``: the second image was on the left."""
         left, right = (self.second, self.first) if exchanged else (self.first, self.second)
         return Vote(
             id=new_id(),
@@ -141,17 +142,17 @@ class VotePair:
 
 
 def new_id() -> str:
-    """A random identifier of a vote."""
+    """Return a random identifier of a vote."""
     return secrets.token_hex(8)
 
 
 def pair_id(task: str, first: str, second: str) -> str:
-    """16 hexadecimal digits for a task and two images, in either order."""
+    """Return a hash of a task and two images (16 hexadecimal digits), which does not depend on the order of the images."""
     return hashlib.sha256(json.dumps([task, *sorted((first, second))]).encode()).hexdigest()[:16]
 
 
 def voter_name(given: str) -> str:
-    """The name without control characters and repeated spaces. Raises ValueError if it is empty or longer than 64 characters."""
+    """Remove control characters and repeated spaces. Raises ValueError if the name is empty or longer than 64 characters."""
     visible = "".join(" " if char.isspace() else char for char in given if unicodedata.category(char)[0] != "C" or char.isspace())
     name = " ".join(visible.split())
     if not name or len(name) > LONGEST_NAME:
@@ -161,8 +162,8 @@ def voter_name(given: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """The ``votes`` that count, in the order of their lines, and the same ``by_pair``. ``undone``: votes that were taken back.
-    ``damaged``: lines that are no vote."""
+    """The ``votes`` that count, in the order of their lines, and the same votes ``by_pair``. ``undone``: number of undone votes.
+    ``damaged``: number of lines that are not valid votes."""
 
     votes: tuple[Vote, ...] = ()
     by_pair: Mapping[str, tuple[Vote, ...]] = field(default_factory=dict)
@@ -171,7 +172,7 @@ class Votes:
 
 
 class VoteLog:
-    """The votes in ``folder/votes.jsonl``. ``read`` parses only what was appended since the last call. Threads may share it."""
+    """The votes in ``folder/votes.jsonl``. ``read`` parses only the lines appended since the last call. Threads may share a log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -187,15 +188,15 @@ class VoteLog:
         self._last = Votes()
 
     def add(self, vote: Vote) -> None:
-        """Append a vote; it is on the disk when this returns."""
+        """Append a vote. The vote is on disk when this method returns."""
         self._append(vote.to_json())
 
     def undo(self, vote: str, *, voter: str) -> None:
-        """Take back the vote with this id. It counts only if the same voter gave it."""
+        """Undo the vote with this id. This has an effect only if the same voter gave the vote."""
         self._append({"id": new_id(), "at": time.time(), "voter": voter, "undo": vote})
 
     def read(self) -> Votes:
-        """All votes that count; none if the file does not exist."""
+        """Return all votes that count; none if the file does not exist."""
         with self._lock:
             try:
                 with self.path.open("rb") as file:
@@ -240,7 +241,7 @@ class VoteLog:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
-    """The file, open and locked against other writers."""
+    """Open the file, locked against other writers."""
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -250,7 +251,7 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _end_last_line(handle: int) -> None:
-    """Add the newline that a crash may have cut off, so that the next line is a line of its own."""
+    """Append a newline if a crash has truncated the last line, so that the next row begins a new line."""
     size = os.fstat(handle).st_size
     if size and os.pread(handle, 1, size - 1) != b"\n":
         os.write(handle, b"\n")
@@ -265,7 +266,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _vote(row: Mapping[str, Any]) -> Vote | None:
-    """The vote of a line; None if it lacks something or has another type."""
+    """Parse the vote of a line; None if a field is missing or has the wrong type."""
     left, right = _side(row.get("left")), _side(row.get("right"))
     texts = [row.get(name) for name in ("id", "voter", "task", "instruction")]
     optional = [row.get(name) for name in ("source", "mask", "text")]
@@ -304,7 +305,7 @@ def _side(given: object) -> Side | None:
 
 
 def logs_of(folder: Path) -> list[VoteLog]:
-    """The files of votes of a run's folder: its own, and that of its queue. Raises ValueError if there is none."""
+    """Return the vote logs of a run: in the run's folder, and in its queue. Raises ValueError if there is none."""
     found = [VoteLog(place) for place in (folder, folder / "queue") if (place / FILE).is_file()]
     if not found:
         raise ValueError(f"{folder} has no {FILE}; collect votes with: retouch view {folder} --vote")

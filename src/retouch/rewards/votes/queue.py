@@ -1,7 +1,8 @@
-"""The queue of groups that wait for voters: a folder that the run writes to, and from which the voting page reads.
+"""The queue of groups that wait for votes: a folder to which the run writes, and from which the voting page reads.
 
-``votes.jsonl`` has the votes. Each group has a folder ``groups/<id>`` with its images and ``group.json``, which is written last, so
-that nobody sees half a group. The file ``closed`` says that the run has read the group's votes and needs no more.
+``votes.jsonl`` contains the votes. Each group has a folder ``groups/<id>`` with its images and ``group.json``, which is written
+last, so that no reader sees an incomplete group. The file ``closed`` marks a group whose votes the run has read, and which needs no
+more votes.
 """
 
 import hashlib
@@ -26,10 +27,10 @@ _CLOSED = "closed"
 
 @dataclass(frozen=True, slots=True)
 class QueuedGroup:
-    """The different images that a policy made for one task. File names are relative to the queue's folder.
+    """The distinct images that a policy made for one task. File names are relative to the queue's folder.
 
-    ``images``: file and hash of each. ``pairs``: indices of the images to compare, the most useful pairs first. ``at``: when it was
-    queued, in seconds since 1970. ``meta``: of the task, for simulated voters.
+    ``images``: (file, hash) of each image. ``pairs``: indices of the images to compare, the most useful pairs first. ``at``: the
+    time at which the group was queued, in seconds since 1970. ``meta``: the task's ``meta``, for simulated voters.
     """
 
     id: str
@@ -45,7 +46,7 @@ class QueuedGroup:
     at: float
 
     def pair(self, indices: tuple[int, int]) -> VotePair:
-        """Two of its images, to vote on."""
+        """Return two images of the group as a pair to vote on."""
         first, second = (Side(arm="", image=self.images[index][1], file=self.images[index][0]) for index in indices)
         return VotePair(
             task=self.task,
@@ -59,7 +60,7 @@ class QueuedGroup:
         )
 
     def pair_id(self, pair: tuple[int, int]) -> str:
-        """Identifies a pair of its images (``log.pair_id``)."""
+        """Return the identifier of a pair of the group's images (``log.pair_id``)."""
         return pair_id(self.task, self.images[pair[0]][1], self.images[pair[1]][1])
 
 
@@ -72,13 +73,13 @@ class VoteQueue:
         self._known: dict[str, QueuedGroup] = {}
 
     def put(self, task: Task, images: Sequence[Image], *, pairs: int | None) -> QueuedGroup:
-        """Queue the different images of a task, of which there are at least two.
+        """Queue the distinct images of a task, at least two.
 
-        The same images of the same task are the same group, so a run that is resumed finds the votes that were given before.
-        ``pairs``: how many pairs to ask for; None for all.
+        The same images of the same task give the same group, so that a resumed run finds the existing votes. ``pairs``: the maximum
+        number of pairs to vote on; None for all pairs.
         """
         hashes = [image_hash(image) for image in images]
-        assert len(set(hashes)) == len(hashes) > 1, "equal images are one"
+        assert len(set(hashes)) == len(hashes) > 1, "the images must be distinct"
         identity = hashlib.sha256(json.dumps([task.id, task.instruction, pairs, *hashes]).encode()).hexdigest()[:16]
         folder = self._folder(identity)
         known = self._read(folder)
@@ -110,21 +111,21 @@ class VoteQueue:
         return group
 
     def open_groups(self) -> list[QueuedGroup]:
-        """The groups that still need votes from the run's point of view, the oldest first. Damaged groups are left out."""
+        """Return the groups that the run has not closed, the oldest first. Damaged groups are left out."""
         found = [group for folder in self._folders() if (group := self._read(folder)) is not None]
         return sorted(found, key=lambda group: (group.at, group.id))
 
     def groups(self) -> list[QueuedGroup]:
-        """All groups, closed ones too, the oldest first."""
+        """Return all groups, including closed groups, the oldest first. Damaged groups are left out."""
         found = [group for folder in self._folders(closed=True) if (group := self._read(folder)) is not None]
         return sorted(found, key=lambda group: (group.at, group.id))
 
     def close(self, group: QueuedGroup) -> None:
-        """Ask for no more votes on this group."""
+        """Mark the group as closed: no more votes on it are needed."""
         (self._folder(group.id) / _CLOSED).touch()
 
     def unanswered(self, group: QueuedGroup) -> list[tuple[int, int]]:
-        """The pairs of the group without a vote, in their order."""
+        """Return the pairs of the group that have no vote, in order."""
         answered = self.log.read().by_pair
         return [pair for pair in group.pairs if not answered.get(group.pair_id(pair))]
 
@@ -134,7 +135,7 @@ class VoteQueue:
     def _folders(self, *, closed: bool = False) -> Iterator[Path]:
         try:
             folders = sorted(path for path in (self.root / "groups").iterdir() if not path.is_symlink())
-        except OSError:  # nothing was queued yet
+        except OSError:  # no group was queued yet
             return
         yield from (path for path in folders if closed or not (path / _CLOSED).exists())
 
@@ -142,19 +143,19 @@ class VoteQueue:
         if folder.name not in self._known:
             try:
                 group = _group(folder.name, files.read_json(folder / GROUP))
-            except (OSError, ValueError, TypeError, KeyError):  # not complete yet, or damaged
+            except (OSError, ValueError, TypeError, KeyError):  # the group is incomplete or damaged
                 return None
             self._known[folder.name] = group
         return self._known[folder.name]
 
 
 def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
-    """Raises ValueError, TypeError or KeyError for a damaged file."""
+    """Parse the content of ``group.json``. Raises ValueError, TypeError or KeyError if it is damaged."""
     place = f"groups/{identity}"
     images = tuple((f"{place}/{_file_name(file)}", str(each)) for file, each in found["images"])
     pairs = tuple((int(first), int(second)) for first, second in found["pairs"])
     if not all(0 <= index < len(images) for pair in pairs for index in pair):
-        raise ValueError("a pair names an image that is not there")
+        raise ValueError("a pair names an image that does not exist")
     return QueuedGroup(
         id=identity,
         task=str(found["task"]),
@@ -171,17 +172,18 @@ def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
 
 
 def _file_name(name: Any) -> str:
-    """A file of the group's own folder. Raises ValueError for a path."""
+    """Check that the name is that of a PNG file in the group's folder. Raises ValueError for a path or another file."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".png"):
-        raise ValueError(f"{name!r} is no file of a group")
+        raise ValueError(f"{name!r} is not an image file of a group")
     return name
 
 
 def pairs_to_compare(count: int, *, most: int | None, seed: str) -> list[tuple[int, int]]:
-    """Pairs of ``count`` images, each pair once, at most ``most``; the first ones compare every image as early as possible.
+    """Return pairs of ``count`` images, each pair once, at most ``most``, ordered so that every image occurs as early as possible.
 
-    The images are put into a random order on a circle. First come neighbours (every second pair, then the others), so that
-    ``count / 2`` pairs have every image and ``count`` pairs connect all of them; then those two places apart, and so on.
+    The images are placed on a circle in random order. The neighbours come first (every second pair, then the others), so that the
+    first ``count / 2`` pairs contain every image and the first ``count`` pairs connect all images. Then come the images at distance
+    2, and so on.
     """
     order = list(range(count))
     shuffled = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The reward of kind ``votes``: people compare the images of each group while the run waits."""
+"""The ``votes`` reward: people compare the images of each group while the run waits."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.5
 GROUP_PRIOR = 0.5
-"""Precision of the prior of an image's strength, so that one lost vote does not decide everything."""
+"""Precision of the prior of an image's strength, so that a single vote has limited influence."""
 
 
 class VotesReward(RewardSection):
-    """Votes of people on the images of each group. The images are queued in a folder, a page shows them in pairs, and the run
-    waits.
+    """Human votes on the images of each group. The images are queued in a folder, the voting page shows them in pairs, and the run
+    waits for the votes.
 
-    Columns: ``preference``, 0 to 1, how probably people prefer an image to another one of its group; ``voted``, a diagnostic, the
-    share of the group's pairs with a vote. An image without a vote is missing, also when the time is over: a time-out is never a
-    score. So is an image that is alone in its group, such as those of an evaluation. Equal images count as one.
+    Columns: ``preference``, 0 to 1, the probability that people prefer the image to another image of its group; ``voted``, a
+    diagnostic, the share of the group's pairs with a vote. The score of an image without a vote is missing, also after a time-out.
+    The score of an image that is alone in its group is missing too, for example in an evaluation. Equal images count as one.
 
     Example::
 
@@ -43,30 +43,31 @@ class VotesReward(RewardSection):
 
     kind: Literal["votes"] = "votes"
     queue: PathText
-    """The folder of the queue. The voting page finds it as ``queue`` in the run's folder: ``runs/NAME/queue``."""
+    """The folder of the queue. The voting page looks for it in the run's folder: ``runs/NAME/queue``."""
     pairs: Count | None = None
-    """How many pairs of a group are asked for; null asks for all, k (k - 1) / 2 of k images."""
+    """Maximum number of pairs of a group to vote on; null asks for all pairs, k (k - 1) / 2 for k images."""
     wait: NonNegative | None = None
-    """Seconds to wait for the votes of a batch, counted from when it is queued; then the run goes on with the votes that there are,
-    and images without a vote are missing. Null waits until every pair has a vote."""
+    """Time in seconds to wait for the votes on a batch after it is queued. Then the run continues with the existing votes, and the
+    scores of images without a vote are missing. null waits until every pair has a vote."""
     estimate: Literal["bradley_terry", "win_rate"] = "bradley_terry"
-    """How votes become ``preference``: the mean probability to win against the other images in a Bradley-Terry model of the group,
-    which also uses whom an image won against; or the mean of its own votes, in which a tie counts one half."""
+    """How ``preference`` is computed. ``bradley_terry``: the mean win probability against the other images in a Bradley-Terry model
+    of the group, which also takes the strength of the opponents into account. ``win_rate``: the mean result of the image's own
+    votes, in which a tie counts one half."""
 
     columns: ClassVar[Mapping[str, Column]] = {"preference": Column(0.0, 1.0), "voted": Column(0.0, 1.0, diagnostic=True)}
     changeable: ClassVar[frozenset[str]] = frozenset({"device", "queue", "wait"})
     compares_groups: ClassVar[bool] = True
 
     def load(self, device: torch.device | str) -> threading.Event:
-        """The event that ``close`` sets."""
+        """Return the event that ``close`` sets."""
         return threading.Event()
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The columns, (b,), float32, once there are votes or the time is over."""
+        """Wait for the votes or for the end of ``wait``, and return the columns, (b,), float32."""
         return self._collect(self._put(samples), len(samples))
 
     def submit(self, samples: Sequence[Sample]) -> Future[Scores]:
-        """Queue the samples at once, so that voters see all chunks of a step; the future has the columns."""
+        """Queue the samples immediately, so that voters see all chunks of a step, and return a future of the columns."""
         future: Future[Scores] = Future()
         queued = self._put(samples)
 
@@ -80,11 +81,11 @@ class VotesReward(RewardSection):
         return future
 
     def close(self) -> None:
-        """Stop waiting. What was queued stays in the queue, and a run that is resumed finds the votes on it."""
+        """Stop waiting. Queued groups stay in the queue, and a resumed run finds the votes on them."""
         self.model.set()
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """Evaluation, which makes one image a task, and chunks that split groups."""
+        """Yield a message if evaluation, which has one image per task, uses the column, and if a chunk splits groups."""
         yield from super().problems(path, prefix, run)
         yield from whole_group_problems(run, column=f"{prefix}preference", reward="votes")
 
@@ -111,7 +112,7 @@ class VotesReward(RewardSection):
         return _Queued(queue, groups, time.monotonic())
 
     def _collect(self, queued: _Queued, count: int) -> Scores:
-        """Wait, and turn the votes into columns. Raises RuntimeError if the reward is closed meanwhile."""
+        """Wait for the votes, and convert them to columns. Raises RuntimeError if the reward is closed while it waits."""
         import torch
 
         deadline = math.inf if self.wait is None else queued.began + self.wait
@@ -128,7 +129,7 @@ class VotesReward(RewardSection):
         return {"preference": preference, "voted": voted}
 
     def _preferences(self, queue: VoteQueue, group: QueuedGroup) -> dict[str, float]:
-        """The preference of each image of the group, NaN without a vote."""
+        """Return the preference of each image of the group, by its hash; NaN for an image without a vote."""
         from retouch.rewards.votes.bradley_terry import preferences
 
         number = {image: index for index, (_, image) in enumerate(group.images)}
@@ -147,7 +148,7 @@ class VotesReward(RewardSection):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Queued:
-    """Samples in the queue. ``groups``: each with the hash of the image of each of its rows. ``began``: of ``time.monotonic``."""
+    """Queued samples. ``groups``: each group with the image hash of each of its rows. ``began``: the time of ``time.monotonic``."""
 
     queue: VoteQueue
     groups: list[tuple[QueuedGroup, dict[int, str]]]

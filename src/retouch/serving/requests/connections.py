@@ -1,6 +1,7 @@
-"""Connections with limits that hold before a request is authenticated: time, size and number of headers, and open connections.
+"""Limits on connections that hold before a request is authenticated: time, size and number of headers, and open connections.
 
-uvicorn has no limit on any of them. ``BoundedProtocol`` adds them to its httptools protocol, ``Connections`` counts.
+uvicorn limits none of these. ``BoundedProtocol`` adds the limits to uvicorn's httptools protocol, and ``Connections`` counts the
+open connections.
 """
 
 import asyncio
@@ -17,15 +18,16 @@ from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.serving.requests.limits import Limits
 
 BACKLOG = 128
-_RESERVE = 64 + 2 * BACKLOG  # file descriptors for logs, models and connections that are accepted but not counted yet
+_RESERVE = 64 + 2 * BACKLOG  # file descriptors for logs, models, and connections that are accepted but not yet counted
 _MOST_DESCRIPTORS = 65536
-_LINGER_SECONDS = 10.0  # for which a body that nobody reads is discarded, so that its sender can read the reply
-_WRITE_SECONDS = 30.0  # for a client to read the rest of its reply
-_FRAMING = 8  # bytes that the framing of a body may take for each of its bytes: chunks of one byte take five
+_LINGER_SECONDS = 10.0  # time for which the rest of an unread body is received and discarded, so that its sender can read the reply
+_WRITE_SECONDS = 30.0  # time for a client to read the rest of its reply
+_FRAMING = 8  # maximum bytes of framing for each byte of a body; chunks of one byte need five
 
 
 def bounded_config(app: Any, limits: Limits, **options: Any) -> uvicorn.Config:
-    """uvicorn's configuration of a server whose connections keep the limits. ``options``: further ones of ``uvicorn.Config``."""
+    """Return uvicorn's configuration of a server with these limits on connections. ``options``: further options of
+    ``uvicorn.Config``."""
     connections = Connections(min(limits.max_connections, _free_descriptors()))
     protocol: Any = functools.partial(BoundedProtocol, limits=limits, connections=connections)
     fixed: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False, "ws": "none"}
@@ -33,7 +35,8 @@ def bounded_config(app: Any, limits: Limits, **options: Any) -> uvicorn.Config:
 
 
 class Connections:
-    """The open connections, at most ``most``. A new one replaces the oldest that is still waiting for a request."""
+    """The open connections, at most ``most``. If all are in use, a new connection replaces the oldest one that waits for a
+    request."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -44,7 +47,7 @@ class Connections:
         return len(self._open)
 
     def opened(self, connection: "BoundedProtocol") -> bool:
-        """Count a new connection. False: there is no place, because all connections have a request in progress."""
+        """Count a new connection. Returns False if there is no room, because all connections have a request in progress."""
         if len(self._open) >= self.most:
             oldest = next(iter(self._waiting), None)
             if oldest is None:
@@ -56,13 +59,13 @@ class Connections:
         return True
 
     def waits(self, connection: "BoundedProtocol", *, waiting: bool) -> None:
-        """Record whether the connection waits for a request, and so may be replaced."""
+        """Record whether the connection waits for a request, so that it may be replaced."""
         self._waiting.pop(connection, None)
         if waiting and connection in self._open:
             self._waiting[connection] = None
 
     def closed(self, connection: "BoundedProtocol") -> None:
-        """The connection is closed."""
+        """Record that the connection is closed."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -74,9 +77,9 @@ class _Refused(Exception):
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, with limits.
 
-    The headers of a request arrive within ``header_seconds`` of the connection or of their first byte, and have at most
-    ``max_headers`` lines and ``max_header_bytes`` bytes. A request that breaks a limit gets a reply of a fixed text, and the
-    connection is closed. A body that goes on after the reply is discarded for 10 s.
+    The headers of a request must arrive within ``header_seconds`` after the connection or after their first byte, and have at most
+    ``max_headers`` lines and ``max_header_bytes`` bytes. A request that exceeds a limit gets a reply with a fixed text, and the
+    connection is closed. If a body continues after the reply, it is discarded for 10 s.
     """
 
     def __init__(self, *arguments: Any, limits: Limits, connections: Connections, **options: Any) -> None:
@@ -85,7 +88,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ErrorCode = "bad_request"
         self._header_lines = self._header_bytes = 0
-        self._overhead = self._body_bytes = 0  # of the current request: bytes that are not body, and body
+        self._overhead = self._body_bytes = 0  # bytes of the current request: outside its body, and in its body
         self._expecting = self._in_request = self._receiving = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -159,9 +162,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal)
 
     def _idle(self) -> None:
-        """The request is answered and its body is complete; uvicorn closes the connection if no other request follows."""
+        """Wait for the next request, after the reply and the whole body; uvicorn closes the connection if no request follows."""
         self._in_request = False
-        # In addition to uvicorn's own timer, which is cancelled by the end of a body that arrives after the reply.
+        # This timer is needed in addition to uvicorn's: uvicorn cancels its timer when the end of a body arrives after the reply.
         self._end_by(self.timeout_keep_alive + _WRITE_SECONDS)
         self._counted.waits(self, waiting=True)
 
@@ -171,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._deadline = self.loop.call_later(self._limits.header_seconds, self._refuse, "too_slow")
 
     def _refuse(self, code: ErrorCode) -> None:
-        """Reply with the error and close the connection; without a reply if one is already being sent."""
+        """Reply with the error and close the connection. If a reply is already being sent, only close the connection."""
         if self.transport.is_closing():
             return
         if not self._in_request or not self.cycle.response_started:
@@ -183,14 +186,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._end_by(_WRITE_SECONDS)
 
     def _end_by(self, seconds: float | None) -> None:
-        """Abort the connection in ``seconds``, instead of any earlier deadline; None: there is none."""
+        """Abort the connection after ``seconds``. This replaces the previous deadline; None only removes it."""
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 def _free_descriptors() -> int:
-    """How many connections this process can open, after raising its limit of file descriptors as far as is allowed."""
+    """Raise the limit of file descriptors as far as allowed, and return how many connections this process can open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -19,7 +19,8 @@ _CHANNELS = {"RGB": 3, "L": 1}
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A request's items in order: each is a sample, or the code of an error. ``rewards``: those to ask, None for all."""
+    """A request's items in order: each is a sample, or an error code. ``rewards``: the rewards that the request asks for, None for
+    all."""
 
     ids: tuple[str, ...]
     samples: tuple[Sample | ErrorCode, ...]
@@ -27,9 +28,9 @@ class Decoded:
 
 
 def decode(body: bytes, content_type: str, limits: Limits, memory: MemoryBudget | None = None) -> Decoded:
-    """The samples of a request. ``memory``: what the images count against until nobody uses them.
+    """Decode the samples of a request. ``memory``: the budget that counts the images until their last use.
 
-    RequestError: the request as a whole cannot be used; a bad image fails only its own items.
+    Raises RequestError if the request as a whole is invalid; an invalid image fails only the items that use it.
     """
     document, blobs = decode_body(body, content_type)
     try:
@@ -48,7 +49,10 @@ def decode(body: bytes, content_type: str, limits: Limits, memory: MemoryBudget 
 def decode_images(
     heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits, memory: MemoryBudget | None = None
 ) -> list[Image.Image | ErrorCode]:
-    """Each image, or the code of an error. RequestError: all together have too many pixels, or there is no memory for them now."""
+    """Decode the images; an image that cannot be decoded gives an error code.
+
+    Raises RequestError if all images together have too many pixels, or if the memory budget does not suffice.
+    """
     sizes = [_size(head, blob, limits) for head, blob in zip(heads, blobs, strict=True)]
     pixels = [size[0] * size[1] if isinstance(size, tuple) else 0 for size in sizes]
     if sum(pixels) > limits.max_total_pixels:
@@ -71,7 +75,10 @@ def decode_images(
 
 
 def _check_numbers(batch: BatchDocument, blobs: int) -> None:
-    """RequestError: a number without an image or task, a repeated id, or an image or task that no item uses."""
+    """Check the references between items, tasks and images.
+
+    Raises RequestError if a number refers to no image or task, an id is repeated, or no item uses an image or a task.
+    """
     used = [number for item in batch.items if (number := item.picture) is not None]
     for task in batch.tasks:
         used += [*task.images, *(number for number in (task.mask, task.reference, task.target) if number is not None)]
@@ -86,7 +93,7 @@ def _check_numbers(batch: BatchDocument, blobs: int) -> None:
 
 
 def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | ErrorCode:
-    """(width, height), from the document or the file's header."""
+    """Return (width, height), from the document or the file's header, or an error code."""
     if head.form == "raw":
         if head.width is None or head.height is None or len(blob) != head.width * head.height * _CHANNELS[head.mode]:
             return "bad_picture"

@@ -8,17 +8,19 @@ from retouch.serving.requests.memory import BYTES_PER_PIXEL, DECODING_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes in bytes and pixels, times in seconds. ValueError: a limit that is not above 0, a batch larger than the queue, or a
-    request larger than the memory.
+    """Sizes are in bytes and pixels, times in seconds.
 
     ``max_batch``: samples per call of a reward. A call waits up to ``window`` for a full batch, and up to a fifth of the last
-    call's time (at most 100 ms) while more requests are arriving or expected. ``max_queue``: samples of all callers waiting or in
-    progress. ``max_requests``: requests in progress. ``max_memory_bytes``: bodies and decoded images of all requests together.
-    ``header_seconds`` and ``body_seconds``: for the headers and the body of a request to arrive. ``max_headers`` and
-    ``max_header_bytes``: of one request. ``max_connections``: open at the same time; fewer where the process may not open so many
-    files. ``deadline_seconds``: for a request; a replica with a longer call of a reward is replaced. ``stall_seconds``: of a call,
-    after which the server is not ready if requests miss their deadlines and earlier calls took less than a quarter of this one.
-    ``drain_seconds``: to complete the requests in progress before shutting down.
+    call's time (at most 100 ms) while more requests are arriving or expected. ``max_queue``: samples of all callers that wait or
+    are in progress. ``max_requests``: requests in progress. ``max_memory_bytes``: bodies and decoded images of all requests
+    together. ``header_seconds`` and ``body_seconds``: time for the headers and the body of a request to arrive. ``max_headers`` and
+    ``max_header_bytes``: headers of one request. ``max_connections``: open connections; fewer if the process may not open so many
+    files. ``deadline_seconds``: time limit of a request; a replica is replaced if a call of a reward takes longer.
+    ``stall_seconds``: duration of a call after which the server is not ready, if a request has missed its deadline and recent calls
+    took less than a quarter of the time. ``drain_seconds``: time to complete the requests in progress before shutting down.
+
+    Raises ValueError if a limit is not above 0 (``window`` may be 0), a batch is larger than the queue, or a request is larger than
+    the memory.
     """
 
     max_body_bytes: int = 64 * 2**20
@@ -45,14 +47,14 @@ class Limits:
             if not (value >= 0 if name == "window" else value > 0):
                 raise ValueError(f"{name} {value}: must be above 0")
         if self.max_batch > self.max_queue:
-            raise ValueError(f"max_batch {self.max_batch} is more than max_queue {self.max_queue}: no batch would ever be full")
+            raise ValueError(f"max_batch {self.max_batch} is larger than max_queue {self.max_queue}: no batch would ever be full")
 
         largest = 4 * self.max_body_bytes + BYTES_PER_PIXEL * self.max_total_pixels + DECODING_BYTES * self.max_pixels
         if largest > self.max_memory_bytes:
             raise ValueError(f"max_memory_bytes {self.max_memory_bytes} is less than one request may take, {largest}")
 
     def info(self) -> LimitsInfo:
-        """The limits in ``GET /v1/info``."""
+        """Return the limits in ``GET /v1/info``."""
         return LimitsInfo(
             max_body_bytes=self.max_body_bytes,
             max_items=min(self.max_items, self.max_queue),

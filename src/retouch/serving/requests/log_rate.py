@@ -1,4 +1,4 @@
-"""Logs at a bounded rate, so that requests of strangers cannot fill a disk: repeats are counted instead of written."""
+"""Logging at a bounded rate, so that requests cannot fill a disk: excess records are counted instead of written."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ _MOST_KINDS = 500
 
 @dataclass(slots=True)
 class _Bucket:
-    """Lines that may still be written, at the time ``at``, and how many were not."""
+    """A token bucket. ``left``: records that may still be written, at the time ``at``. ``dropped``: records not written."""
 
     left: float
     at: float
@@ -19,10 +19,10 @@ class _Bucket:
 
 
 class BoundedRate(logging.Filter):
-    """Passes ``burst`` records of a kind (logger and message without its arguments), and then ``per_minute``.
+    """Passes ``burst`` records of a kind (logger and message without its arguments), and then ``per_minute`` records per minute.
 
-    All kinds together have ten times as much. A record that passes after others were dropped says how many. Long messages and
-    tracebacks are truncated.
+    The limit for all kinds together is ten times as high. A record that passes after others were dropped reports their number. Long
+    messages and tracebacks are truncated.
     """
 
     def __init__(self, *, burst: int = 20, per_minute: float = 20.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +32,7 @@ class BoundedRate(logging.Filter):
         self._all = _Bucket(10.0 * burst, clock())
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether the record is written."""
         now = self._clock()
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()

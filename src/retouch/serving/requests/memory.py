@@ -1,4 +1,4 @@
-"""The memory that all requests of a server take together: bodies, and images from their decoding until the last use."""
+"""A budget for the memory of all requests of a server: bodies, and images from their decoding until their last use."""
 
 import contextlib
 import ctypes
@@ -12,14 +12,14 @@ from PIL import Image
 from retouch.rewards.wire.errors import RequestError
 
 BYTES_PER_PIXEL = 4
-"""Of a decoded image in RGB, as Pillow stores it."""
+"""Bytes per pixel of a decoded RGB image, as Pillow stores it."""
 DECODING_BYTES = 12
-"""Further bytes per pixel while an image is decoded: a canvas with transparency, its copy, and the converted image."""
+"""Additional bytes per pixel while an image is decoded: a canvas with transparency, its copy, and the converted image."""
 _TRIM_BYTES = 64 * 2**20
 
 
 class MemoryBudget:
-    """At most ``most`` bytes are held at the same time. May be used from several threads, also by finalizers."""
+    """A budget of at most ``most`` bytes that are reserved at the same time. Several threads and finalizers may use it."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -30,12 +30,12 @@ class MemoryBudget:
 
     @property
     def held(self) -> int:
-        """The bytes that are held now."""
+        """The number of bytes that are currently reserved."""
         with self._lock:
             return self._settle()
 
     def hold(self, count: int) -> None:
-        """Hold ``count`` more bytes. RequestError ("busy"): there is no room for them."""
+        """Reserve ``count`` more bytes. Raises RequestError ("busy") if the budget does not suffice."""
         with self._lock:
             if self._settle() + count > self._most:
                 raise RequestError("busy")
@@ -43,12 +43,12 @@ class MemoryBudget:
             self._peak = max(self._peak, self._held)
 
     def release(self, count: int) -> None:
-        """Give back what was held."""
+        """Release ``count`` reserved bytes."""
         self._released.append(count)
 
     @contextlib.contextmanager
     def holding(self, count: int) -> Iterator[None]:
-        """Hold ``count`` bytes for the length of the block. RequestError ("busy"): there is no room for them."""
+        """Reserve ``count`` bytes for the duration of the block. Raises RequestError ("busy") if the budget does not suffice."""
         self.hold(count)
         try:
             yield
@@ -56,11 +56,11 @@ class MemoryBudget:
             self.release(count)
 
     def release_with(self, image: Image.Image, count: int) -> None:
-        """Give back ``count`` bytes when the image is no longer used anywhere."""
+        """Release ``count`` bytes when the image is garbage-collected."""
         weakref.finalize(image, self.release, count).atexit = False
 
     def trim(self) -> bool:
-        """Return freed memory to the operating system, if much of it was freed since the last time; says whether it did."""
+        """Return freed memory to the operating system if at least 64 MiB were freed since the last time; returns whether it did."""
         with self._lock:
             held = self._settle()
             if self._peak - held < _TRIM_BYTES:

@@ -1,4 +1,4 @@
-"""Reads a request's body and headers. A body never takes more memory than the limit allows."""
+"""Reads the body and the headers of a request. A body never takes more memory than the limit allows."""
 
 import asyncio
 import math
@@ -14,9 +14,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: Request, *, max_bytes: int, seconds: float, hold: Callable[[int], None]) -> bytes:
-    """The body. ``hold``: called with the bytes of each part that has arrived.
+    """Read the body. ``hold``: called with the number of bytes of each part that arrives, before it is kept.
 
-    RequestError: it is compressed, larger than ``max_bytes``, takes longer than ``seconds`` to arrive, or ``hold`` raises it.
+    Raises RequestError if the body is compressed, is larger than ``max_bytes``, or takes longer than ``seconds`` to arrive, or if
+    ``hold`` raises it.
     """
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RequestError("unsupported")
@@ -43,7 +44,8 @@ async def read_body(request: Request, *, max_bytes: int, seconds: float, hold: C
 
 
 def read_deadline(request: Request, *, longest: float) -> float:
-    """Seconds until the request's deadline: ``X-Deadline-Seconds``, but at most ``longest``, which is also the default."""
+    """Return the time in seconds until the request's deadline: ``X-Deadline-Seconds``, at most ``longest``, which is also the
+    default. Raises RequestError if the header is not a positive number."""
     stated = request.headers.get("x-deadline-seconds")
     if stated is None:
         return longest
@@ -57,5 +59,5 @@ def read_deadline(request: Request, *, longest: float) -> float:
 
 
 def request_id(stated: str | None) -> str:
-    """The caller's id if it has a safe form, otherwise a new one."""
+    """Return the caller's id if it has 1 to 128 printable ASCII characters without spaces, otherwise a new id."""
     return stated if stated is not None and _REQUEST_ID.fullmatch(stated) else secrets.token_hex(8)

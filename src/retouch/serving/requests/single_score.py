@@ -1,7 +1,7 @@
-"""``POST /score``: one image, three numbers (vlm_score, ocr_confidence, combined_score), for clients of existing scoring servers.
+"""``POST /score``: three scores of one image (vlm_score, ocr_confidence, combined_score), for clients of existing scoring servers.
 
-An error has its HTTP status and never a number: 422 for an image that cannot be read, and for a prompt without the text that OCR
-should look for; 429, 500, 503, 504.
+An error is reported by its HTTP status, never as a score: 422 for an image that cannot be read, and for a prompt without the text
+for OCR; 429, 500, 503, 504.
 """
 
 import re
@@ -37,7 +37,7 @@ class SingleScore:
     ocr_weight: float = 0.0
 
     def check(self, columns: Mapping[str, object]) -> None:
-        """ValueError: a column does not exist, or ``ocr_weight`` is given without ``ocr``."""
+        """Raise ValueError if a column does not exist, or if ``ocr_weight`` is given without ``ocr``."""
         for name in (self.vlm, self.ocr):
             if name is not None and name not in columns:
                 raise ValueError(f"there is no column {name!r}; the columns are {', '.join(columns)}")
@@ -45,7 +45,7 @@ class SingleScore:
             raise ValueError("--ocr-weight needs --ocr COLUMN")
 
     def numbers(self, scores: Mapping[str, float | None]) -> dict[str, float | None]:
-        """The three numbers. RequestError: one of the columns could not be judged."""
+        """Return the three scores. Raises RequestError if the score of a column is missing."""
         vlm, ocr = scores.get(self.vlm), None if self.ocr is None else scores.get(self.ocr)
         if vlm is None or (self.ocr is not None and ocr is None):
             raise RequestError("reward_failed")
@@ -56,8 +56,8 @@ class SingleScore:
 class SingleScoreRequest(BaseModel):
     """The request. Images are PNG, JPEG or WebP files in base64.
 
-    ``text``: what the image should show; without it, the first text in quotation marks in the prompt. ``mask``: another name of
-    ``mask_image``. ``timestep``: of the denoising; it is accepted and does not change the scores.
+    ``text``: the text that the image should show; the default is the first text in quotation marks in the prompt. ``mask``: another
+    name of ``mask_image``. ``timestep``: the denoising timestep; it is accepted and does not change the scores.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -81,9 +81,10 @@ class SingleScoreReply(BaseModel):
 
 
 def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, needs_text: bool = False) -> Sample:
-    """The sample of a request; its images count against ``memory``.
+    """Decode the sample of a request; its images count against ``memory``.
 
-    ``needs_text``: a reward looks for the text of the task. RequestError: the request cannot be read, or has no such text.
+    ``needs_text``: a reward needs the text of the task. Raises RequestError if the request cannot be read, or if the text is needed
+    and missing.
     """
     try:
         asked = SingleScoreRequest.model_validate(parse_json(body))
@@ -119,7 +120,7 @@ def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, ne
 
 
 def quoted_text(prompt: str) -> str | None:
-    """The first text between quotation marks of any kind, as in "The text is 'Azir'."; None if there is none.
+    """Return the first text between quotation marks of any kind, as in "The text is 'Azir'."; None if there is none.
 
     An apostrophe within a word ("don't") is not a quotation mark.
     """

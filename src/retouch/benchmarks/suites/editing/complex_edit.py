@@ -18,14 +18,14 @@ from retouch.types import Column
 
 
 class ComplexEditSuite(RowSuite):
-    """Complex-Edit: instructions that join 1 to 8 atomic edits of the same image."""
+    """Complex-Edit: instructions that combine 1 to 8 atomic edits of the same image."""
 
     levels: Levels = "1-8"
     """Which levels of complexity: "8", "1-8" or "1,4,8". A level is the number of atomic edits in the instruction."""
     split: Literal["test_real", "test_syn"] = "test_real"
     """Real photographs, or generated images."""
     answers: Count = 20
-    """Answers of the judge to each question, whose mean is the score."""
+    """Number of answers of the judge to each question; the score is their mean."""
 
     name: ClassVar[str] = "complex-edit"
     title: ClassVar[str] = "Complex-Edit"
@@ -35,15 +35,15 @@ class ComplexEditSuite(RowSuite):
     protocol: ClassVar[str] = (
         "One edit of each of 531 images at each of eight levels. The judge gives whole numbers from 0 to 10 for instruction "
         "following (IF, the mean over the atomic edits), identity preservation (IP) and perceptual quality (PQ, without the "
-        "instruction), each the mean of 20 answers. Overall = (IF + IP + PQ) / 3 of each image. Results are quoted for each "
+        "instruction), each the mean of 20 answers. Overall = (IF + IP + PQ) / 3 of each image. Results are reported for each "
         "level; the headline is the mean over the levels."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of the published criteria and bands.",
         "IF and IP are two questions; the published judge answers both in one.",
-        "Overall is taken of each image; the published script joins scores of different images, because its workers finish in any "
-        "order.",
-        "The paper's sequential mode, which edits step by step, is not made.",
+        "Overall is computed for each image; the published script combines scores of different images, because its workers finish "
+        "in any order.",
+        "The sequential mode of the paper, which edits step by step, is not implemented.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = ComplexEditReward.columns
@@ -53,11 +53,11 @@ class ComplexEditSuite(RowSuite):
     layout: ClassVar[str] = "give the data set UCSC-VLAA/Complex-Edit: its id, or a folder of it"
 
     def rows(self, data: Path) -> Rows:
-        """The split's images at every level that ``levels`` names."""
+        """Read the images of the split at all chosen ``levels``."""
         return read_complex_edit(data, complexity=self.levels, split=self.split)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, in the category of its level."""
+        """Make the item, with its level as the category."""
         image, _, level = row.id.rpartition("/")
         return SuiteItem(
             id=f"{image.rpartition('/')[2]}-level-{level}",
@@ -68,6 +68,6 @@ class ComplexEditSuite(RowSuite):
         )
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """Complex-Edit's judge. Raises ValueError without a judge."""
+        """Return the reward of Complex-Edit. Raises ValueError without a judge."""
         temperature = 0.0 if self.answers == 1 else 1.0
         return ComplexEditReward(judge=require_judge(self, judge), n_evals=self.answers, temperature=temperature)

@@ -31,12 +31,12 @@ class EarlSuite(RowSuite):
         "vismin",
         "i2ebench",
     )
-    """The test sets; their folders or files have these names. The published average is over all six."""
+    """The test sets, which are also the names of their folders or files. The published average is over all six."""
 
     name: ClassVar[str] = "earl"
     title: ClassVar[str] = "EARL's evaluation"
     source: ClassVar[str] = "https://github.com/saba96/EARL"
-    licence: ClassVar[str] = "each set has its own"
+    licence: ClassVar[str] = "different for each set"
     size: ClassVar[int] = 0
     protocol: ClassVar[str] = (
         "One edit of each source image. VIEScore gives SC = min(success, restraint), PQ = min(naturalness, cleanness) and overall "
@@ -44,10 +44,9 @@ class EarlSuite(RowSuite):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of VIEScore's criteria and scales; the published judge is gpt-4o-mini.",
-        "The judge sees images in the size that the model made; the published script shrinks both to an area of 256 x 256 pixels.",
-        "An answer that cannot be read is missing; the published script counts 0 for it.",
-        "Of Emu Edit all rows are used that are given; the published script draws 1000 with the shuffle of the datasets library, "
-        "seed 42.",
+        "The judge sees images at the model's output size; the published script reduces both to an area of 256 x 256 pixels.",
+        "An unreadable answer is a missing score; the published script counts it as 0.",
+        "All given rows of Emu Edit are used; the published script draws 1000 with the shuffle of the datasets library, seed 42.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {name: VieScore.columns[name] for name in ("sc", "pq", "overall")}
@@ -62,22 +61,22 @@ class EarlSuite(RowSuite):
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of the chosen sets, set after set."""
+        """Read the rows of the chosen sets, one set after the other."""
         return JoinedRows(_SetRows(name, _READERS[name](data)) for name in self.sets)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, in the category of its set."""
+        """Make the item, with its set as the category."""
         return SuiteItem(
             id=row.id,
-            prompt=row.instruction.removeprefix("edit_instruction: "),  # how VisMin's rows begin
+            prompt=row.instruction.removeprefix("edit_instruction: "),  # the prefix of VisMin's instructions
             category=row.id.partition("-")[0],
             cluster=row.source,
         )
 
 
 class _SetRows:
-    """The rows of one set, named by it and their line. Rows with the same source image have the same source; the sets' own columns
-    of these names mean other things."""
+    """The rows of one set. ``id`` is the name of the set and the line; ``source`` is the same for rows with the same source image.
+    The columns ``id`` and ``source`` of the sets are ignored, because they have other meanings."""
 
     def __init__(self, name: SetName, rows: Rows) -> None:
         self.problems = rows.problems
@@ -107,12 +106,12 @@ def _parquet(name: str, *, image: str, instruction: str) -> Callable[[Path], Row
 def _found(data: Path, name: str) -> Path:
     path = data / name
     if not path.exists():
-        raise ValueError(f"{path}: not there; choose other sets (the option sets), or {EarlSuite.layout}")
+        raise ValueError(f"{path}: no such file or folder; choose other sets (--option sets=[...]), or {EarlSuite.layout}")
     return path
 
 
 def _magicbrush(data: Path) -> Rows:
-    """MagicBrush's test split: ``edit_turns.json`` names images in a folder for each source image."""
+    """Read the test split of MagicBrush. ``edit_turns.json`` names images, which are in one folder per source image."""
     folder = _found(data, "magicbrush")
     table = [{**row, "file": _magicbrush_file(row.get("input"))} for row in keyed_rows(folder / "edit_turns.json")]
     columns = {"image": "file", "instruction": "instruction"}
@@ -124,8 +123,8 @@ def _magicbrush_file(name: object) -> str | None:
 
 
 def _i2ebench(data: Path) -> Rows:
-    """I2EBench: a folder for each task, with a JSON file of rows and the folder ``input``. The file with a digit in its name is
-    another list, which the published script skips too."""
+    """Read I2EBench: a folder for each task, with a JSON file of rows and the folder ``input``. A JSON file with a digit in its
+    name is another list, which the published script also skips."""
     root = _found(data, "i2ebench")
     table = []
     for folder in sorted(path for path in root.iterdir() if path.is_dir()):

@@ -18,10 +18,10 @@ class GEditSuite(RowSuite):
     """GEdit-Bench v1: real users' edits of real photographs, in 11 groups, with English and Chinese instructions."""
 
     language: Literal["en", "cn"] = "en"
-    """Language of the instructions; each language is a result of its own."""
+    """Language of the instructions; each language gives a separate result."""
     subset: Literal["full", "intersection"] = "full"
-    """``full``: all rows of the language; ``intersection``: those marked ``Intersection_exist``, which every model compared in the
-    paper edited."""
+    """``full``: all rows of the language; ``intersection``: only the rows marked ``Intersection_exist``, which all models
+    compared in the paper edited."""
 
     name: ClassVar[str] = "gedit"
     title: ClassVar[str] = "GEdit-Bench v1"
@@ -34,8 +34,8 @@ class GEditSuite(RowSuite):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of VIEScore's criteria and scales.",
-        "The judge sees the original source image (input_image_raw), the published script its 512-pixel copy (input_image).",
-        "An answer that cannot be read is missing; the published reader repairs answers, and gives random scores if it cannot.",
+        "The judge sees the original source image (input_image_raw); the published script shows its 512-pixel copy (input_image).",
+        "An unreadable answer is missing; the published script repairs answers, and gives random scores if it cannot repair them.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {name: VieScore.columns[name] for name in ("sc", "pq", "overall")}
@@ -46,11 +46,11 @@ class GEditSuite(RowSuite):
     layout: ClassVar[str] = "give the data set stepfun-ai/GEdit-Bench: its id, or a folder of it"
 
     def rows(self, data: Path) -> Rows:
-        """The split ``train``, which holds the benchmark."""
+        """Read the split ``train``, which contains the benchmark."""
         return read_hub(data, split="train", columns={"instruction": "instruction", "image": "input_image_raw"}, name="gedit")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, if it is of the language and the subset."""
+        """Make the item, if the row has the chosen language and belongs to the subset."""
         if published(row, "instruction_language") != self.language:
             return None
         marked = row.meta.get("Intersection_exist")

@@ -20,7 +20,7 @@ from retouch.types import Column, Sample
 _FIVE = Scale(1, 5, whole=True)
 _ASPECTS = ("compliance", "naturalness", "integrity")
 _TYPES = ("add", "adjust", "extract", "replace", "remove", "background", "style", "compose", "action")
-_RENAMED = {"alter": "adjust"}  # as the file has it, and as the page of the benchmark and its rubrics call it
+_RENAMED = {"alter": "adjust"}  # name in the file: name on the page of the benchmark and in its rubrics
 _SOURCE = "https://github.com/PKU-YuanGroup/ImgEdit"
 _LICENCE = "not stated for the benchmark"
 _OURS = "The judge's prompt is our wording of the published criteria and scale; the published one is for gpt-4o."
@@ -35,7 +35,7 @@ class ImgEditJudge(RubricReward):
     needs_source = True
 
     def prompts(self, sample: Sample) -> Iterable[Prompt]:
-        """One question for the three scores."""
+        """Yield one question for all three scores."""
         facts = (quoted("Kind", sample.task.meta.get("edit_type")), quoted("Instruction", sample.task.instruction))
         yield Prompt(rubric("imgedit-basic"), edit_parts(sample, *facts), ScoresForm(dict.fromkeys(_ASPECTS, _FIVE)))
 
@@ -49,7 +49,7 @@ class ImgEditHardJudge(RubricReward):
     needs_source = True
 
     def prompts(self, sample: Sample) -> Iterable[Prompt]:
-        """One question for the one score."""
+        """Yield one question for the score."""
         parts = edit_parts(sample, quoted("Instruction", sample.task.instruction))
         yield Prompt(rubric("imgedit-hard"), parts, ScoresForm({"score": _FIVE}))
 
@@ -69,10 +69,10 @@ class ImgEditSuite(RowSuite):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         _OURS,
-        "One rubric for all types, which names the type; the published ones are one for each type.",
+        "One rubric is used for all types and names the type; the published suite has a rubric for each type.",
         "Scores of images are not rounded; the published script rounds them to two digits.",
-        "An answer without three legal scores is missing; the published script averages the scores that it finds.",
-        "The published scripts stop at the means of the types.",
+        "An answer without three valid scores is missing; the published script averages the scores that it finds.",
+        "The published scripts report only the means of the types, without an overall mean.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0), **ImgEditJudge.columns}
@@ -80,16 +80,16 @@ class ImgEditSuite(RowSuite):
     average = "categories"
     judged_by = ImgEditJudge
     layout: ClassVar[str] = (
-        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/Basic, with basic_edit.json and beside it the folder "
+        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/Basic with basic_edit.json and the folder "
         "original_images"
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of ``basic_edit.json``."""
+        """Read the rows of ``basic_edit.json``."""
         return _rows(data, "basic_edit.json")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, in the category of its type. Raises ValueError for an unknown type."""
+        """Make the item, with its edit type as the category. Raises ValueError for an unknown type."""
         given = published(row, "edit_type")
         kind = _RENAMED.get(given, given)
         if kind not in _TYPES:
@@ -99,12 +99,12 @@ class ImgEditSuite(RowSuite):
         )
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """The three scores, and their mean."""
+        """Return the three scores, and their mean as ``score``."""
         return {"score": sum(given[name] for name in _ASPECTS) / len(_ASPECTS), **{name: given[name] for name in _ASPECTS}}
 
 
 class ImgEditHardSuite(RowSuite):
-    """ImgEdit-Bench, UGE: edits that need understanding and grounding, in scenes of many objects."""
+    """ImgEdit-Bench, UGE: edits that need understanding and grounding, in scenes with many objects."""
 
     name: ClassVar[str] = "imgedit-uge"
     title: ClassVar[str] = "ImgEdit-Bench (understanding, grounding, editing)"
@@ -115,27 +115,26 @@ class ImgEditHardSuite(RowSuite):
         "One edit of each source image. The judge gives one whole number from 1 to 5, at most 3 if anything changed that the "
         "instruction does not name; the headline is the mean over images."
     )
-    deviations: ClassVar[tuple[str, ...]] = (_OURS, "An answer that cannot be read is missing; the published script leaves it out.")
+    deviations: ClassVar[tuple[str, ...]] = (_OURS, "An unreadable answer is a missing score; the published script leaves it out.")
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = ImgEditHardJudge.columns
     headline_column: ClassVar[str] = "score"
     judged_by = ImgEditHardJudge
     layout: ClassVar[str] = (
-        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/UGE, with UGE_edit.json and beside it the folder "
-        "original_images"
+        "from the repository PKU-YuanGroup/ImgEdit, give the folder Benchmark/UGE with UGE_edit.json and the folder original_images"
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of ``UGE_edit.json``."""
+        """Read the rows of ``UGE_edit.json``."""
         return _rows(data, "UGE_edit.json")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row."""
+        """Make the item."""
         return SuiteItem(id=published(row, "key"), prompt=row.instruction, cluster=row.source)
 
 
 class ImgEditMultiTurnSuite(RowSuite):
-    """ImgEdit-Bench, multi-turn: two or three instructions, each for the result of the one before."""
+    """ImgEdit-Bench, multi-turn: two or three instructions, each for the result of the previous turn."""
 
     name: ClassVar[str] = "imgedit-multi-turn"
     title: ClassVar[str] = "ImgEdit-Bench (multi-turn)"
@@ -143,13 +142,13 @@ class ImgEditMultiTurnSuite(RowSuite):
     licence: ClassVar[str] = _LICENCE
     size: ClassVar[int] = 30
     protocol: ClassVar[str] = (
-        "Each turn edits the image of the turn before. VIEScore judges each turn against its own source image: sc = min(success, "
+        "Each turn edits the image of the previous turn. VIEScore compares each turn with its own source image: sc = min(success, "
         "restraint), pq = min(naturalness, cleanness), overall = sqrt(sc x pq), 0 to 10; restraint is the preservation of a turn. "
-        "Results are quoted for each turn."
+        "Results are reported for each turn."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "The published results are judged by people; VIEScore, in our wording, is in their place, so the numbers do not compare.",
-        "VIEScore sees one turn at a time. It cannot see whether a later turn kept to what an earlier instruction demanded.",
+        "In the publication, people judge the results; here VIEScore does, with our wording, so the numbers are not comparable.",
+        "VIEScore sees one turn at a time. It cannot detect that a later turn undid what an earlier instruction requested.",
     )
     task = "editing"
     turns: ClassVar[int] = 3
@@ -165,17 +164,17 @@ class ImgEditMultiTurnSuite(RowSuite):
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of all JSON files of the folder; the file's name is the category."""
+        """Read the rows of all JSON files of the folder; the name of the file is the category."""
         lists = sorted(data.glob("*.json"))
         if not lists:
             raise ValueError(f"{data}: no JSON file there; {self.layout}")
         return JoinedRows(_rows(data, path.name, columns={"instruction": "turn1"}, category=path.stem) for path in lists)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, with the instructions of its later turns."""
+        """Make the item, with the instructions of its later turns."""
         later = [published(row, turn) for turn in ("turn2", "turn3") if row.meta.get(turn) is not None]
         if not later:
-            raise ValueError("'turn2': no text; an item of several turns has at least two")
+            raise ValueError("'turn2': no text; a multi-turn item has at least two turns")
         category = published(row, "category")
         return SuiteItem(
             id=f"{category}-{published(row, 'key')}",
@@ -187,7 +186,7 @@ class ImgEditMultiTurnSuite(RowSuite):
 
 
 def _rows(data: Path, name: str, *, columns: Mapping[str, str] | None = None, **added: str) -> Rows:
-    """The rows of one list; ``id`` names the image."""
+    """Read the rows of one list, in which the column ``id`` names the image."""
     images = next((data / folder for folder in ("original_images", "images") if (data / folder).is_dir()), data)
     table = [{**row, **added} for row in keyed_rows(data / name)]
     known = {"instruction": "prompt", "image": "id", "source": "id", **(columns or {})}

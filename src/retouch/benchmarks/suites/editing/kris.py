@@ -1,4 +1,4 @@
-"""KRIS-Bench (arXiv 2505.16707): edits that need knowledge of the world."""
+"""KRIS-Bench (arXiv 2505.16707): edits that need world knowledge."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NAMES = ("consistency", "instruction", "quality")
 
 
 class KrisJudge(RubricReward):
-    """KRIS-Bench's judge. Columns, whole numbers from 1 to 5: ``consistency``, ``instruction``, ``quality``, and for the categories
-    of knowledge ``knowledge``."""
+    """The judge of KRIS-Bench. Columns, integers from 1 to 5: ``consistency``, ``instruction``, ``quality``, and ``knowledge``,
+    which only knowledge categories have."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         **{name: Column(1.0, 5.0) for name in _NAMES},
@@ -48,7 +48,7 @@ class KrisJudge(RubricReward):
     needs_source = True
 
     def prompts(self, sample: Sample) -> Iterable[Prompt]:
-        """Three questions; for a category of knowledge, the second asks for two scores."""
+        """Yield three questions. In a knowledge category, the second one also asks for the score ``knowledge``."""
         meta, instruction = sample.task.meta, quoted("Instruction", sample.task.instruction)
         explained = (instruction, quoted("Explanation", meta["explain"])) if meta.get("explain") else (instruction,)
         yield Prompt(rubric("five-consistency"), _shown(sample, instruction), ScoresForm({"consistency": _FIVE}))
@@ -61,7 +61,7 @@ class KrisJudge(RubricReward):
 
 
 def _shown(sample: Sample, *facts: str, target: bool = False) -> tuple[Part, ...]:
-    """Facts, all source images, the right result where there is one and ``target``, and the edited image."""
+    """Return the facts, all source images, the correct result (if ``target`` and the task has one), and the edited image."""
     parts: list[Part] = [*facts]
     for number, image in enumerate(sample.task.images, 1):
         parts += [f"Source picture {number}:", image]
@@ -85,28 +85,30 @@ class KrisSuite(RowSuite):
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of the published criteria and scale; the published judge is gpt-4o.",
-        "Scores stay on the scale of 1 to 5. The paper quotes them on 0 to 100, by a conversion that the repository does not "
-        "contain.",
-        "The frames of temporal prediction are shown as numbered source images, not in the order of time with the edited one among "
-        "them.",
-        "As published, knowledge is judged without an explanation where the item has none.",
-        "An item of several source images needs a model that takes several.",
+        "Scores stay on the scale from 1 to 5. The paper reports them from 0 to 100, with a conversion that is not in the "
+        "repository.",
+        "The frames of temporal prediction are shown as numbered source images; the edited image is not placed among them in order "
+        "of time.",
+        "As published, knowledge is judged without an explanation if the item has none.",
+        "An item with several source images needs a model that takes several.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {"score": Column(1.0, 5.0), **KrisJudge.columns}
     headline_column: ClassVar[str] = "score"
     judged_by = KrisJudge
-    layout: ClassVar[str] = "give the repository's folder KRIS_Bench, with a folder for each category and annotation.json in it"
+    layout: ClassVar[str] = (
+        "give the folder KRIS_Bench of the repository, which has a folder with annotation.json for each category"
+    )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of all categories."""
+        """Read the rows of all categories."""
         lists = sorted(data.glob("*/annotation.json"))
         if not lists:
-            raise ValueError(f"{data}: no annotation.json in its folders; {self.layout}")
+            raise ValueError(f"{data}: none of its folders contains annotation.json; {self.layout}")
         return JoinedRows(_category(path) for path in lists)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row, in the category of its folder."""
+        """Make the item, with the name of its folder as the category."""
         category = published(row, "category")
         explain = row.meta.get("explain")
         fields = {"category": category, "explain": explain}
@@ -119,14 +121,15 @@ class KrisSuite(RowSuite):
         )
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """The judge's scores, and the mean of those that the category has."""
+        """Return the scores of the judge, and as ``score`` the mean of the scores that the category has."""
         names = (*_NAMES, "knowledge") if item.category in _KNOWLEDGE else _NAMES
         scores = {name: given[name] if name in names else NAN for name in KrisJudge.columns}
         return {"score": sum(scores[name] for name in names) / len(names), **scores}
 
 
 def _category(path: Path) -> Rows:
-    """The rows of a category. Its code reads ``instruction`` and ``explain``, its files have ``ins_en`` and ``explain_en``."""
+    """Read the rows of a category. The published code reads ``instruction`` and ``explain``; the files have ``ins_en`` and
+    ``explain_en``."""
     table: list[dict[str, Any]] = []
     for row in keyed_rows(path):
         kept = {

@@ -1,4 +1,4 @@
-"""Editing in turns on any images: each turn edits the image of the turn before."""
+"""Multi-turn editing of any images: each turn edits the image of the previous turn."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SCORES = ("sc", "pq", "overall", "restraint")
 
 
 class MultiTurnSuite(RowSuite):
-    """Instructions that follow each other, with the reward and the preservation of each turn."""
+    """Sequences of editing instructions, with the scores and the preservation of each turn."""
 
     name: ClassVar[str] = "multi-turn"
     title: ClassVar[str] = "Editing in turns"
     source: ClassVar[str] = "https://arxiv.org/abs/2505.20275"
-    licence: ClassVar[str] = "of the data that are given"
+    licence: ClassVar[str] = "that of the user's data"
     size: ClassVar[int] = 0
     protocol: ClassVar[str] = (
-        "Each turn edits the image of the turn before. VIEScore judges each turn against its own source image: sc = min(success, "
-        "restraint), pq = min(naturalness, cleanness), overall = sqrt(sc x pq), 0 to 10; restraint is the preservation that the "
-        "judge sees. l1 is the mean absolute difference to the turn's source outside the mask, for items with a mask. Results are "
-        "quoted for each turn."
+        "Each turn edits the image of the previous turn. VIEScore compares each turn with its own source image: sc = min(success, "
+        "restraint), pq = min(naturalness, cleanness), overall = sqrt(sc x pq), 0 to 10; restraint is the preservation as scored "
+        "by the judge. l1 is the mean absolute difference to the turn's source outside the mask, for items with a mask. Results "
+        "are reported for each turn."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "No suite is published under this name; imgedit-multi-turn has the published instructions.",
+        "No suite is published under this name; imgedit-multi-turn uses published instructions.",
     )
     task = "editing"
     turns: ClassVar[int] = 16
@@ -46,26 +46,26 @@ class MultiTurnSuite(RowSuite):
     headline_column: ClassVar[str] = "overall"
     layout: ClassVar[str] = (
         "give a folder with metadata.jsonl, whose lines have file_name, instruction, later (a list of further instructions) and "
-        "perhaps mask (white is where any turn may change the image)"
+        "optionally mask (white: where any turn may change the image)"
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of the folder."""
+        """Read the rows of the folder."""
         return read_folder(data)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row with its later turns. Raises ValueError for a row without a source image or later instructions."""
+        """Make the item with its later turns. Raises ValueError for a row without a source image or later instructions."""
         if not row.images:
             raise ValueError("no source image")
         later = texts_of(row.meta.get("later"), "later")
         if len(later) >= self.turns:
-            raise ValueError(f"'later': {len(later)} instructions; at most {self.turns - 1} are used")
+            raise ValueError(f"'later': {len(later)} instructions; give at most {self.turns - 1}")
         return SuiteItem(id=row.id.replace("/", "-"), prompt=row.instruction, later=tuple(later), cluster=row.source)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """VIEScore and the difference of pixels. Raises ValueError without a judge."""
+        """Return VIEScore and the pixel difference. Raises ValueError without a judge."""
         return SeveralRewards(rewards={"vie": VieScore(judge=require_judge(self, judge)), "pixels": AppearanceReward()})
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """The judge's scores, and the difference of pixels."""
+        """Return the scores of the judge, and the pixel difference."""
         return {**{name: given[f"vie/{name}"] for name in _SCORES}, "l1": 1 - given["pixels/preservation"]}

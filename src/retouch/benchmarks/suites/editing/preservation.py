@@ -1,4 +1,4 @@
-"""Preservation of the source outside the mask, by pixels and by features, on any edits with masks."""
+"""Measures preservation of the source outside the mask, with pixels and features, on any data of edits with masks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from retouch.types import Column
 
 
 class PreservationSuite(RowSuite):
-    """How much of the source is kept where the mask allows no change."""
+    """Measures how much of the source is preserved outside the mask."""
 
     lpips: PathText | None = None
-    """LPIPS on AlexNet, one safetensors file (see the reward ``lpips``); null leaves the column out."""
+    """Weights of LPIPS on AlexNet, one safetensors file (see the reward ``lpips``); null leaves the column out."""
     dino: PathText | None = None
-    """DINOv2, a folder or its id in the Hugging Face cache; null leaves the column out."""
+    """Weights of DINOv2, a folder or an id in the Hugging Face cache; null leaves the column out."""
 
     name: ClassVar[str] = "preservation"
     title: ClassVar[str] = "Source preservation"
     source: ClassVar[str] = "https://arxiv.org/abs/2306.10012"
-    licence: ClassVar[str] = "of the data that are given"
+    licence: ClassVar[str] = "that of the user's data"
     size: ClassVar[int] = 0
     protocol: ClassVar[str] = (
         "One edit of each source image. Outside the mask (white is where to change): l1, the mean absolute difference of the "
@@ -40,7 +40,7 @@ class PreservationSuite(RowSuite):
         "cosine of DINOv2's patches, at least 0. Each is averaged over images. Low l1 and lpips, and high dino, are better."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "No suite is published under this name; L1 and DINO on whole images are MagicBrush's measures, here outside the mask.",
+        "No suite is published under this name. L1 and DINO are measures of MagicBrush on whole images, here outside the mask.",
     )
     task = "editing"
     columns: ClassVar[Mapping[str, Column]] = {
@@ -52,11 +52,11 @@ class PreservationSuite(RowSuite):
     layout: ClassVar[str] = "give a folder with metadata.jsonl, whose lines have file_name, instruction and mask"
 
     def rows(self, data: Path) -> Rows:
-        """The rows of the folder."""
+        """Read the rows of the folder."""
         return read_folder(data)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row. Raises ValueError for a row without a source or a mask."""
+        """Make the item. Raises ValueError for a row without a source image or a mask."""
         if not row.images or row.mask is None:
             raise ValueError("no source image or no mask; preservation is measured outside a mask")
         category = row.meta.get("category")
@@ -68,7 +68,7 @@ class PreservationSuite(RowSuite):
         )
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The measures; no judge is asked."""
+        """Return the measures of preservation; ``judge`` is ignored."""
         parts: dict[str, RewardSection] = {"pixels": AppearanceReward()}
         if self.lpips is not None:
             parts["lpips"] = LpipsReward(weights=self.lpips)
@@ -77,7 +77,7 @@ class PreservationSuite(RowSuite):
         return SeveralRewards(rewards=parts)
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """Differences of the preservation that the rewards give."""
+        """Convert the preservation scores of the rewards to differences."""
         kept = given["pixels/preservation"]
         if kept != kept:
             return "the mask leaves nothing that should be preserved"

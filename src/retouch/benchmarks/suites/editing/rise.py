@@ -25,8 +25,8 @@ _FIELDS = ("category", "subtask", "reference", "reference_txt", "consistency_fre
 
 
 class RiseJudge(RubricReward):
-    """RISEBench's judge. Columns: ``consistency``, ``reasoning_score``, 1 to 5 (puzzles: 0 or 1), and ``quality``, 1 to 5, which
-    puzzles do not have. Free of consistency are the tasks that their row marks so."""
+    """The judge of RISEBench. Columns: ``reasoning_score`` and ``consistency``, 1 to 5 (logical puzzles: 0 or 1), and ``quality``,
+    1 to 5. Puzzles have no ``quality``, and tasks marked ``consistency_free`` have no ``consistency``."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "reasoning_score": Column(0.0, 5.0),
@@ -44,7 +44,7 @@ class RiseJudge(RubricReward):
     needs_source = True
 
     def prompts(self, sample: Sample) -> Iterable[Prompt]:
-        """Two or three questions, by the category of the task."""
+        """Yield one to three questions, depending on the category and ``consistency_free``."""
         meta = sample.task.meta
         logical = meta.get("category") == _LOGICAL
         scale, known = (_BINARY, "logic") if logical else (_FIVE, "five")
@@ -69,7 +69,7 @@ class RiseJudge(RubricReward):
 
 
 class RiseSuite(RowSuite):
-    """RISEBench: 360 edits, of which most need reasoning before anything can be drawn."""
+    """RISEBench: 360 edits, most of which need reasoning about the correct result."""
 
     name: ClassVar[str] = "rise"
     title: ClassVar[str] = "RISEBench"
@@ -79,14 +79,14 @@ class RiseSuite(RowSuite):
     protocol: ClassVar[str] = (
         "One edit of each item. The judge gives whole numbers from 1 to 5 for reasoning (R), consistency (C) and plausibility "
         "(V); puzzles get 0 or 1 for R and C, which count as 1 and 5, and no V. The score is 0.5 R + 0.3 C + 0.2 V, without "
-        "consistency 0.8 R + 0.2 V, for puzzles 0.7 R + 0.3 C; where R is 1 it is halved, but at least 1. It is quoted as 25 "
-        "(score - 1). An item is solved if all its scores are 5; the headline is the share of solved items."
+        "consistency 0.8 R + 0.2 V, for puzzles 0.7 R + 0.3 C; if R is 1, the score is halved, but at least 1. It is reported as "
+        "25 (score - 1). An item is solved if all its scores are 5; the headline is the share of solved items."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompts are our wording of the published criteria and scales; the published judge is gpt-4.1 at temperature "
         "0.",
         "As in the published script, an item without a consistency score cannot be solved.",
-        "In the published script a row without the key consistency_free can count as free of consistency, where other rows have "
+        "In the published script, a row without the key consistency_free can count as free of consistency if other rows have "
         "the key; here it does not.",
     )
     task = "editing"
@@ -100,12 +100,11 @@ class RiseSuite(RowSuite):
     headline_column: ClassVar[str] = "solved"
     judged_by = RiseJudge
     layout: ClassVar[str] = (
-        "from the data set PhoenixZ/RISEBench, give a folder with datav2_total_w_subtask.json and beside it the unpacked folder "
-        "data"
+        "from the data set PhoenixZ/RISEBench, give a folder that contains datav2_total_w_subtask.json and the unpacked folder data"
     )
 
     def rows(self, data: Path) -> Rows:
-        """The rows of ``datav2_total_w_subtask.json``."""
+        """Read the rows of ``datav2_total_w_subtask.json``."""
         name = data / "datav2_total_w_subtask.json"
         images = data / "data" if (data / "data").is_dir() else data
         table = [{**row, "reference_img": row.get("reference_img") or None} for row in keyed_rows(name)]
@@ -119,18 +118,18 @@ class RiseSuite(RowSuite):
         return file_rows(table, name=str(name), columns=columns, images=images)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The row. Raises ValueError for another category, or one without a description or image of the right result."""
+        """Make the item. Raises ValueError for an unknown category, or without a description or image of the correct result."""
         category = published(row, "category")
         if category not in _CATEGORIES:
             raise ValueError(f"'category': {category!r} is not one of {', '.join(_CATEGORIES)}")
         described = "reference_txt" if category == _LOGICAL else "reference"
         if row.reference is None and not row.meta.get(described):
-            raise ValueError(f"{described!r}: no text, and no reference_img; the right result must be known")
+            raise ValueError(f"{described!r}: no text, and no reference_img; one of them must describe the correct result")
         fields = {key: row.meta[key] for key in _FIELDS if row.meta.get(key) is not None}
         return SuiteItem(id=row.id, prompt=row.instruction, category=category, cluster=row.source, fields=fields)
 
     def score(self, item: SuiteItem, given: Mapping[str, float]) -> Scored:
-        """The published weights, and whether the item is solved."""
+        """Compute the score with the published weights, and whether the item is solved."""
         reasoning, consistency, quality = (given[name] for name in ("reasoning_score", "consistency", "quality"))
         best: tuple[float, ...]
         if item.category == _LOGICAL:

@@ -1,4 +1,4 @@
-"""DPG-Bench (ELLA, arXiv 2403.05135): long prompts, of which every proposition is a question."""
+"""DPG-Bench (ELLA, arXiv 2403.05135): long prompts, with a question for every proposition."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _FORM = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
 
 
 class DpgJudge(JudgeReward):
-    """DPG-Bench's questions, from ``task.meta["questions"]``: objects with ``id``, ``text``, ``parents`` and ``category``.
+    """The judge of DPG-Bench: asks ``task.meta["questions"]``, objects with ``id``, ``text``, ``parents`` and ``category``.
 
-    Columns, 0 to 1: ``score``, the share of questions that are answered with yes, where a question counts as no if one that it
-    depends on does; for each category of ``CATEGORIES`` the share without regard to dependence, NaN if it has no question. All are
-    NaN that need an answer which is missing.
+    Columns, 0 to 1: ``score``, the share of questions that are answered with yes, where a question counts as no if one of its
+    parents counts as no; for each category of ``CATEGORIES`` the share without regard to parents, NaN if it has no question. A
+    column is NaN if an answer that it needs is missing.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
@@ -42,7 +42,7 @@ class DpgJudge(JudgeReward):
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("question", 1),)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. Raises ValueError for a task without questions."""
+        """Return each column, (b,), float32. Raises ValueError for a task without questions."""
         import torch
 
         asked = [questions_of(sample.task) for sample in samples]
@@ -57,7 +57,7 @@ class DpgJudge(JudgeReward):
 
 
 def questions_of(task: Task) -> list[dict[str, Any]]:
-    """The task's questions. Raises ValueError if there are none."""
+    """Return the questions of the task. Raises ValueError if there are none."""
     listed = task.meta.get("questions")
     if not isinstance(listed, list) or not listed:
         raise ValueError(f'task {task.id!r} has no questions: give meta["questions"]')
@@ -65,9 +65,9 @@ def questions_of(task: Task) -> list[dict[str, Any]]:
 
 
 def _columns(questions: Sequence[Mapping[str, Any]], answers: Sequence[float]) -> dict[str, float]:
-    """The columns of one image."""
+    """Compute the columns of one image from the answers."""
     counted: dict[int, float] = {one["id"]: answer for one, answer in zip(questions, answers, strict=True)}
-    for one in questions:  # in the published order, so that what depends on a question without a point loses its own
+    for one in questions:  # in the published order, so that a question also counts as no if its parent has just become no
         if any(counted.get(parent) == 0 for parent in one["parents"]):
             counted[one["id"]] = 0.0
     columns = {"score": sum(counted.values()) / len(counted)}
@@ -86,16 +86,16 @@ class DpgSuite(RowSuite):
     licence: ClassVar[str] = "Apache-2.0"
     size: ClassVar[int] = 1065
     protocol: ClassVar[str] = (
-        "Four images of each prompt. A model answers every question of the prompt with yes or no; a question counts as no if one "
-        "that it depends on does. The score of an image is its share of yes, and the headline the mean over images. Categories "
-        "are shares of all questions of a kind, without regard to dependence."
+        "Four images of each prompt. A model answers every question of the prompt with yes or no; a question counts as no if a "
+        "question that it depends on counts as no. The score of an image is its share of yes, and the headline is the mean over "
+        "images. Categories are shares of all questions of a category, without regard to dependence."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "A vision-language model answers, with our wording around the published question; the published one is mPLUG-large.",
-        "Shares are quoted from 0 to 1; the published ones are percentages.",
+        "Shares are reported from 0 to 1; the published ones are percentages.",
         "The published script skips the first question of the file; here it counts.",
-        "Categories count all images of a prompt; the published script counts the last one.",
-        "A missing answer makes the image's score missing; the published script counts everything but yes as no.",
+        "Categories count all images of a prompt; the published script counts only the last one.",
+        "A missing answer makes the image's score missing; the published script counts every answer other than yes as no.",
     )
     task = "text-to-image"
     images_per_item: ClassVar[int] = 4
@@ -105,17 +105,17 @@ class DpgSuite(RowSuite):
     layout: ClassVar[str] = "give dpg_bench/dpg_bench.csv of the repository TencentQQGYLab/ELLA"
 
     def rows(self, data: Path) -> Rows:
-        """A row for each prompt, with the questions of its lines."""
+        """Read the file: a row for each prompt, with the questions of all its lines."""
         return _PromptRows(data / "dpg_bench.csv" if data.is_dir() else data)
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The prompt and its questions."""
+        """Make the item with its questions."""
         return SuiteItem(id=row.id, prompt=row.instruction, fields={"questions": row.meta["questions"]})
 
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
     ) -> dict[str, Float[ndarray, " b"]]:
-        """The mean score, and the pooled share of each category."""
+        """Compute the mean score, and the pooled share of each category."""
         import numpy as np
 
         found = super().headline(items, values, weights)
@@ -132,7 +132,7 @@ def _listed(item: SuiteItem) -> list[dict[str, Any]]:
 
 
 class _PromptRows:
-    """The file's lines, gathered by prompt. A prompt of which one line cannot be used is broken as a whole."""
+    """The lines of the file, grouped by prompt. If one line of a prompt cannot be used, the whole prompt is broken."""
 
     def __init__(self, path: Path) -> None:
         table = read_table(path)
@@ -160,7 +160,7 @@ class _PromptRows:
         known = {one["id"] for one in questions}
         strange = sorted({parent for one in questions for parent in one["parents"]} - known)
         if strange and not wrong:
-            wrong.append(Problem(self._layout.file, lines[0][0], f"'dependency': no question {strange[0]} of this prompt"))
+            wrong.append(Problem(self._layout.file, lines[0][0], f"'dependency': this prompt has no question {strange[0]}"))
         if wrong:
             raise BadRow(wrong)
         first, fields, _ = lines[0]
@@ -168,7 +168,7 @@ class _PromptRows:
 
 
 def _question(fields: Mapping[str, Json]) -> dict[str, Any]:
-    """A question of a line. Raises ValueError with the column that is missing or wrong."""
+    """Parse the question of a line. Raises ValueError with the column that is missing or wrong."""
     texts = {name: str(fields.get(name) or "").strip() for name in ("proposition_id", "dependency", "question_natural_language")}
     texts["tuple"] = str(fields.get("tuple") or "").strip()
     for name, text in texts.items():

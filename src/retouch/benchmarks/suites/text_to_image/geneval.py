@@ -1,4 +1,4 @@
-"""GenEval (arXiv 2310.11513): objects, counts, colours and positions, found by a detector."""
+"""GenEval (arXiv 2310.11513): objects, counts, colours and positions, checked with an object detector."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class GenEvalSuite(RowSuite):
     """GenEval: 553 prompts in six tasks."""
 
     detector: PathText = "google/owlv2-base-patch16-ensemble"
-    """Folder of an OWL-ViT, OWLv2 or Grounding DINO, or its id in the Hugging Face cache."""
+    """Folder of an OWL-ViT, OWLv2 or Grounding DINO model, or its id in the Hugging Face cache."""
     clip: PathText = "openai/clip-vit-large-patch14"
-    """The CLIP that names colours."""
+    """The CLIP model that classifies colours."""
     threshold: Share = 0.3
-    """Confidence above which an object counts as found."""
+    """Confidence above which an object counts as detected."""
     counting_threshold: Share = 0.4
-    """The same in the task ``counting``."""
+    """Confidence above which an object counts as detected in the task ``counting``."""
 
     name: ClassVar[str] = "geneval"
     title: ClassVar[str] = "GenEval"
@@ -38,15 +38,14 @@ class GenEvalSuite(RowSuite):
     licence: ClassVar[str] = "MIT"
     size: ClassVar[int] = 553
     protocol: ClassVar[str] = (
-        "Four images of each prompt. An image is correct if every required object is found, in the required number, colour and "
+        "Four images of each prompt. An image is correct if every required object is detected, in the required number, colour and "
         "position, and no excluded count is reached. The share of correct images is taken in each of the six tasks; the headline "
         "is the mean of the tasks."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "Objects are found by an open-vocabulary detector of transformers; the published one is Mask2Former of mmdetection on "
-        "COCO's 80 classes. Their agreement is unknown until it is measured on the same images, so the numbers do not compare with "
-        "published ones.",
-        "Colours are named on crops of boxes, without the published greying of what is not the object.",
+        "Objects are detected by an open-vocabulary detector of transformers; the published one is Mask2Former of mmdetection on "
+        "the 80 classes of COCO. Their agreement was not measured, so the numbers are not comparable with published ones.",
+        "Colours are classified on crops of the boxes; the published script replaces the pixels outside the object by grey.",
         "The threshold for counting is 0.4, because open-vocabulary detectors are less confident; the published one is 0.9.",
     )
     task = "text-to-image"
@@ -57,11 +56,11 @@ class GenEvalSuite(RowSuite):
     layout: ClassVar[str] = "give prompts/evaluation_metadata.jsonl of the repository djghosh13/geneval"
 
     def rows(self, data: Path) -> Rows:
-        """The lines of the file."""
+        """Read the lines of the file."""
         return read_prompts(data / "evaluation_metadata.jsonl" if data.is_dir() else data, name="geneval")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The line, in the category of its tag. Raises ValueError for requirements that are not GenEval's."""
+        """Make the item, with its tag as the category. Raises ValueError for requirements that GenEval does not have."""
         tag = row.meta.get("tag")
         if tag not in _TAGS:
             raise ValueError(f"'tag': {tag!r} is not one of {', '.join(_TAGS)}")
@@ -70,7 +69,7 @@ class GenEvalSuite(RowSuite):
         return SuiteItem(id=row.id.replace("/", "-"), prompt=row.instruction, category=str(tag), fields=fields)
 
     def reward(self, judge: JudgeModel | None) -> RewardSection:
-        """The detector and the CLIP; no judge is asked."""
+        """Return the detector and CLIP; ``judge`` is ignored."""
         return GenEvalReward(
             detector=self.detector, clip=self.clip, threshold=self.threshold, counting_threshold=self.counting_threshold
         )

@@ -1,4 +1,4 @@
-"""GenEval 2 (arXiv 2512.16853): prompts of rising compositionality, scored by Soft-TIFA."""
+"""GenEval 2 (arXiv 2512.16853): prompts of increasing compositionality, scored with Soft-TIFA."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FORM = WordForm("yes", {"no": 0.0, "yes": 1.0})
 
 
 class SoftTifaJudge(JudgeReward):
-    """Soft-TIFA (arXiv 2512.16853) on ``task.meta["vqa_list"]``, pairs of a question and its right answer. The judge must give
+    """Soft-TIFA (arXiv 2512.16853) on ``task.meta["vqa_list"]``, pairs of a question and its correct answer. The judge must return
     log-probabilities.
 
-    Columns, 0 to 1: ``gm``, the geometric mean over the questions of the probability of the right answer, for whole prompts;
-    ``am``, the arithmetic mean, for single atoms. Both are NaN if an answer is missing.
+    Columns, 0 to 1: ``gm``, the geometric mean of the probabilities of the correct answers, which measures whole prompts; ``am``,
+    the arithmetic mean, which measures single atoms. Both are NaN if an answer is missing.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {"gm": Column(0.0, 1.0), "am": Column(0.0, 1.0)}
@@ -34,7 +34,7 @@ class SoftTifaJudge(JudgeReward):
     one_token: ClassVar[bool] = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. Raises ValueError for a task without questions."""
+        """Return each column, (b,), float32. Raises ValueError for a task without questions."""
         import torch
 
         asked = [_pairs(sample.task.meta.get("vqa_list")) for sample in samples]
@@ -49,7 +49,7 @@ class SoftTifaJudge(JudgeReward):
 
 
 def soft_tifa(probabilities: Sequence[float]) -> tuple[float, float]:
-    """The geometric and the arithmetic mean; NaN if one is NaN."""
+    """Return the geometric and the arithmetic mean; both are NaN if a probability is NaN."""
     arithmetic = sum(probabilities) / len(probabilities)
     if math.isnan(arithmetic) or 0 in probabilities:
         return (arithmetic if math.isnan(arithmetic) else 0.0), arithmetic
@@ -66,7 +66,7 @@ def _pairs(value: Json) -> list[list[str]]:
 
 
 class GenEval2Suite(RowSuite):
-    """GenEval 2: 800 prompts. Its licence forbids commercial use, and no row of it is part of this package."""
+    """GenEval 2: 800 prompts. The licence forbids commercial use, and this package contains no row of the data."""
 
     name: ClassVar[str] = "geneval2"
     title: ClassVar[str] = "GenEval 2"
@@ -79,8 +79,8 @@ class GenEval2Suite(RowSuite):
         "prompts."
     )
     deviations: ClassVar[tuple[str, ...]] = (
-        "The judge is asked whether the answer is right, and its probability of yes counts; the published script takes the "
-        "probability of the answer's own words.",
+        "The judge is asked whether the answer is right, and the probability of yes is used; the published script uses the "
+        "probability of the words of the answer.",
     )
     task = "text-to-image"
     columns: ClassVar[Mapping[str, Column]] = SoftTifaJudge.columns
@@ -89,11 +89,11 @@ class GenEval2Suite(RowSuite):
     layout: ClassVar[str] = "give geneval2_data.jsonl of the repository facebookresearch/GenEval2"
 
     def rows(self, data: Path) -> Rows:
-        """The lines of the file."""
+        """Read the lines of the file."""
         return read_prompts(data / "geneval2_data.jsonl" if data.is_dir() else data, name="geneval2")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The prompt and its questions, in the category of its number of atoms."""
+        """Make the item with its questions, and the number of atoms as the category."""
         pairs: list[Any] = _pairs(row.meta.get("vqa_list"))
         return SuiteItem(
             id=row.id.replace("/", "-"),

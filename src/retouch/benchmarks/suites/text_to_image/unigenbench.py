@@ -1,4 +1,4 @@
-"""UniGenBench (arXiv 2508.20751) and UniGenBench++ (arXiv 2510.18701): prompts with points of ten kinds to be tested."""
+"""UniGenBench (arXiv 2508.20751) and UniGenBench++ (arXiv 2510.18701): prompts with test points of ten dimensions."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _YES_OR_NO = Scale(0, 1, whole=True)
 
 
 def dimension(point: str) -> str:
-    """The column of a test point, "Attribute - Quantity" say. Raises ValueError for a kind that is not published."""
+    """Return the column of a test point such as "Attribute - Quantity". Raises ValueError for an unknown dimension."""
     kind = point.partition("-")[0].strip()
     if kind not in DIMENSIONS:
-        raise ValueError(f"'Testpoints': {point!r} is of no known kind; those are {', '.join(DIMENSIONS)}")
+        raise ValueError(f"'Testpoints': {point!r} has an unknown dimension; the dimensions are {', '.join(DIMENSIONS)}")
     return DIMENSIONS[kind]
 
 
 class UniGenJudge(JudgeReward):
-    """UniGenBench's judge: one question for all test points of ``task.meta["points"]``.
+    """The judge of UniGenBench: one question for all test points of ``task.meta["points"]``.
 
-    Columns, 0 to 1: ``overall``, the share of points that the image satisfies, and the same for each dimension, NaN if it has no
-    point.
+    Columns, 0 to 1: ``overall``, the share of points that the image satisfies, and the same for the points of each dimension, NaN
+    if the dimension has no point.
     """
 
     columns: ClassVar[Mapping[str, Column]] = {
@@ -60,7 +60,7 @@ class UniGenJudge(JudgeReward):
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("test-points", 1),)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. Raises ValueError for a task without points."""
+        """Return each column, (b,), float32. Raises ValueError for a task without points."""
         import torch
 
         points = [_points(sample.task.id, sample.task.meta) for sample in samples]
@@ -97,8 +97,8 @@ class UniGenSuite(RowSuite):
     licence: ClassVar[str] = "MIT"
     size: ClassVar[int] = 600
     protocol: ClassVar[str] = (
-        "Four images of each prompt. The judge says of each test point whether the image satisfies it. Each of ten dimensions is "
-        "the share of its points over all images; the headline is the mean of the dimensions."
+        "Four images of each prompt. The judge decides for each test point whether the image satisfies it. The score of each of "
+        "the ten dimensions is the share of its satisfied points over all images; the headline is the mean of the dimensions."
     )
     deviations: ClassVar[tuple[str, ...]] = (
         "The judge's prompt is our wording; the published judges are gemini-2.5-pro and UniGenBench-EvalModel-qwen-72b-v1, which "
@@ -114,11 +114,11 @@ class UniGenSuite(RowSuite):
     layout: ClassVar[str] = "give data/test_prompts_en.csv or test_prompts_en_long.csv of the repository CodeGoat24/UniGenBench"
 
     def rows(self, data: Path) -> Rows:
-        """The lines of the file."""
+        """Read the lines of the file."""
         return read_prompts(data, columns={"instruction": "prompt_en"}, name="unigenbench")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The prompt and its test points. Raises ValueError if they are not in the published form."""
+        """Make the item with its test points. Raises ValueError if they do not have the published format."""
         try:
             listed = json.loads(published(row, "sub_dims_en"))
         except json.JSONDecodeError as error:
@@ -134,7 +134,7 @@ class UniGenSuite(RowSuite):
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
     ) -> dict[str, Float[ndarray, " b"]]:
-        """The pooled share of each dimension, and their mean as ``overall``."""
+        """Compute the pooled share of each dimension, and their mean as ``overall``."""
         import numpy as np
 
         kinds = [[dimension(str(point["kind"])) for point in _points(item.id, item.fields)] for item in items]

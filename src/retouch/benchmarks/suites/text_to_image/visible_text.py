@@ -30,27 +30,27 @@ _CHINESE = "\u4e00-\u9fa5"
 
 
 class ReadTextReward(RewardSection):
-    """How much of the requested text an image shows. Columns, 0 to 1:
+    """Measures how much of the requested text an image shows. Columns, 0 to 1:
 
-    ``accuracy``: 1 - edit distance / length of ``task.text``, at least 0, and 1 where all of it is in what was read (Flow-GRPO).
-    ``exact``: 1 - edit distance / length of the longer, so that superfluous text counts too. ``words``: the share of the words that
-    were read; of the characters where the task's ``language`` is Chinese (LongText-Bench).
+    ``accuracy``: 1 - edit distance / length of ``task.text``, at least 0, and 1 if the recognized text contains it (Flow-GRPO).
+    ``exact``: 1 - edit distance / length of the longer text, so that superfluous text also counts. ``words``: the share of the
+    words that were recognized, or of the characters if the ``language`` of the task is Chinese (LongText-Bench).
     """
 
     columns: ClassVar[Mapping[str, Column]] = {name: Column(0.0, 1.0) for name in ("accuracy", "exact", "words")}
     reads_text = True
 
     def load(self, device: torch.device | str) -> TextReader:
-        """RapidOCR, on the CPU. Raises ValueError if it is not installed."""
+        """Load RapidOCR, on the CPU. Raises ValueError if it is not installed."""
         return RapidReader()
 
     @property
     def fingerprint(self) -> str:
-        """The reader."""
+        """The fingerprint of the text reader."""
         return self.model.fingerprint if isinstance(self.model, Fingerprinted) else type(self.model).__name__
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. Raises ValueError for a task without a text."""
+        """Return each column, (b,), float32. Raises ValueError for a task without a text."""
         import torch
 
         table = torch.zeros(len(samples), 3)
@@ -66,7 +66,7 @@ class ReadTextReward(RewardSection):
 
 
 def accuracy(wanted: str, lines: Sequence[str]) -> float:
-    """1 - distance / length, without case and spaces, 0 to 1; 1 where the wanted text is part of what was read.
+    """Return 1 - edit distance / length, ignoring case and spaces, 0 to 1; 1 if the recognized text contains the wanted text.
 
     Source: the reward of Flow-GRPO (arXiv 2505.05470).
     """
@@ -77,8 +77,8 @@ def accuracy(wanted: str, lines: Sequence[str]) -> float:
 
 
 def units(text: str, *, chinese: bool) -> list[str]:
-    """The words of a text, or the characters of a Chinese one, as LongText-Bench (arXiv 2507.22058) counts them: without signs, and
-    words without case."""
+    """Split a text into words, or a Chinese one into characters, as LongText-Bench (arXiv 2507.22058) counts them: without
+    punctuation, and words in lower case."""
     kept = f"{_CHINESE}a-zA-Z0-9{_LETTERS}"
     if chinese:
         return re.findall(f"[{kept}]", text)
@@ -86,7 +86,7 @@ def units(text: str, *, chinese: bool) -> list[str]:
 
 
 def word_share(wanted: str, lines: Sequence[str], *, chinese: bool) -> float:
-    """The share of the wanted words that were read, each as often as it is wanted; 0 if there are none.
+    """Return the share of the wanted words that were recognized, counting repetitions; 0 if there are no wanted words.
 
     Source: LongText-Bench (X-Omni, arXiv 2507.22058).
     """
@@ -103,22 +103,22 @@ class OcrSuite(RowSuite):
     licence: ClassVar[str] = "MIT"
     size: ClassVar[int] = 1018
     protocol: ClassVar[str] = (
-        "One image of each prompt. accuracy = 1 - edit distance / length of the text in the prompt's first double quotes, without "
-        "case and spaces, at least 0, and 1 where the text is part of what was read; the mean over images. exact counts "
-        "superfluous text too."
+        "One image of each prompt. accuracy = 1 - edit distance / length of the text in the prompt's first double quotes, ignoring "
+        "case and spaces, at least 0, and 1 if the recognized text contains it; the mean over images. exact also counts "
+        "superfluous text."
     )
     deviations: ClassVar[tuple[str, ...]] = (_READER.format("PaddleOCR"),)
     task = "text-to-image"
     columns: ClassVar[Mapping[str, Column]] = {name: ReadTextReward.columns[name] for name in ("accuracy", "exact", "words")}
     headline_column: ClassVar[str] = "accuracy"
-    layout: ClassVar[str] = "give dataset/ocr/test.txt of the repository yifan123/flow_grpo, one prompt a line"
+    layout: ClassVar[str] = "give dataset/ocr/test.txt of the repository yifan123/flow_grpo, one prompt per line"
 
     def rows(self, data: Path) -> Rows:
         """The lines of the file."""
         return read_prompts(data, name="ocr")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The line. Raises ValueError if no text is in quotes."""
+        """Make the item. Raises ValueError if the prompt has no text in quotes."""
         if not (row.text or "").replace(" ", ""):
             raise ValueError("no text between double quotes")
         return SuiteItem(id=row.id.replace("/", "-"), prompt=row.instruction, text=row.text)
@@ -132,7 +132,7 @@ class LongTextSuite(RowSuite):
     """LongText-Bench: images with long English or Chinese texts."""
 
     language: Literal["en", "zh"] = "en"
-    """Language of the file that is given."""
+    """Language of the file."""
 
     name: ClassVar[str] = "longtext"
     title: ClassVar[str] = "LongText-Bench"
@@ -140,8 +140,8 @@ class LongTextSuite(RowSuite):
     licence: ClassVar[str] = "Apache-2.0"
     size: ClassVar[int] = 160
     protocol: ClassVar[str] = (
-        "Four images of each prompt. words is the share of all words of the requested texts that were read, without signs and "
-        "case; characters for Chinese. Words are pooled over all images, so long texts count more."
+        "Four images of each prompt. words is the share of the words of the requested texts that were recognized, ignoring "
+        "punctuation and case; characters for Chinese. Words are pooled over all images, so long texts count more."
     )
     deviations: ClassVar[tuple[str, ...]] = (_READER.format("Qwen2.5-VL-7B-Instruct"),)
     task = "text-to-image"
@@ -152,11 +152,11 @@ class LongTextSuite(RowSuite):
 
     def rows(self, data: Path) -> Rows:
         """The lines of the file."""
-        # The column text is a list, so it goes to the row's meta: another column is named for the field of that name.
+        # The column text is a list, so item() reads it from the meta of the row; the field text gets a column that is a string.
         return read_prompts(data, columns={"id": "prompt_id", "instruction": "prompt", "text": "prompt"}, name="longtext")
 
     def item(self, row: Row) -> SuiteItem | None:
-        """The line, in its category. Raises ValueError if there is no text to show."""
+        """Make the item. Raises ValueError if the line has no text to show."""
         texts = row.meta.get("text")
         text = " ".join(texts_of(texts if isinstance(texts, list) else [texts], "text"))
         words = len(units(text, chinese=self.language == "zh"))
@@ -173,7 +173,7 @@ class LongTextSuite(RowSuite):
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
     ) -> dict[str, Float[ndarray, " b"]]:
-        """The pooled share of words, and the mean of the other columns."""
+        """Compute the pooled share of words, and the mean of the other columns."""
         import numpy as np
 
         counts = np.array([float(str(item.fields["units"])) for item in items])

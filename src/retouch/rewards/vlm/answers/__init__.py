@@ -1,8 +1,8 @@
-"""Scores in the text of a judge's answer. Start at ``scores.py::read_scores``; whatever can be understood in two ways has no score.
+"""Parsing of scores in the text of a judge's answer. Start at ``scores.py::read_scores``. An ambiguous text has no score.
 
-``scales.py``: which numbers are legal. ``json_scores.py``: answers in JSON. ``labelled_scores.py``: "Score: 7/10" in prose.
-``visible_text.py``: the answer without thoughts and quotations, and refusals. ``retractions.py``: a score that the text takes back.
-``unseen_images.py``: a judge that could not see. ``other_scales.py``: a score on another scale than the requested one.
+``scales.py``: the allowed numbers. ``json_scores.py``: answers in JSON. ``labelled_scores.py``: "Score: 7/10" in prose.
+``visible_text.py``: the answer without reasoning and quotations, and refusals. ``retractions.py``: scores that the text retracts.
+``unseen_images.py``: judges that could not see the images. ``other_scales.py``: scores on another scale than the requested one.
 
-It may import only ``types``.
+Modules may import only ``types``.
 """

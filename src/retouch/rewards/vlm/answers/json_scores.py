@@ -1,4 +1,4 @@
-"""Scores out of JSON, as a typed answer gives them: no repair, no second key, nothing off the scale."""
+"""Scores in JSON, as typed answers contain them. Nothing is repaired; duplicate keys and scores out of range are rejected."""
 
 import json
 import re
@@ -12,12 +12,12 @@ from retouch.rewards.vlm.answers.unseen_images import is_blind
 from retouch.types import Json
 
 GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
-_MOST_BRACKETS = 200  # far from what the parser's recursion allows
+_MOST_BRACKETS = 200  # far below the recursion limit of the parser
 _TOPS = compiled(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
 _SCORES = compiled(r"score|rating|grade|revised|corrected|adjusted|updated|final|overall|verdict|answer|actual")
 _FOREIGN = compiled(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
 _SCHEMA = ("properties", "$schema", "minimum", "maximum", "required")
-_OTHER_SCORE = compiled(  # in a text beside the score
+_OTHER_SCORE = compiled(  # in a text field next to the score
     r"\b(?:actually|wait|correction|on (?:second thought|reflection)|scratch that)\b[^.\n]{0,40}"
     r"\b(?:should (?:be|have been)|deserves|make (?:it|that|this)|(?:score|rating) (?:is|of)"
     r"|i(?:['’]d| would)? (?:give|say|rate|score))\b[^.\n]{0,20}[0-9]",
@@ -29,9 +29,10 @@ _FRACTION = compiled(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
 
 def parse(text: str) -> tuple[Json, int] | None:
-    """The JSON value with which the text begins, and where it ends. None if it is none, has a key twice, NaN, or is too deep.
+    """Return the JSON value at the beginning of the text, and the position of its end.
 
-    A comma after the last entry of an object or a list is allowed.
+    Returns None if there is no JSON value, or if it has a duplicate key, contains NaN or an infinity, or has too many brackets. A
+    comma after the last entry of an object or a list is allowed.
     """
     if text.count("{") + text.count("[") > _MOST_BRACKETS:
         return None
@@ -45,10 +46,9 @@ def parse(text: str) -> tuple[Json, int] | None:
 
 
 def _without_last_commas(text: str) -> str:
-    """The text with a space in place of every comma that only white space separates from a closing bracket, as far as the object
-    or list goes with which the text begins."""
+    """Replace every comma before a closing bracket by a space, within the object or list at the beginning of the text."""
     signs = list(text)
-    depth, last, follows = 0, 0, False  # the last sign that is no white space, and whether it is a comma after an entry
+    depth, last, follows = 0, 0, False  # last: position of the last non-space character; follows: it is a comma after an entry
     in_string = escaped = False
     for place, sign in enumerate(signs):
         if in_string:
@@ -71,7 +71,8 @@ def _without_last_commas(text: str) -> str:
 
 
 def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:
-    """A number each, from an object's keys or a list in the order of ``scales``. None if one is absent or off its scale."""
+    """Return one number for each name, from an object's keys or from a list in the order of ``scales``. Returns None if a number is
+    absent or not on its scale."""
     if isinstance(value, dict):
         return None if _declined(value) or _other_scale(value, scales) else _of_object(value, scales)
     if isinstance(value, list):
@@ -80,8 +81,8 @@ def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | No
 
 
 def _declined(value: dict[str, Json]) -> bool:
-    """Whether the object says that there was nothing to judge or that its number is another, carries an error, or is a schema or an
-    example."""
+    """Return whether the object must be rejected: it says that the judge saw no image or meant another score, reports an error, or
+    is a schema or an example."""
     texts = [part for part in value.values() if isinstance(part, str)]
     blind = any(is_blind(text) or _OTHER_SCORE.search(text) for text in texts)
     return blind or any(_spoils(_plain(key), part) for key, part in value.items())
@@ -103,7 +104,7 @@ def _spoils(key: str, part: Json) -> bool:
 
 
 def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
-    """Whether the object names a top that is not the scale's: {"score": 4, "max_score": 5} on a scale to 10."""
+    """Return whether the object names another maximum than the scale's: {"score": 4, "max_score": 5} on a scale up to 10."""
     own = (*GENERIC, *map(_plain, scales))
     if any(isinstance(part, str) and is_elsewhere(part, scales.values()) for part in value.values()):
         return True
@@ -137,7 +138,7 @@ def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str,
 
 
 def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
-    """Whether a number stands beside the score that may be meant in its place: a revised score, or that of another image."""
+    """Return whether the object has a second number that may replace the score: a revised score, or the score of another image."""
     numbers = [key for key, part in parts.items() if isinstance(part, int | float) and not isinstance(part, bool)]
     others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
     return any(_SCORES.search(key) or _FOREIGN.search(key) for key in others)
@@ -171,13 +172,13 @@ def _plain(key: str) -> str:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _no_double(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return made
 
 

@@ -1,7 +1,7 @@
-"""Scores in free text: a label, a sign, a figure ("**Score:** 7/10"), or a tag ("<score>7</score>").
+"""Scores in free text: a label, a separator and a number ("**Score:** 7/10"), or a tag ("<score>7</score>").
 
-A statement must begin a line or a sentence, its figure must be on the scale and end there, and whatever else stands in the text
-beside a label must say the same. Anything else makes the whole text unreadable: None, never a guess.
+A statement must begin a line or a sentence and end after its number, the number must be on the scale, and all statements of a name
+must agree. Otherwise the whole text is unreadable: the result is None, never a guess.
 """
 
 import re
@@ -30,23 +30,23 @@ _UNIT = r"(?:\s*(?:分|点|점|points?|pts?\.?|Punkten?|puntos|pontos|punti|ба
 _BULLET = r"[ \t]*(?:(?:[-•–+]|[0-9]{1,2}[.)]|#{1,6})[ \t]+)?"
 _BOUNDS = r"(?:\s*\(\s*(?:from\s+)?(?P<bounds>[0-9.]+\s*(?:-|–|—|to)\s*[0-9.]+|(?:/|out\s+of)\s*[0-9.]+)\s*\))?"
 _TAIL = compiled(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
-_NUMBERED = compiled(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
+_NUMBERED = compiled(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # "Note: 1. ...": the first remark, not a grade
 _LISTED = compiled(r"[0-9]{1,2}[.)][ \t]+\S")
 _SENTENCE_END = compiled(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
-_BEFORE = 64  # characters before a boxed answer in which its label ends
+_BEFORE = 64  # characters before a boxed answer that are searched for the end of its label
 _LABELLED = compiled(r"(?:[:：=]|\bis)[ \t*]*\Z")
 _BOXED = compiled(r"\${0,2}\\boxed\{\s*(?P<figure>[0-9][0-9.]*(?:\s*/\s*[0-9][0-9.]*)?)\s*\}\${0,2}")
 _BARE = compiled(rf"\s*{_FIGURE}{_UNIT}\s*\.?\s*")
 _BULLETED, _BULLETS = compiled(_BULLET), compiled(rf"(?m)^{_BULLET}")
 _NUMBERS = compiled(r"[0-9]+(?:\.[0-9]+)?")
 _SEPARATORS = compiled(r"[\s_\-]+")
-_MOST = 50  # scores stated in one text
+_MOST = 50  # maximum number of scores in one text
 _JOINED = compiled(r"\s*[,;|]?\s*(?:and\s+)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A score that the text states: of which name, what, and where it stands."""
+    """A score that the text states: the name of the score, its value, and its position in the text."""
 
     name: str
     value: float
@@ -55,7 +55,8 @@ class Statement:
 
 
 def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
-    """A score for every name that the statements agree on, or None. ``text`` is bare of thoughts, quotations, JSON and marks."""
+    """Return a score for every name if all statements agree, otherwise None. ``text``: without reasoning, quotations, JSON and
+    Markdown marks."""
     listed = list(_mentions(text, scales))
     mentions = sorted((one for one in listed if one is not None), key=lambda one: one.start)
     if not 0 < len(listed) <= _MOST or len(mentions) < len(listed):
@@ -70,12 +71,12 @@ def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
 
 
 def unmarked(text: str) -> str:
-    """The text with a space in place of each sign of Markdown's emphasis."""
+    """Replace each sign of Markdown emphasis by a space."""
     return re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", text)
 
 
 def unboxed(text: str) -> str:
-    """The text with TeX's boxed answers as tags ("\\boxed{7}" as "<answer>7</answer>"), or bare after a label."""
+    """Replace TeX's boxed answers by tags ("\\boxed{7}" by "<answer>7</answer>"), or by the bare number after a label."""
 
     def plain(match: re.Match[str]) -> str:
         labelled = _LABELLED.search(text[max(0, match.start() - _BEFORE) : match.start()]) is not None
@@ -85,13 +86,13 @@ def unboxed(text: str) -> str:
 
 
 def bare(text: str, scale: Scale) -> float | None:
-    """The number where the text is nothing but one: "7", "7/10"."""
+    """Return the number if the text is only a number ("7", "7/10"), otherwise None."""
     whole = _BARE.fullmatch(text)
     return None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
 
 
 def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | None]:
-    """Everything that looks like a score of one of the names; None for what looks like one and cannot be read."""
+    """Yield each passage that looks like a score of one of the names; None for a passage that cannot be read."""
     for name, scale in scales.items():
         if len(scales) > 1:
             yield from _of_tag(text, name, scale, _own(name))
@@ -112,7 +113,7 @@ def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statemen
 
 
 def _without_figure(text: str, label: str) -> Iterator[None]:
-    """None for every label that announces a score and gives no figure: "Score: TBD", a last "Final score:" that was cut."""
+    """Yield None for every label without a number: "Score: TBD", or "Final score:" at the end of a truncated text."""
     for _ in compiled(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", re.IGNORECASE).finditer(text):
         yield None
 
@@ -131,7 +132,7 @@ def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: 
 
 
 def _figure_end(match: re.Match[str]) -> int:
-    """Where the figure ends: a point or comma at its end belongs to the sentence."""
+    """Return the position of the end of the number; a final point or comma belongs to the sentence."""
     return match.end() - (1 if match[0][-1] in ".," else 0)
 
 
@@ -145,7 +146,7 @@ def _value(match: re.Match[str], scale: Scale, *, decimal_comma: bool) -> float 
 
 
 def _fits(bounds: str | None, scale: Scale) -> bool:
-    """Whether the scale that the text names, "(0-10)" or "(out of 10)", is the one that was asked for."""
+    """Return whether the scale that the text names, "(0-10)" or "(out of 10)", is the requested scale."""
     if bounds is None:
         return True
     figures = [float(figure) for figure in _NUMBERS.findall(bounds)]
@@ -153,12 +154,12 @@ def _fits(bounds: str | None, scale: Scale) -> bool:
 
 
 def _opens(text: str, start: int, after: int) -> bool:
-    """Whether a statement begins its line or sentence, and is no text that the sentence before it reports."""
+    """Return whether a statement begins its line or sentence, and is not a quotation that the sentence before it introduces."""
     before = text[:start]
     if after and _JOINED.fullmatch(text[after:start]):
         return True
     begins = _BULLETED.fullmatch(before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
-    follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the line before states another name's score
+    follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the previous line states another score
     return begins and (follows or leads_to_own_score(before[: len(before) - len(_last_bullet(before))]))
 
 
@@ -168,7 +169,7 @@ def _last_bullet(before: str) -> str:
 
 
 def _stands(text: str, mentions: list[Statement]) -> bool:
-    """Whether what stands around and after the statements leaves them as they are: no other figure, and no second thought."""
+    """Return whether the text around and after the statements does not invalidate them: no other number, and no retraction."""
     first = min(one.start for one in mentions)
     rest = list(text)
     for one in mentions:
@@ -179,5 +180,5 @@ def _stands(text: str, mentions: list[Statement]) -> bool:
 
 
 def _own(name: str) -> str:
-    """A pattern of a name as people write it: instruction_following, "Instruction Following", "Instruction-following score"."""
+    """Return a pattern for spellings of a name: instruction_following, "Instruction Following", "Instruction-following score"."""
     return r"[\s_\-]+".join(re.escape(part) for part in _SEPARATORS.split(name)) + r"(?:\s+(?:score|rating))?"

@@ -1,4 +1,4 @@
-"""Judges that say by which scale they score, where it is another than the one that was asked for. English."""
+"""Detect English texts that say that the judge scored on another scale than the requested one."""
 
 import re
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from retouch.rewards.vlm.answers.scales import Scale
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)"
 _MEASURE = r"(?:scor(?:es?|ed|ing)|rat(?:es?|ed|ings?)|grad(?:es?|ed|ing)|points?|marks?|scale[sd]?|maximum)"
 _RANGE = rf"(?<![0-9.,:/-])[01]\s*(?:-|–|—|\bto\b|\bthrough\b|\.\.)\s*{_FIGURE}(?![0-9.]*[0-9:/-])"
-# Each gives the top that it names.
+# Each pattern has a group with the maximum of the scale that the text names.
 _TOPS = compiled(
     "|".join(
         (
@@ -31,7 +31,7 @@ _TURNED = compiled(
 
 
 def is_elsewhere(text: str, scales: Iterable[Scale]) -> bool:
-    """Whether the text says of its scores that their scale is none of these, or runs the other way."""
+    """Return whether the text says that its scores are on a scale other than ``scales``, or that lower scores are better."""
     tops = {scale.high for scale in scales}
     named = (float(next(filter(None, match.groups()))) for match in _TOPS.finditer(text))
     return _TURNED.search(text) is not None or any(top not in tops for top in named)

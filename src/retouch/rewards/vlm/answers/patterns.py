@@ -1,7 +1,7 @@
-"""Regular expressions that take time in proportion to the text: no repeat is unbounded, and no run of spaces is long.
+"""Regular expressions in linear time: every repeat is bounded, and long runs of white space are shortened.
 
-An unbounded repeat that is tried from every place of a text takes quadratic time or worse. A text that exceeds a bound is read as
-if the repeat ended there, which leaves something that no pattern explains, so the text has no score.
+An unbounded repeat that is tried at every position of a text takes quadratic time or worse. If a text exceeds a bound, the repeat
+ends there; the remaining text then matches no pattern, so that the text has no score.
 """
 
 import re
@@ -14,7 +14,7 @@ _RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}")
 
 
 def bounded(pattern: str) -> str:
-    """The pattern with every ``*``, ``+`` and ``{n,}`` limited to 500 repeats."""
+    """Return the pattern with every ``*``, ``+`` and ``{n,}`` limited to 500 repeats."""
     parts: list[str] = []
     in_class = escaped = False
     for sign in pattern:
@@ -34,10 +34,10 @@ def bounded(pattern: str) -> str:
 
 @cache
 def compiled(pattern: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
-    """The pattern, bounded and compiled."""
+    """Compile the bounded pattern."""
     return re.compile(bounded(pattern), flags)
 
 
 def squeezed(text: str) -> str:
-    """The text with every run of more than 32 white-space characters as a blank line, a line break or a space."""
+    """Replace every run of more than 32 white-space characters by a blank line, a line break or a space."""
     return _RUN.sub(lambda run: "\n\n" if run[0].count("\n") > 1 else "\n" if "\n" in run[0] else " ", text)

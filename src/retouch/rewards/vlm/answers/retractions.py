@@ -1,13 +1,13 @@
-"""What stands around a score and makes it none: a second thought, a condition, another image's, or what is painted in one.
+"""Detect text around a score that invalidates it: a revision, a condition, the score of another image, or text in an image.
 
-English, and a few words of the languages in which scores are read.
+The patterns are English, with a few words of the other languages in which scores are read.
 """
 
 import re
 
 from retouch.rewards.vlm.answers.patterns import compiled
 
-# Anywhere after a score. Words first, then what is more than one word.
+# Signs of a revision anywhere after a score: single words first, then phrases.
 _REVISED_WORDS = r"""
     actually correction instead reconsider\w* revis\w+ wait meant naive claim\w* says drafts? wrong unless if maybe perhaps
     painted lower higher half percent fewer couple dozen hundred thousand scaled? hexadecimal opposite deduct\w* subtract\w*
@@ -29,7 +29,7 @@ _REVISED_SIGNS = (
     r"[%‰?？↓→⇒]|[-=]>|\A\W*not\b|\bnot\W*\Z|\bno\W*\Z|\b(?:corrected|amended|updated?|edit)\s*[:：]|[:：]\s*\Z"
     r"|不对|不對|更正|修正|其实|其實|應該|应该|いや|訂正|やはり|実は|아니|정정|사실"
 )
-# What a remark after a score must speak of, sentence by sentence: images and edits.
+# Every sentence after a score must contain one of these words: it must be about images or edits.
 _PICTURED = r"""
     edit\w* images? pictures? photos? photographs? colou?r\w* light\w* shad\w* reflection\w* edges? art[ei]fact\w*
     backgrounds? foreground instruct\w* requested objects? details? shapes? textures? faces? fingers? hands? hair sky scenes?
@@ -37,7 +37,7 @@ _PICTURED = r"""
     chang\w* remov\w* adds? added replac\w* follow\w* match\w* kept keeps? unchanged lettering halos? seams? blend\w*
     distort\w* perspective proportions? skin execution overexposed underexposed asked clean(?:ly)? crisp
 """
-# Right after a score: "(source image)", ", per the caption", "- the threshold".
+# Qualifications directly after a score: "(source image)", ", per the caption", "- the threshold".
 _LEADING = r"for of from per the an? as on in by text at to my is was are were this these those it they both all"
 _QUALIFYING = r"""
     source original unedited unmodified input first reference previous prior old initial earlier before other another target
@@ -46,11 +46,11 @@ _QUALIFYING = r"""
     random dummy example sample sic deleted redacted removed approx\w* roughly about binary hex\w* base roman percent\w*
     stars? votes? likes
 """
-# A whole sentence right before a score.
+# Words in the sentence directly before a score.
 _UNMEANT = r"""
     example joke joking kidding ignore disregard fiction\w* pretend\w* hypothetical\w* placeholder dummy template opposite
 """
-# A fragment right before a score that names what stands in an image or a prompt, and says nothing of it.
+# A fragment directly before a score that names text in an image or a prompt, and has none of the verbs in _SAYING.
 _SEEN = r"ocr prompt message transcript\w* caption banner watermark overlay quotation subtitle signboard"
 _SAYING = r"""
     is are was were has have had does do did looks? reads? match(?:es)? seems? appears? remains? stays? keeps? changed works?
@@ -82,13 +82,13 @@ _VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
 
 
 def takes_back(after: str) -> bool:
-    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs.
+    """Return whether the text after a score revises it, attaches a condition, or attributes it to somebody else.
 
-    There are more ways to take a score back than can be listed. So the rest must be sentences about images, in English, of
-    which none has a word of doubt or speaks of the judge ("I ..."). Courtesies are passed over.
+    There are more ways to retract a score than can be listed. Therefore the text must consist of English sentences about images,
+    without a word of doubt and without the first person ("I ..."). Polite phrases are ignored.
     """
     after = _COURTESY.sub("", after)
-    if after.rfind("(") > after.rfind(")"):  # a parenthesis that does not end
+    if after.rfind("(") > after.rfind(")"):  # an unclosed parenthesis
         return True
     if _REVISED.search(after) or _QUALIFIED.search(after) or _GOES_ON.match(after):
         return True
@@ -97,6 +97,6 @@ def takes_back(after: str) -> bool:
 
 
 def disowns(line: str) -> bool:
-    """Whether the line before a score says that what follows is no judgement, or somebody else's words."""
+    """Return whether the line before a score says that the next text is not a judgement, or is quoted from an image or a prompt."""
     sentence = _SENTENCE_GAP.split(line)[-1]
     return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)

@@ -1,4 +1,4 @@
-"""What a judge may answer: a number within bounds, and how it is written."""
+"""The scale of a score: its bounds, and how a number on it may be written."""
 
 import math
 import re
@@ -10,7 +10,9 @@ _COMMA = re.compile(r"(?:0|[1-9][0-9]{0,2}),[0-9]{1,2}")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The numbers from ``low`` to ``high``, of which only the whole ones where ``whole``. ValueError: bounds that are none.
+    """The numbers from ``low`` to ``high``; only whole numbers if ``whole``.
+
+    Raises ValueError if ``low`` is not below ``high``, a bound is not finite, or a bound of a whole scale is not whole.
 
     Example: ``Scale(0, 10, whole=True)``
     """
@@ -26,13 +28,14 @@ class Scale:
             raise ValueError(f"a scale of whole numbers from {self.low} to {self.high}: its bounds must be whole")
 
     def admit(self, value: float) -> float | None:
-        """The value, or None if it is not on the scale (never clamped)."""
+        """Return the value, or None if it is not on the scale; a value is never clamped."""
         if not math.isfinite(value) or not self.low <= value <= self.high:
             return None
         return None if self.whole and value != math.floor(value) else value
 
     def read(self, figure: str, *, decimal_comma: bool = False) -> float | None:
-        """A written figure: digits of ASCII with a point, and where ``decimal_comma`` with a comma; None for any other."""
+        """Parse a number of ASCII digits with a decimal point, or with a comma if ``decimal_comma``. None for other texts, and for
+        numbers that are not on the scale."""
         if _PLAIN.fullmatch(figure):
             return self.admit(float(figure))
         if decimal_comma and _COMMA.fullmatch(figure):
@@ -40,5 +43,5 @@ class Scale:
         return None
 
     def is_top(self, figure: str) -> bool:
-        """Whether a fraction's denominator is this scale's top: 7/10 is no answer on a scale to 5."""
+        """Return whether a fraction's denominator is the maximum of the scale: 7/10 is not an answer on a scale up to 5."""
         return _PLAIN.fullmatch(figure) is not None and float(figure) == self.high

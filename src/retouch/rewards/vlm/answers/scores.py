@@ -1,7 +1,7 @@
-"""From a judge's answer to scores, or to nothing: the reader abstains from whatever can be understood in two ways.
+"""Parse the scores in a judge's answer. An ambiguous answer has no score.
 
-An answer off the scale, on another scale, cut off, refused, hedged, contradicted or quoted from the image has no value. There is
-no clamping, no repair and no default: what cannot be read is missing.
+An answer has no score if it is out of range, on another scale, truncated, refused, hedged, contradicted, or quoted from the image.
+Nothing is clamped, repaired or filled with a default: an unreadable score is missing.
 """
 
 import re
@@ -17,7 +17,7 @@ from retouch.rewards.vlm.answers.unseen_images import is_blind
 from retouch.rewards.vlm.answers.visible_text import declines, leads_to_own_score, spoken, without_quotes
 from retouch.types import Json
 
-LONGEST = 20_000  # characters; a judge that writes more has lost its thread
+LONGEST = 20_000  # characters; a longer answer is usually degenerate text
 _OWN = (
     r"json(?:[ \t]+(?:object|output|response|answer|result))?|output|response|answer|evaluation|assessment|verdict|results?"
     r"|judge?ment"
@@ -26,23 +26,25 @@ _LABEL = (
     r"(?:[#*_-]{1,6}[ \t]*)?(?:(?:here[ \t]+(?:is|are)|this[ \t]+is|my|the|final|overall|own)[ \t]+){0,4}"
     rf"(?:{_OWN})(?:[ \t]+(?:of|for)[ \t]+(?:the|this)[ \t]+edit)?(?:[ \t]+(?:in|as)[ \t]+json)?[*_]{{0,2}}[:：][*_]{{0,2}}"
 )
-# An object or a list that begins a line, or an object after a label of the judge's own, which begins a line or a sentence.
+# An object or a list at the beginning of a line; or an object after a label such as "My evaluation:", if the label begins a line or
+# a sentence.
 _OPENING = compiled(
     r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])"
     rf"|(?:^|(?<=[.!?。！？])(?=[ \t]))[ \t]*(?P<label>{_LABEL})[ \t]*(?=\{{\s*\")",
     re.MULTILINE | re.IGNORECASE,
 )
-_DELIMITER = "||V^=^V||"  # of VIEScore's prompts
+_DELIMITER = "||V^=^V||"  # in VIEScore's prompts
 _LINE_END = compiled(r"[ \t]*(?:\n|\Z)")
 _FENCE = compiled(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
-    """The score of every name, or None if any is absent or in doubt. Never raises, whatever the text.
+    """Return the score of every name, or None if any score is absent or ambiguous. Never raises an error, for any text.
 
-    Understood are JSON (an object with these names or with a list "score" in their order; plain, fenced, between VIEScore's
-    delimiters, after a label such as "My evaluation:", or before or after prose), tags, labelled lines, and for a single name a
-    bare number. With a single name the general labels (score, rating and so on, in a few languages) count as its own.
+    The supported formats are JSON (an object with these names, or with a list "score" in their order; plain, fenced, between
+    VIEScore's delimiters, after a label such as "My evaluation:", or before or after prose), tags, labelled lines, and, for a
+    single name, a bare number. With a single name, general labels (score, rating and so on, in a few languages) also stand for the
+    name.
     """
     if not scales or len(text) > LONGEST:
         return None
@@ -61,7 +63,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
 
 
 def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, float] | None] | None:
-    """The reading of a text that is JSON and nothing else, perhaps in one fence; None if it is not."""
+    """Read a text that is only JSON, possibly in one code fence. Returns a tuple with the scores, or None for another text."""
     text = text.strip()
     fences = list(_FENCE.finditer(text))
     if len(fences) == 2 and fences[0].start() == 0 and fences[1].end() == len(text):
@@ -73,7 +75,7 @@ def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, floa
 
 
 def _undelimited(text: str) -> str:
-    """The text with line breaks in place of VIEScore's delimiters, if there are two and JSON between them; else as it is."""
+    """Replace VIEScore's delimiters by line breaks if there are two with JSON between them; otherwise return the text unchanged."""
     before, *insides = text.split(_DELIMITER)
     if len(insides) != 2 or not insides[0].strip().startswith(("{", "[", "```")):
         return text
@@ -105,10 +107,10 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
 
 
 def _blocks(text: str) -> tuple[list[Json], str] | None:
-    """The JSON values that stand on lines of their own, and the text without them.
+    """Return the JSON values that are on lines of their own, and the text without them.
 
-    None if one is broken, where a fence does not end, or where the values neither begin nor end the text, or are announced as
-    somebody else's words or taken back.
+    Returns None if a value is not valid JSON, if a fence is not closed, if there is other text both before and after the values, or
+    if the text introduces the values as a quotation or retracts them.
     """
     if not _fences_hold_answers(text):
         return None
@@ -135,7 +137,7 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
 
 
 def _fences_hold_answers(text: str) -> bool:
-    """Whether every fence ends, and holds JSON or the whole answer; else it holds code or a quotation."""
+    """Return whether every fence is closed, and contains JSON or the whole answer; other fences contain code or a quotation."""
     fences = list(_FENCE.finditer(text))
     if len(fences) % 2 or text.count("```") != len(fences):
         return False

@@ -1,4 +1,4 @@
-"""Judges that could not see: texts that say so, or that their number is none, in English."""
+"""Detect English texts that say that the judge could not see the images, or that its score is only a placeholder."""
 
 import re
 
@@ -11,7 +11,7 @@ _WHICH = r"(?:(?:the|any|an|either|both|your|these|those|two|of|edited|source|or
 _BLIND = compiled(
     "|".join(
         (
-            # No image came.
+            # No image was received.
             rf"\bno (?:edited |source |second )?{_PICTURE}\b(?! (?:art[ei]facts?|noise|quality|defects?|issues?|changes?))"
             r"[^.]{0,20}\b(?:provided|attached|visible|shown|given|found|loaded)\b",
             rf"\b(?:no|without any) (?:(?:second|first|edited|source|other) )?{_PICTURE} "
@@ -28,12 +28,12 @@ _BLIND = compiled(
             r"\b(?:second|edited|source|other) (?:(?:one|image|picture|photo) )?(?:never|did not|didn['’]t) (?:arrive|come|load)",
             r"\bonly (?:see|have|got|received|given|was given) (?:one|a single)\b",
             r"\bonly (?:one|a single) (?:image|picture|photo) (?:was|is|has been|came)\b",
-            # It cannot look, or will not.
+            # The judge cannot or will not look at the images.
             rf"\b{_CANNOT} {_LOOK} {_WHICH}{_PICTURE}",
             rf"\b(?:i|we) (?:{_CANNOT}|(?:wasn['’]t|was not|were not) able to|(?:was|were) unable to) {_LOOK}\b",
             rf"\A\W*(?:cannot|can['’]?t) {_LOOK}\b",
             r"\bas an ai\b|\bi['’]m sorry\b|\bi am sorry\b|\b(?:cannot|can['’]?t) (?:assist|help|comply)\b",
-            # Its number stands for nothing.
+            # The number is a placeholder.
             r"\bplaceholder\b|\b(?:default|dummy|arbitrary|random) (?:score|value|rating|grade|number|answer)\b",
             r"\b(?:score|value|rating) by default\b|\bthis is (?:just |only )?a (?:default|guess|dummy)\b",
             r"\bassuming (?:average|neutral|a neutral|an average)\b",
@@ -44,5 +44,5 @@ _BLIND = compiled(
 
 
 def is_blind(text: str) -> bool:
-    """Whether the text says that the images could not be seen, or that its number is none, so that it judges nothing."""
+    """Return whether the text says that the judge could not see the images, or that its score is a placeholder."""
     return _BLIND.search(text) is not None

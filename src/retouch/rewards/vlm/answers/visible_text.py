@@ -1,6 +1,6 @@
-"""What a judge says to us: its answer without its thoughts, without what it quotes, and not at all where it declines.
+"""The part of a judge's text that is its own answer, without reasoning and quotations; and the detection of refusals.
 
-Every function gives None if that cannot be told; none of them raises on any text.
+A function that returns a text returns None if the text is ambiguous. No function raises an error, for any text.
 """
 
 import re
@@ -67,10 +67,10 @@ _FOREIGN_TO = compiled(
 
 
 def spoken(text: str) -> str | None:
-    """The text without marked thoughts and closing tokens. None if a thought does not end, or its marks do not pair.
+    """Return the text without marked reasoning and end tokens. None if the reasoning is not closed, or its marks do not match.
 
-    A closing mark whose opening stands in the prompt (thinking models' templates) ends a thought that began with the text; it must
-    then end its line.
+    The prompt template of a thinking model may contain the opening mark. A closing mark without an opening mark therefore ends
+    reasoning that began with the text; the closing mark must then be at the end of its line.
     """
     text = _without_last_tokens(text)
     kept: list[str] = []
@@ -102,7 +102,7 @@ def _without_last_tokens(text: str) -> str:
 
 
 def without_quotes(text: str) -> str | None:
-    """The text with what it quotes blanked out, length kept. None if a quotation does not end."""
+    """Blank out all quotations; the length of the text does not change. None if a quotation is not closed."""
     text = "\n".join(" " * len(line) if line.lstrip(" \t").startswith(">") else line for line in text.split("\n"))
     parts: list[str] = []
     place = 0
@@ -114,7 +114,8 @@ def without_quotes(text: str) -> str | None:
 
 
 def _quotations(text: str) -> Iterator[tuple[int, int]]:
-    """Start and end of each quotation, marks included, in order. A mark that never closes is looked for only once."""
+    """Yield the start and the end of each quotation, including its marks, in order. The closing mark of an unclosed quotation is
+    searched only once."""
     endless: set[str] = set()
     opening = _OPENINGS.search(text)
     while opening is not None:
@@ -126,7 +127,7 @@ def _quotations(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _quotation_end(text: str, start: int, endless: set[str]) -> int | None:
-    """Where the quotation that opens at ``start`` ends, or None. Marks of which no closing one follows are added to ``endless``."""
+    """Return the end of the quotation that opens at ``start``, or None. A mark without a closing mark is added to ``endless``."""
     mark, after = text[start], start + 1
     if mark == "`":
         while text[after : after + 1] == "`":
@@ -146,19 +147,20 @@ def _quotation_end(text: str, start: int, endless: set[str]) -> int | None:
 
 
 def _is_single_quotation(text: str, start: int, closing: re.Match[str]) -> bool:
-    """Whether single marks are a quotation: after a space or bracket, of two characters or more, on one line, not in a word."""
+    """Return whether single marks enclose a quotation: after a space or bracket, at least two characters, on one line, and not
+    inside a word."""
     before, first, after = text[start - 1 : start], text[start + 1], text[closing.end() : closing.end() + 1]
     opens = (not before or before.isspace() or before in "([:,") and not first.isspace()
     return opens and closing[0] in "'’" and closing.start() - start > 2 and not (after.isascii() and after.isalnum())
 
 
 def declines(text: str) -> bool:
-    """Whether the text refuses, or asks for what it was given, in English or one of a few more languages."""
+    """Return whether the text is a refusal, or asks for images that the judge has received, in English or a few other languages."""
     return _DECLINES.search(text) is not None
 
 
 def _reports(paragraph: str) -> bool:
-    """Whether a sentence names a text or its source, and then gives it: after a colon, or as the last sentence."""
+    """Return whether a sentence introduces a quoted text or names its source, and a colon follows, or it is the last sentence."""
     *sentences, last = _SENTENCE_ENDS.split(paragraph)
     for sentence in sentences:
         named = _REPORTS.search(sentence)
@@ -168,10 +170,10 @@ def _reports(paragraph: str) -> bool:
 
 
 def leads_to_own_score(before: str) -> bool:
-    """Whether a score may follow this text as the judge's own: its last line is a whole sentence, a quotation or a heading.
+    """Return whether a score after this text is the judge's own: the last line is a whole sentence, a quotation or a heading.
 
-    Not so where its paragraph gives somebody else's words without quoting them ("the sign reads: well done!"), or the line goes on
-    ("at most").
+    It is not if the paragraph reports other words without quotation marks ("the sign reads: well done!"), or if the last line is
+    incomplete ("at most").
     """
     if _SPEAKER.search(before):
         return False
