@@ -1,5 +1,7 @@
-"""``retouch ledger``: reads the ledgers of a run, compares columns with each other and with human ratings, and scores images again.
+"""``retouch ledger``: reads the ledgers of a run, compares columns with each other and with human ratings, scores images again, and
+expels wrong scores.
 
-``command`` dispatches; ``ledger_view`` reads the files; ``overview``, ``comparison`` and ``rescoring`` compute the results as JSON,
-and ``tables`` prints them. May import everything up to ``assembly``, which builds rewards; never writes into a run's own ledger.
+``command`` dispatches; ``ledger_view`` reads the files; ``overview``, ``comparison``, ``rescoring`` and ``expelling`` compute the
+results as JSON, and ``tables`` formats them. May import everything up to ``assembly``, which builds rewards. Only ``expelling``
+writes into the ledger of a run.
 """

@@ -1,4 +1,4 @@
-"""`retouch ledger RUN ...`: the scores of a run, their judges and cost; where judges disagree; scoring images again; expelling."""
+"""`retouch ledger RUN ...`: shows scores, judges and cost, compares columns, scores images again, and expels wrong scores."""
 
 import json
 from argparse import Namespace
@@ -17,7 +17,7 @@ from retouch.rewards.vlm.endpoint_settings import Prices
 
 
 def ledger_command(arguments: Namespace) -> str:
-    """The result as a table, or as JSON with ``--json``. ValueError: no such run, column or file."""
+    """The result as a table, or as JSON with ``--json``. Raises ValueError if the run, a column or a file does not exist."""
     result, table = _result(arguments)
     return json.dumps(jsonable(result), indent=2) if arguments.json else table
 
@@ -50,7 +50,7 @@ def _result(arguments: Namespace) -> tuple[Any, str]:
 def _comparison(arguments: Namespace) -> ColumnComparison:
     samples = select_samples(LedgerView.open(arguments.ledger_of).samples, split=arguments.split, steps=arguments.steps)
     if (arguments.ratings is None) == (arguments.other is None):
-        raise ValueError("give a second column, or human ratings with --ratings FILE.csv")
+        raise ValueError("give either a second column, or human ratings with --ratings FILE.csv")
     if arguments.ratings is not None:
         samples = with_ratings(samples, arguments.ratings, arguments.ledger_of)
     return ColumnComparison.of(samples, (arguments.column, arguments.other or COLUMN))

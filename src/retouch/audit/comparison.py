@@ -1,4 +1,4 @@
-"""Compares two columns of a ledger: how well they agree, and on which samples they differ most."""
+"""Compare two columns of a ledger: how well they agree, and on which samples they differ most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from retouch.core import agreement
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnComparison:
-    """The ``n`` samples that both columns score. ``a``, ``b``: their scores, (n,), float64. ``missing``: samples that lack one."""
+    """The ``n`` samples with scores in both columns. ``a``, ``b``: the scores, (n,), float64. ``missing``: number of samples with a
+    missing score in one of the columns."""
 
     columns: tuple[str, str]
     samples: Sequence[LedgerSample]
@@ -23,7 +24,8 @@ class ColumnComparison:
 
     @classmethod
     def of(cls, samples: Sequence[LedgerSample], columns: tuple[str, str]) -> "ColumnComparison":
-        """Compare two columns of these samples. ValueError: no sample has a column, or none has both."""
+        """Compare two columns of these samples. Raises ValueError if no sample has one of the columns, or no sample has scores in
+        both."""
         known = list(dict.fromkeys(name for sample in samples for name in sample.scores))
         for name in columns:
             if name not in known:
@@ -37,7 +39,8 @@ class ColumnComparison:
         return cls(columns, kept, values[whole, 0], values[whole, 1], int((~whole).sum()))
 
     def agreement(self) -> dict[str, Any]:
-        """Rank correlations as JSON. ``within_groups``: of the pairs of a group without a tie, the share with the same order."""
+        """Rank correlations as JSON. ``within_groups``: the share of the pairs within a group, without ties, that both columns
+        order in the same way."""
         groups: dict[tuple[str, int, int], int] = {}
         group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in self.samples])
         share, pairs = agreement.pairwise_agreement(self.a, self.b, group)
@@ -52,7 +55,8 @@ class ColumnComparison:
         }
 
     def worst(self, images: RunImages, *, top: int) -> list[dict[str, Any]]:
-        """The ``top`` samples whose ranks in the two columns differ most, as JSON. Ranks are used because scales may differ.
+        """The ``top`` samples with the largest difference of ranks in the two columns, as JSON. Ranks are used because scales may
+        differ.
 
         ``rank_difference``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
         """

@@ -1,6 +1,6 @@
-"""Takes scores out of use in a run's ledgers, so that they are asked for again; for answers that turn out to be wrong or forged.
+"""Exclude scores in the ledgers of a run from use, so that they are asked for again; for answers that are wrong or forged.
 
-The call to the judge stays on record with its cost; only its answer is never found again. A sample's scores are deleted.
+The call to the judge stays recorded with its cost, but its answer is not reused. The scores of a sample are deleted.
 """
 
 import re
@@ -18,11 +18,11 @@ _IMAGE = re.compile(r"[0-9a-f]{8,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which scores: those that match every field that is not None. If all are None: those that are not finite numbers.
+    """The scores to expel: scores that match all fields that are not None. If all fields are None: scores that are infinite.
 
     ``image``: the first 8 or more hexadecimal digits of the image's hash. ``judge``: the judge of an answer, or the fingerprint of
     the reward of a sample. ``split`` and ``steps`` (both ends included, counted as in the run's metrics) select samples, and the
-    answers about their images. ValueError: not a hash.
+    answers about their images. Raises ValueError if ``image`` is not a hash.
     """
 
     image: str | None = None
@@ -32,29 +32,29 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.image is not None and not _IMAGE.fullmatch(self.image):
-            raise ValueError(f"--image {self.image}: give 8 to 64 of the first hexadecimal digits of the image's hash")
+            raise ValueError(f"--image {self.image}: give the first 8 to 64 hexadecimal digits of the image's hash")
 
     @property
     def by_value(self) -> bool:
-        """Whether nothing is selected but scores that are not finite."""
+        """Whether scores are selected by their value: all fields are None."""
         return (self.image, self.judge, self.split, self.steps) == (None, None, None, None)
 
     def takes(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row of ``samples`` or ``answers`` is selected, by everything but its place in the run."""
+        """Whether a row of ``samples`` or ``answers`` is selected, without regard to its split and step."""
         if self.by_value:
             return not all_finite(decode_scores(row["scores"]))
         return row["picture"].startswith(self.image or "") and self.judge in (None, row["judge"])
 
     def takes_place(self, split: str, step: int) -> bool:
-        """Whether the samples of this split are selected. ``step``: steps of the run before them."""
+        """Whether the samples of this split and step are selected. ``step``: number of completed steps."""
         low, high = self.steps or (0, 2**63)
         return self.split in (None, split) and low <= (step + 1 if split == "train" else step) <= high
 
 
 def expel(run: Path, selection: Selection, *, dry_run: bool) -> dict[str, Any]:
-    """Take the selected scores out of use, in the ledgers of all ranks and of rescorings. ValueError: the run has no ledger.
+    """Expel the selected scores from the ledgers of all ranks and of rescorings. Raises ValueError if the run has no ledger.
 
-    ``dry_run``: change nothing. The result, as JSON, lists what was selected.
+    ``dry_run``: change nothing. Returns the selected samples and answers as JSON.
     """
     ledger = LedgerView.open(run)
     samples: list[dict[str, Any]] = []

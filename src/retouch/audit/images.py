@@ -1,4 +1,4 @@
-"""Finds the images that a run scored: in ``pictures/`` if it kept all, otherwise some of them in ``samples/``."""
+"""Find the images that a run scored: in ``pictures/`` if the run stored all images, otherwise some of them in ``samples/``."""
 
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ _SETS = {"group": "train", "heldout": "heldout"}
 
 
 class RunImages:
-    """The images in a run's folder."""
+    """The images in the folder of a run."""
 
     def __init__(self, run: Path) -> None:
         self._folder = RunFolder(run)
@@ -27,13 +27,13 @@ class RunImages:
         return kept if kept.exists() else self._sampled.get(sample.place)
 
     def image(self, sample: LedgerSample) -> Image.Image | None:
-        """The image that was scored; None if its file is missing or holds another image."""
+        """The image that was scored; None if its file is missing or contains another image."""
         path = self.path(sample)
         return None if path is None else read_image(path, sample.image)
 
     @cached_property
     def _sampled(self) -> dict[tuple[str, int, int, int], Path]:
-        """The images that the run saved as examples, by their place in the run."""
+        """The images that the run stored as examples, by their position in the run."""
         found = {}
         for step in self._folder.sample_steps():
             for line in self._folder.read_samples(step):

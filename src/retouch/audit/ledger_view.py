@@ -1,4 +1,4 @@
-"""Reads the ledgers of a run: those of all ranks, and of later rescorings. Read-only, also while the run continues."""
+"""Read the ledgers of a run: of all ranks, and of later rescorings. Read-only, also while the run continues."""
 
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ _SAMPLES = "SELECT split, step, group_id, slot, task, picture, written, judge, s
 class LedgerSample:
     """A scored sample.
 
-    ``step``: as in the run's metrics: training starts at step 1; held-out samples have the number of steps before their evaluation.
-    ``image``: the SHA-256 of the image, empty if the policy made none. ``judge``: the reward's fingerprint. ``seconds``: the time
-    that scoring it took. ``at``: the time at which it was recorded, in seconds since 1970.
+    ``step``: as in the metrics of the run: training starts at step 1; for held-out samples the number of steps before the
+    evaluation. ``image``: the SHA-256 of the image, empty if the policy made none. ``judge``: the fingerprint of the reward.
+    ``seconds``: the time to score the sample. ``at``: the time of the record, in seconds since 1970.
     """
 
     split: str
@@ -42,8 +42,10 @@ class LedgerSample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedgerView:
-    """``files``: one for each rank, in order. ``rescored``: later rescorings by name. ``samples``: in the run's order; the columns
-    of the rescoring NAME are called NAME:COLUMN.
+    """The content of a run's ledgers.
+
+    ``files``: one for each rank, in order. ``rescored``: the files of later rescorings, by name. ``samples``: ordered by split,
+    step, group and slot; a column of the rescoring NAME is called NAME:COLUMN.
     """
 
     run: Path
@@ -53,12 +55,12 @@ class LedgerView:
 
     @classmethod
     def open(cls, run: Path) -> "LedgerView":
-        """Read the ledgers in a run's folder. ValueError: there is none."""
+        """Read the ledgers in the folder of a run. Raises ValueError if there is none."""
         files = sorted(run.glob("ledger*.sqlite"), key=lambda path: (len(path.name), path.name))
         if not files:
             raise ValueError(f"{run} has no ledger.sqlite: give the folder of a run that has scored samples")
         rescored = {path.stem: path for path in sorted((run / RESCORED).glob("*.sqlite"))}
-        # A run that was resumed with another number of ranks may have one place in two files: the later one counts.
+        # After a resume with another number of ranks, two files may have a row for the same position: the later row is used.
         found: dict[tuple[str, int, int, int], LedgerSample] = {}
         for sample in (sample for file in files for sample in _samples(file)):
             if sample.place not in found or found[sample.place].at < sample.at:
@@ -72,7 +74,7 @@ class LedgerView:
         return cls(run, files, rescored, sorted(found.values(), key=lambda sample: sample.place))
 
     def query(self, sql: str) -> Iterator[dict[str, Any]]:
-        """The rows of a query on every file, rescorings included."""
+        """The rows of a query on all files, including rescorings."""
         for file in [*self.files, *self.rescored.values()]:
             with closing(open_read_only(file)) as connection:
                 connection.row_factory = sqlite3.Row

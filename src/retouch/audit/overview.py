@@ -19,7 +19,7 @@ FROM answers GROUP BY judge
 
 
 def overview(ledger: LedgerView, *, prices: Prices | None) -> dict[str, Any]:
-    """The summary as JSON. ``prices``: for tokens whose price was not known during the run. ``cost``: None if no price is known."""
+    """The summary as JSON. ``prices``: for tokens without a known price during the run. ``cost``: None if no price is known."""
     calls = _calls_by_judge(ledger, prices)
     costs = [each["cost"] for each in calls if each["cost"] is not None]
     since = ledger.query("SELECT fingerprint, since, about FROM judges ORDER BY number")
@@ -69,7 +69,7 @@ def _split_summary(ledger: LedgerView, split: str) -> dict[str, Any]:
 
 
 def _missing_scores(samples: Sequence[LedgerSample]) -> dict[str, int]:
-    """The number of missing scores in each column that has any."""
+    """The number of missing scores of each column with missing scores."""
     counts: Counter[str] = Counter()
     for sample in samples:
         counts.update(name for name, value in sample.scores.items() if value != value)

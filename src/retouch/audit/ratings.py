@@ -1,8 +1,8 @@
-"""Human ratings of a run's images, from a CSV file.
+"""Human ratings of the images of a run, from a CSV file.
 
-A header, and one line per rating: ``rating``, and the sample, given as ``image`` (a file, relative to the CSV or to the run's
-folder), ``sha256`` (its hash in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split`` (default train). Several
-ratings of a sample are averaged.
+The file has a header and one line per rating. The columns are ``rating``, and for the sample ``image`` (a file, relative to the CSV
+or to the run's folder), ``sha256`` (the hash of the image in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split``
+(default: train). Several ratings of a sample are averaged.
 """
 
 import csv
@@ -21,9 +21,10 @@ _PLACE = ("step", "group", "slot")
 
 
 def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list[LedgerSample]:
-    """The rated samples, with the additional column ``rating``. ValueError: a line is invalid, or its sample does not exist."""
+    """The rated samples, with the additional column ``rating``. Raises ValueError if a line is invalid or its sample does not
+    exist."""
     if not file.is_file():
-        raise ValueError(f"no file {file}; give a CSV with a column `rating` and a column for the image")
+        raise ValueError(f"--ratings: there is no file {file}; give a CSV with a column `rating` and a column for the image")
     by_image: dict[str, list[LedgerSample]] = {}
     for sample in samples:
         by_image.setdefault(sample.image, []).append(sample)
@@ -87,7 +88,7 @@ def _hash_of(image: str, roots: Sequence[Path]) -> str:
         if path.is_file():
             with Image.open(path) as opened:
                 return image_hash(opened)
-    raise ValueError(f"no file {image} next to the CSV or in the run's folder")
+    raise ValueError(f"there is no file {image} next to the CSV or in the run's folder")
 
 
 def _rating(text: str) -> float:

@@ -1,6 +1,6 @@
-"""Scores the stored images of a run again with another reward, into rescored/NAME.sqlite; the run's own ledger does not change.
+"""Score the stored images of a run with another reward, into rescored/NAME.sqlite; the ledger of the run does not change.
 
-A command that was interrupted continues where it stopped: images that have scores are not scored again, except missing scores.
+An interrupted command continues where it stopped: only samples without scores, or with missing scores, are scored.
 """
 
 import re
@@ -32,9 +32,11 @@ _MAX_CHUNK = 64  # samples
 
 
 def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps: tuple[int, int] | None) -> dict[str, Any]:
-    """Score the samples of a split and steps (None: all) with the reward ``words`` (``recipe/reward_words.py``). A summary as JSON.
+    """Score the samples of a split and steps (None: all) with the reward ``words`` (``recipe/reward_words.py``). Returns a summary
+    as JSON.
 
-    ``name``: prefix of the new columns. ValueError: no such reward, no stored image, or the name has scores of another reward.
+    ``name``: prefix of the new columns. Raises ValueError if the reward does not exist, no image is stored, or the file of ``name``
+    has scores of another reward.
     """
     called = name or default_name(words)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", called):
@@ -71,7 +73,8 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
 def _score(
     reward: Reward, journal: Journal, samples: Sequence[LedgerSample], *, images: RunImages, tasks: RunTasks
 ) -> tuple[int, int]:
-    """Score the samples that have no scores yet. Returns their number, and the number of images that have changed on the disk."""
+    """Score the samples without scores. Returns the number of these samples, and the number of images that are missing or changed
+    on the disk."""
     scored = absent = 0
     wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
     for split, step in dict.fromkeys(_row(sample)[:2] for sample in samples):
@@ -89,7 +92,8 @@ def _score(
 
 
 def _chunks(samples: Sequence[LedgerSample]) -> Iterator[list[LedgerSample]]:
-    """Chunks of samples of one split and step; a group is split only if it is larger than a chunk."""
+    """Split the samples into chunks of one split and step each. A chunk has whole groups, and more than ``_MAX_CHUNK`` samples only
+    if a single group is larger."""
     for _, same_step in groupby(samples, key=lambda sample: (sample.split, sample.step)):
         chunk: list[LedgerSample] = []
         for _, members in groupby(same_step, key=lambda sample: sample.group):
@@ -102,14 +106,14 @@ def _chunks(samples: Sequence[LedgerSample]) -> Iterator[list[LedgerSample]]:
 
 
 def _row(sample: LedgerSample) -> JournalRow:
-    """The sample's row in the journal, in which training starts at step 0."""
+    """The row of the sample in the journal, which counts training steps from 0."""
     step = sample.step - 1 if sample.split == "train" else sample.step
     split: Any = sample.split
     return JournalRow(split, step, sample.group, sample.slot, sample.task, sample.image, sample.completion)
 
 
 def _require_same_judge(database: Database, reward: Reward) -> str:
-    """The reward's fingerprint. ValueError: the file has scores of another reward."""
+    """The fingerprint of the reward. Raises ValueError if the file has scores of another reward."""
     own = identity.fingerprint(reward)
     with database.reading() as connection:
         others = [judge for (judge,) in connection.execute("SELECT DISTINCT judge FROM samples") if judge != own]

@@ -7,7 +7,7 @@ _MOST_LISTED = 20
 
 
 def overview(found: Mapping[str, Any]) -> str:
-    """The summary of a ledger."""
+    """The summary of a ledger as a table."""
     lines = [f"{found['run']}: what was scored", ""]
     rows = [["", "samples", "steps", "without image", "images stored", "scoring, s"]]
     for split, each in found["samples"].items():
@@ -37,7 +37,7 @@ def overview(found: Mapping[str, Any]) -> str:
 
 
 def agreement(found: Mapping[str, Any]) -> str:
-    """The agreement of two columns."""
+    """The agreement of two columns as a table."""
     a, b = found["columns"]
     within = found["within_groups"]
     return "\n".join(
@@ -56,7 +56,7 @@ def agreement(found: Mapping[str, Any]) -> str:
 
 
 def worst(found: Sequence[Mapping[str, Any]], columns: tuple[str, str]) -> str:
-    """The samples on which two columns differ most."""
+    """The samples on which two columns differ most, as a table."""
     rows = [["", "step", "group", "slot", "rank difference", *columns, "task", "image"]]
     for each in found:
         place = [each["split"], str(each["step"]), str(each["group"]), str(each["slot"]), f"{each['rank_difference']:.2f}"]
@@ -66,7 +66,7 @@ def worst(found: Sequence[Mapping[str, Any]], columns: tuple[str, str]) -> str:
 
 
 def rescored(found: Mapping[str, Any]) -> str:
-    """The result of a rescoring."""
+    """The result of a rescoring as text."""
     steps = found["steps"]
     left = f"; {found['without_image']} have no stored image" if found["without_image"] else ""
     return "\n".join(
@@ -79,7 +79,7 @@ def rescored(found: Mapping[str, Any]) -> str:
 
 
 def expelled(found: Mapping[str, Any]) -> str:
-    """What was taken out of use."""
+    """The expelled scores."""
     samples, answers = found["samples"], found["answers"]
     if not samples and not answers:
         return "no score in the ledger matches; nothing was changed"
@@ -102,7 +102,7 @@ def money(cost: float | None) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines of a table: numbers are right-aligned, except in the first column."""
+    """The lines of a table. Numbers are right-aligned, except in the first column."""
     columns = range(max(map(len, rows)))
     widths = [max((len(row[place]) for row in rows if place < len(row)), default=0) for place in columns]
     return ["  " + "  ".join(_cell(cell, widths[place], place) for place, cell in enumerate(row)).rstrip() for row in rows]

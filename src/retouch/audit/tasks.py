@@ -1,4 +1,4 @@
-"""The task of each sample of a run, from its recipe and its data. Loads no model."""
+"""The task of each sample of a run, from the recipe and the data of the run. Loads no model."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,9 +12,9 @@ from retouch.types import Codes, Task
 
 
 class RunTasks:
-    """The tasks of a run. ValueError: the data are not where the recipe says.
+    """The tasks of a run. Raises ValueError if the data cannot be found at the path in the recipe.
 
-    Tasks whose source image is given as tokens are available only if the data has the images too.
+    A task with a source image as tokens is available only if the data has the image too.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -25,15 +25,16 @@ class RunTasks:
         self._drawn = cache(self._draw)
 
     def __call__(self, sample: LedgerSample) -> Task:
-        """The sample's task. ValueError: the data has changed since the sample was scored, or has tokens and no image."""
+        """The task of the sample. Raises ValueError if the data has changed since the sample was scored, or has tokens but no
+        image."""
         tasks = self._drawn(sample.step - 1) if sample.split == "train" else self._sets[0].heldout
         task = tasks[sample.group]
         if encode_text(task.id) != sample.task:
-            raise ValueError(f"the data has the task {task.id!r} where the run scored {sample.task!r}: it was changed since")
+            raise ValueError(f"the data has the task {task.id!r} where the run scored {sample.task!r}; use the data of the run")
         if Codes.SOURCE in task.meta and not task.images:
             raise ValueError(
-                f"the source image of the task {task.id!r} is given as tokens, which no model is loaded to decode; prepare the "
-                "data with `retouch data tokenize --pictures` to score it again"
+                f"the source image of the task {task.id!r} is given only as tokens, and no model is loaded to decode them; prepare "
+                "the data with `retouch data tokenize --pictures` to score it again"
             )
         return task
 

@@ -1,11 +1,11 @@
 """The mathematics of training: advantages, surrogate losses, loss weights, SDE transitions, divergences, token distributions,
-quantiles.
+quantiles, random generators, and the answer in a completion.
 
-Every function is pure, takes tensors and returns tensors in fp32 (unless its docstring says otherwise), and cites its source. A
-module here may import torch and other modules of ``core``, and nothing else of the project.
+The functions of tensors are pure, return tensors in fp32 (unless their docstring says otherwise), and cite their source. A module
+here may import torch and other modules of ``core``, and nothing else of the project.
 
-From Python, the functions of advantages and losses have a short name here, for example ``retouch.core.group_relative(...)``;
-``retouch.core.gae`` is the module.
+The functions of advantages and losses can be called directly on the package, for example ``retouch.core.group_relative(...)``.
+``retouch.core.gae`` is the module, not the function.
 """
 
 from importlib import import_module

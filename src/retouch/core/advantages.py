@@ -1,7 +1,7 @@
 """Advantages relative to the group or the batch, and weights of the best samples: rewards (b,) to advantages (b,), in fp32.
 
-A NaN reward is a missing one: it enters no mean and no standard deviation, and its advantage is exactly 0. A group is identified
-by an integer id, never by its prompt. Groups may differ in size and need not be contiguous.
+A NaN reward is a missing reward: it is left out of every mean and standard deviation, and its advantage is exactly 0. A group is
+identified by an integer id, never by its prompt. Groups may differ in size and need not be contiguous.
 """
 
 import math
@@ -82,8 +82,8 @@ def best_of_group(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, kee
     """Equal positive weights for the ``keep`` best samples of each group, and 0 for the others: best-of-n selection.
 
     ``rewards`` and ``group`` as in ``group_relative``. Samples that tie for the last place share it equally. The weights have mean
-    1 over the valid rewards of a group. A group from which nothing would be dropped has weight 0: one with equal rewards, or with
-    at most ``keep`` valid ones.
+    1 over the valid rewards of a group. A group from which no sample would be dropped has weight 0: a group with equal rewards, or
+    with at most ``keep`` valid rewards.
 
     Source: RAFT (Dong et al. 2023, arXiv 2304.06767). Raises ValueError if a reward is infinite, a group id is not an integer, or
     ``keep`` is below 1.
@@ -112,9 +112,9 @@ def exponential_weights(
 ) -> Float[Tensor, " b"]:
     """exp(A / temperature), divided by its mean over the group, with A = (reward - mean) / (std + eps) of the group.
 
-    ``rewards`` and ``group`` as in ``group_relative``; equal ids for all rows compare all samples of a batch. The weights have mean
-    1 over the valid rewards of a group. A low ``temperature`` leaves only the best sample, a high one weighs all equally. A group
-    with equal rewards, or with fewer than two valid ones, has weight 0.
+    ``rewards`` and ``group`` as in ``group_relative``; give all rows the same id to compare all samples of a batch. The weights
+    have mean 1 over the valid rewards of a group. With a low ``temperature`` only the best sample has weight, with a high one all
+    samples have equal weights. A group with equal rewards, or with fewer than two valid rewards, has weight 0.
 
     Source: reward-weighted regression (Peters & Schaal 2007); with diffusion models in Black et al. 2023 (arXiv 2305.13301). Raises
     ValueError if a reward is infinite, a group id is not an integer, or ``temperature`` or ``eps`` is not above 0.
@@ -139,7 +139,7 @@ def exponential_weights(
 def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) -> Float[Tensor, " b"]:
     """Map rewards (b,) linearly from [low, high] to [-1, 1], the range in which a value head learns. NaN stays NaN.
 
-    Raises ValueError as ``check_reward_range``.
+    Raises ValueError in the same cases as ``check_reward_range``.
 
     Example::
 
@@ -180,10 +180,9 @@ def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> f
 
 
 def equal_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> Int[Tensor, " n"]:
-    """The ids, ascending, of the groups whose valid rewards, at least two, are all equal.
+    """The ids, ascending, of the groups with at least two valid rewards, all of them equal.
 
-    ``rewards`` and ``group`` as in ``group_relative``. A missing reward equals nothing: a group with fewer than two valid rewards
-    is not among them.
+    ``rewards`` and ``group`` as in ``group_relative``. Missing rewards are ignored.
 
     Source: DAPO (arXiv 2503.14476), whose dynamic sampling replaces such groups.
 
@@ -233,7 +232,7 @@ def _unequal(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Bool
 
 
 def _equal(rewards: Tensor, group: Tensor) -> tuple[Bool[Tensor, " groups"], Bool[Tensor, " groups"]]:
-    """Whether no two valid rewards of a group differ, and whether it has at least two; groups in the order of their ids."""
+    """For each group, in the order of ids: whether all its valid rewards are equal, and whether it has at least two of them."""
     index, groups = _index(rewards, group)
     rewards = rewards.float()
     valid = ~rewards.isnan()

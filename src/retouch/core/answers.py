@@ -1,4 +1,4 @@
-"""The answer in a completion: what is left when thoughts, tags, labels and quotation marks come off."""
+"""Extracts the answer from a completion: the text without thoughts, tags, labels and quotation marks."""
 
 import re
 
@@ -24,11 +24,12 @@ _QUOTES = (('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’"), (
 
 
 def answer_in(text: str) -> str | None:
-    """The prompt in a completion, on one line; None if there is none.
+    """The answer (a prompt) in a completion, on one line; None if the completion has no answer with a letter or digit.
 
-    The answer stands after the last thought, and a thought without an end is none. Of several ``<answer>`` tags or code fences
-    the last one that ends counts; where one tag of a pair is missing, all on its side. Then come off: a label ("Enhanced
-    prompt:", at the beginning of any line), what leads up to it ("Sure! Here is ...:"), and quotation marks around the whole.
+    The answer follows the last ``</think>``; if a thought is not closed, there is no answer. Of several ``<answer>`` tags or code
+    fences, the last closed one is used. If one tag of the pair is missing, the answer is everything after ``<answer>``, or
+    everything before ``</answer>``. Then these parts are removed: a label with the text before it ("Enhanced prompt:", at the
+    beginning of any line) or, without a label, an introduction ("Sure! Here is ...:"); and quotation marks around the whole answer.
     """
     text = _THOUGHT.split(text)[-1]
     if _THINKS.search(text):

@@ -1,5 +1,5 @@
-"""The Fréchet distance of two sets of feature vectors, as Gaussians: FID (Heusel et al. 2017, arXiv 1706.08500) in Inception
-features, FD-DINOv2 (Stein et al. 2023, arXiv 2306.04675) in those of DINOv2."""
+"""The Fréchet distance between the Gaussian fits of two sets of feature vectors. FID (Heusel et al. 2017, arXiv 1706.08500) uses
+Inception features, FD-DINOv2 (Stein et al. 2023, arXiv 2306.04675) uses DINOv2 features."""
 
 import torch
 from jaxtyping import Float
@@ -9,14 +9,15 @@ from torch import Tensor
 def frechet_distance(one: Float[Tensor, "n d"], other: Float[Tensor, "m d"]) -> float:
     """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)), with sample means and covariances, in fp64; at least 0.
 
-    It depends on the number of vectors: compare only distances of equally many. Raises ValueError for fewer than two vectors.
+    The distance depends on the number of vectors: compare only distances of sets of the same sizes. Raises ValueError for fewer
+    than two vectors.
 
     Source: Dowson & Landau 1982 (the formula); Heusel et al. 2017, arXiv 1706.08500.
     """
     if min(len(one), len(other)) < 2:
         raise ValueError(f"{len(one)} and {len(other)} vectors: a covariance needs at least two of each")
     means, covariances = zip(*(_moments(vectors) for vectors in (one, other)), strict=True)
-    # tr (S1 S2)^(1/2) is the sum of the roots of the eigenvalues of R S2 R, R the root of S1, which is symmetric.
+    # tr (S1 S2)^(1/2) is the sum of the square roots of the eigenvalues of R S2 R, which is symmetric; R is the square root of S1.
     values, vectors = torch.linalg.eigh(covariances[0])
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     mixed = torch.linalg.eigvalsh(root @ covariances[1] @ root).clamp_min(0).sqrt().sum()

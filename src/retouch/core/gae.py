@@ -1,8 +1,9 @@
 """Generalized advantage estimation, and the loss and metrics of the value head it needs. fp32.
 
 The reward of a row (b,) is given at its last action. ``values`` (b, t) are the value head's predictions before each action, from
-the weights that produced the rollout. Where ``mask`` (b, t) is False the policy had no choice (a forced token, or padding after
-the end): no time passes there, and the advantage is 0. A NaN reward is a missing one: all advantages of its row are exactly 0.
+the weights that sampled the rollout. Where ``mask`` (b, t) is False, the policy had no choice (a forced token, or padding after the
+end): such an action is not counted as a time step, and its advantage is 0. A NaN reward is a missing reward: all advantages of its
+row are exactly 0.
 """
 
 import torch

@@ -1,13 +1,15 @@
-"""Quantiles of Student's t distribution, for confidence intervals of few groups."""
+"""Quantiles of Student's t distribution, for confidence intervals from few groups."""
 
 import math
 from statistics import NormalDist
 
 
 def t_quantile(share: float, freedom: int) -> float:
-    """The quantile of Student's t distribution with ``freedom`` degrees of freedom; exact for 1 and 2.
+    """The quantile of Student's t distribution with ``freedom`` degrees of freedom at the probability ``share``, between 0 and 1.
 
-    Source: Abramowitz and Stegun 26.7.5, whose error is below 0.1 % for 0.975 from 3 degrees of freedom on.
+    Exact for 1 and 2 degrees of freedom.
+
+    Source: Abramowitz and Stegun 26.7.5. At probability 0.975 and 3 or more degrees of freedom, its error is below 0.1 %.
     """
     if freedom == 1:
         return math.tan(math.pi * (share - 0.5))

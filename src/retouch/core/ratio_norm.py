@@ -1,9 +1,9 @@
 """RatioNorm of GRPO-Guard (arXiv 2510.22319): a log-ratio of transitions with mean 0 and the same variance at every step.
 
-With m0 the mean under the policy that made the rollout, m the mean under the current policy, and next = m0 + step_std * noise,
+With m0 the mean under the policy that sampled the rollout, m the mean under the current policy, and next = m0 + step_std * noise,
 the Gaussian log-ratio is
 
-    log_prob - old_log_prob = <noise, m - m0> / step_std - |m - m0|^2 / (2 step_std^2),
+    log_prob - old_log_prob = <noise, m - m0> / step_std - |m - m0|^2 / (2 step_std^2).
 
 The second term shifts the ratio below 1, so that actions with a positive advantage are never clipped, and the variance grows
 as the noise shrinks. RatioNorm adds the second term back and multiplies by step_std:

@@ -87,12 +87,12 @@ def reinforce(
 def importance_weights(
     current: Float[Tensor, "b t"], acting: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
 ) -> Float[Tensor, "b t"]:
-    """The current over the acting probability of each action, from 0 to ``cap``; 1 where ``mask`` is False. The arguments are
-    log-probabilities.
+    """The probability of each action under the current policy, divided by its probability under the acting policy, at most ``cap``;
+    1 where ``mask`` is False. ``current`` and ``acting`` are log-probabilities.
 
-    Weighted by it, a mean over actions that one policy sampled is one over those of another. The cap keeps its variance finite and
-    lets actions that have become much likelier count too little. Source: truncated importance sampling (Ionides 2008), as TRL and
-    verl apply it to a rollout engine with other numerics.
+    With these weights, a mean over actions that the acting policy sampled estimates the mean over actions of the current policy.
+    The cap keeps the variance finite, but gives too little weight to actions that have become much more likely. Source: truncated
+    importance sampling (Ionides 2008), as TRL and verl apply it to a rollout engine with other numerics than the policy.
 
     Example::
 

@@ -1,8 +1,8 @@
 """The distribution from which a token is sampled: allowed ids, temperature, top-k and top-p.
 
-Logits are (n, v), one row per token position, in fp32; an id that cannot be sampled has the logit -inf. The order is the one of
-transformers' logits warpers: temperature, then top-k, then top-p. The ids that top-k and top-p keep are stored as (n, w), padded
-with -1. A later policy is evaluated on the same ids, because a ratio of probabilities over two different sets of ids is
+Logits are (n, v), one row per token position, in fp32; an id that cannot be sampled has the logit -inf. The operations have the
+order of transformers' logits warpers: temperature, then top-k, then top-p. The ids that top-k and top-p keep are stored as (n, w),
+padded with -1. A later policy is evaluated on the same ids, because a ratio of probabilities over two different sets of ids is
 meaningless (DeepSeek-V3.2, "keep sampling mask", arXiv 2512.02556).
 """
 
@@ -13,9 +13,6 @@ from torch import Tensor
 
 def warp_logits(logits: Float[Tensor, "n v"], allowed: Bool[Tensor, "#n v"], *, temperature: float) -> Float[Tensor, "n v"]:
     """``logits / temperature``, and -inf where an id is not allowed. ``temperature`` is above 0.
-
-    Source: transformers' TemperatureLogitsWarper; the mask restricts the distribution before normalisation, as in PPO with
-    invalid-action masking (Huang & Ontañón 2020, arXiv 2006.14171).
 
     Source: transformers' TemperatureLogitsWarper; the mask restricts the distribution before normalisation, as in PPO with
     invalid-action masking (Huang & Ontañón 2020, arXiv 2006.14171).

@@ -49,9 +49,9 @@ def transition(
 ) -> TransitionResult:
     """Sample the next x from ``noise`` (standard normal), or evaluate a ``next`` that was reached; "ode" takes neither.
 
-    ``x`` and ``velocity`` are (b, ...) with at least two axes; 0 <= sigma_next < sigma <= 1.
-    ``noise_level`` (a below) is at least 0, and at most 1 for "cps". "sde" uses ``sigma_max``, the schedule's second sigma, in
-    place of sigma 1, where its noise would be infinite. "ode" reads neither of the two.
+    ``x`` and ``velocity`` are (b, ...) with at least two axes; 0 <= sigma_next < sigma <= 1. ``noise_level`` (a below) is at least
+    0, and at most 1 for "cps". "sde" uses ``sigma_max``, the schedule's second sigma, in place of sigma 1, where its noise would be
+    infinite. "ode" reads neither ``noise_level`` nor ``sigma_max``.
 
     - "sde": Euler-Maruyama step with s = a sqrt(sigma / (1 - sigma)), step_std = s sqrt(-dt) (Flow-GRPO, arXiv 2505.05470, eq. 9);
     - "dance": the same with a constant s = a (DanceGRPO, arXiv 2505.07818);
@@ -85,9 +85,9 @@ def gaussian_step(
 ) -> TransitionResult:
     """A Gaussian step with mean ``x_coefficient * x + v_coefficient * velocity`` and standard deviation ``step_std`` per row.
 
-    It is what every kind of transition is made of, also one of your own. ``x_coefficient`` None is 1. Give ``noise`` to sample,
-    ``next`` to evaluate, neither for a deterministic step. ``with_variance=False`` drops the variance and the constants from the
-    log-probability, as Flow-CPS does. Everything is computed in fp32.
+    All kinds of transitions are built on it, and a transition of your own can be too. ``x_coefficient`` None means 1. Give
+    ``noise`` to sample, ``next`` to evaluate, neither for a deterministic step. ``with_variance=False`` drops the variance and the
+    constants from the log-probability, as Flow-CPS does. Everything is computed in fp32.
 
     Source: the common form of the steps of Flow-GRPO (arXiv 2505.05470), Flow-CPS (arXiv 2509.05952) and DanceGRPO (arXiv
     2505.07818).

@@ -28,7 +28,7 @@ def loss_weights(
     """``numerators / total``, as (b, t); all 0 if ``total`` is 0.
 
     ``mask``: (b, t), True for the actions that train. ``valid``: (b,), False for rows without a reward. ``total``: the sum of
-    ``denominator`` over all ranks; None if there is one rank. Raises ValueError as ``denominator``.
+    ``denominator`` over all ranks; None if there is one rank. Raises ValueError in the same cases as ``denominator``.
 
     Sources: see ``numerators``; GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783) differ in these
     weights.
@@ -56,9 +56,9 @@ def denominator(
 ) -> Float[Tensor, ""]:
     """This rank's share of the denominator, a scalar.
 
-    The number of valid actions ("token"), of valid rows with an action ("sequence"), or of valid rows times ``max_length``
-    ("dr_grpo"). ``max_length`` is the largest number of actions of a row. Raises ValueError if "dr_grpo" has no positive
-    ``max_length``, if another mode has one, or if the mode is unknown.
+    It is the number of valid actions ("token"), the number of valid rows with an action ("sequence"), or the number of valid rows
+    times ``max_length`` ("dr_grpo"). ``max_length`` is the largest possible number of actions of a row. Raises ValueError if
+    "dr_grpo" is used without a positive ``max_length``, if another mode is used with ``max_length``, or if the mode is unknown.
     """
     if (normalise == "dr_grpo") != (max_length is not None):
         raise ValueError(f"normalise {normalise!r} with max_length {max_length}: 'dr_grpo' needs max_length, and only it takes one")

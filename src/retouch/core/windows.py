@@ -39,8 +39,8 @@ def sliding_window(num_steps: int, size: int, *, step: int, every: int, stride: 
     """``size`` consecutive steps that move ``stride`` towards the end every ``every`` training steps, then return to the start.
 
     The sliding window of MixGRPO (arXiv 2507.21802). ``step`` is the training step, from 0. The last position ends at the
-    second-to-last step of the chain, also where ``stride`` would go past it, so that every step but the last is trained. Raises
-    ValueError with the legal values.
+    second-to-last step of the chain, even if ``stride`` would go past it, so that every step but the last is trained. Raises
+    ValueError, with the legal values, if an argument is out of range.
     """
     trainable = _trainable_steps(num_steps)
     if not 1 <= size <= trainable:

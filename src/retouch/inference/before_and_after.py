@@ -14,10 +14,9 @@ _TITLE = 14
 
 
 def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> Image.Image:
-    """The first ``rows`` held-out tasks: source (if there is one), before, after; each image at most ``side`` px. Tiny
-    images are enlarged by a whole factor.
+    """Draw the first ``rows`` held-out tasks: source image (if there is one), before and after training; each at most ``side`` px.
 
-    ``until``: the latest step to show; None is the latest with images.
+    Tiny images are enlarged by a whole factor. ``until``: the latest step to show; None means the latest step with images.
 
     Raises ValueError if the run has no images yet.
     """

@@ -1,4 +1,4 @@
-"""``retouch eval``: evaluate a run, or a recipe's untrained policy, on held-out tasks or on a whole data set."""
+"""``retouch eval``: evaluate a run, or the untrained policy of a recipe, on held-out tasks or on a whole data set."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ _ALL = 10**9  # tasks: more than any data set has
 
 
 def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None = None) -> dict[str, object]:
-    """Column means and their 95 % confidence intervals by row of the held-out table, and the step whose weights were evaluated.
+    """Return the column means and their 95 % confidence intervals, by row of the held-out table, and the step of the weights.
 
-    ``data``: a path or Hub id whose rows are all evaluated, in place of the held-out tasks; ``overrides`` apply after it.
+    ``data``: a path or Hub id whose rows are all evaluated in place of the held-out tasks; ``overrides`` are applied after it.
     """
     if data is not None:
         overrides = [*whole_data(data, read_target(target)[0].data), *overrides]
@@ -29,10 +29,10 @@ def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None =
 
 
 def whole_data(path: str, section: DataSource) -> list[str]:
-    """The changes of a recipe, as for ``--set``, that make it evaluate all rows at ``path``, a file, a folder or a Hub id.
+    """The changes of a recipe, as for ``--set``, with which it evaluates all rows at ``path`` (a file, a folder or a Hub id).
 
-    The keys of the recipe's own data ``section``, such as columns, are kept if ``path`` has its layout. Raises ValueError if
-    nothing is there.
+    The keys of the recipe's data ``section``, such as columns, are kept if ``path`` has the layout of this section. Raises
+    ValueError if there is nothing at ``path``.
     """
     kind = _kind_at(path, section)
     changes = ["eval.split=test", f"eval.tasks={_ALL}", "eval.headline=null"]
@@ -42,7 +42,7 @@ def whole_data(path: str, section: DataSource) -> list[str]:
 
 
 def _kind_at(path: str, section: DataSource) -> str:
-    """The kind of data source that reads ``path``: the recipe's own kind if it does."""
+    """The kind of data source that can read ``path``; the recipe's own kind if it can."""
     where = Path(path)
     if not where.exists():
         if not section.on_hub and path.count("/") != 1:

@@ -1,10 +1,11 @@
-"""`retouch export`: what a run trained, as weights that diffusers, PEFT and ComfyUI load.
+"""`retouch export`: the trained weights of a run in the formats of diffusers, PEFT and ComfyUI.
 
-A LoRA becomes ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``), ``adapter_model.safetensors`` with
-``adapter_config.json`` (``PeftModel.from_pretrained``), and ``comfyui_lora.safetensors`` (for ComfyUI, if it knows the family, see
-``models/common/comfyui_lora.py``); an IP-Adapter ``ip_adapter.safetensors`` (for a Flux pipeline's
-``load_ip_adapter`` where it is of that form, see ``models/ip_adapter/files.py``) with ``ip_adapter.json``, how it is made; full
-weights become a folder ``transformer``, a writer's ``writer`` (``from_pretrained``). ``README.md`` is the model card.
+A LoRA is written as ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``), ``adapter_model.safetensors``
+with ``adapter_config.json`` (for ``PeftModel.from_pretrained``), and ``comfyui_lora.safetensors`` (if ComfyUI supports the model
+family, see ``models/common/comfyui_lora.py``). An IP-Adapter is written as ``ip_adapter.safetensors``, which a Flux pipeline can
+load with ``load_ip_adapter`` if the adapter has the required form (see ``models/ip_adapter/files.py``), and ``ip_adapter.json``
+with its settings. Full weights are written to a folder ``transformer``, those of a writer to ``writer`` (for ``from_pretrained``).
+``README.md`` is the model card.
 """
 
 from contextlib import nullcontext
@@ -25,9 +26,9 @@ Which = Literal["average", "current"]
 def export_target(target: str, *, to: Path, which: Which | None = None, format: Format = "all") -> list[Path]:
     """Write the weights of a run's newest checkpoint to the folder ``to``, and return the files.
 
-    ``which``: ``average`` (what evaluation and `retouch sample` use, and the default where the run keeps one) or ``current``.
-    ``format``: the format of a LoRA. ``export.json`` has the recipe and the step. Raises ValueError if ``to`` is not empty, the
-    target was never trained, there is no average, or the model has no such format."""
+    ``which``: the weights, ``average`` (which evaluation and `retouch sample` use; the default if the run has an average) or
+    ``current``. ``format``: the format of a LoRA. ``export.json`` contains the recipe and the step. Raises ValueError if ``to`` is
+    not empty, if the target was never trained, if there is no average, or if the model has no such format."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: the folder is not empty; name a new one")
     parts, step = open_target(target)
@@ -42,9 +43,9 @@ def export_target(target: str, *, to: Path, which: Which | None = None, format: 
 def write_export(
     parts: Assembly, to: Path, *, step: int, which: Which | None = None, format: Format = "all", run: RunFolder | None = None
 ) -> list[Path]:
-    """Write the parts' weights, as they are after ``step``, with ``export.json`` and the model card; returns the files.
+    """Write the weights of ``parts`` after step ``step``, with ``export.json`` and the model card; returns the files.
 
-    ``run``: the run's folder if it was moved. Raises ValueError if the model has no such format.
+    ``run``: the run's folder, if it is not the folder in the recipe. Raises ValueError if the model has no such format.
     """
     _check_format(parts, format)
     chosen = which or ("average" if "average" in parts.copies.copies else "current")
@@ -69,7 +70,7 @@ def _check_format(parts: Assembly, format: Format) -> None:
 
 
 def _write_weights(parts: Assembly, to: Path, format: Format) -> None:
-    """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
+    """Write the weights that are loaded: adapters in the formats of ``format``, or the whole transformer."""
     policy = parts.recipe.policy
     model = policy.model
     written = Written(folder=policy.exported_as, pipeline=model.pipeline, comfyui=model.comfyui, format=format)

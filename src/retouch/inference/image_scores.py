@@ -1,4 +1,4 @@
-"""``retouch score``: the scores of one reward for one image, from files."""
+"""``retouch score``: the scores of one reward for one image file."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from retouch.types import Column, Json
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScores:
-    """``scores``: by column, NaN if missing. ``reward``: the combined reward, None if the reward does not say how to combine."""
+    """``scores``: by column, NaN if missing. ``reward``: the combined reward, None if the reward has no combination."""
 
     columns: dict[str, Column]
     scores: dict[str, float]

@@ -31,8 +31,8 @@ _LICENCES: tuple[tuple[str, str, str | None], ...] = (
     ("Qwen/Qwen-Image", "apache-2.0", None),
     ("Tongyi-MAI/Z-Image", "apache-2.0", None),
 )
-"""(start of the base model's id, ``license``, ``license_name``) as the base models' own cards have them. The first match counts; an
-empty licence is not known here."""
+"""(start of the base model's id, ``license``, ``license_name``), from the model cards of the base models. The first match is used.
+An empty string means that the licence is not known."""
 _SETTINGS = (
     ("objective", "objective.kind"),
     ("advantage", "advantage.kind"),
@@ -51,7 +51,7 @@ _SETTINGS = (
 
 
 def write_card(parts: Assembly, to: Path, run: RunFolder, *, step: int) -> None:
-    """Write ``README.md`` about the files that the folder ``to`` contains, and the image of held-out samples if the run has any."""
+    """Write the ``README.md`` of the export in the folder ``to``, and the image of held-out samples if the run has samples."""
     policy, document = parts.recipe.policy, parts.recipe.document()
     split = parts.recipe.eval.split
     base, is_hub_id = _base_model(getattr(policy.model, "path", None) or policy.model.source)
@@ -76,7 +76,7 @@ def write_card(parts: Assembly, to: Path, run: RunFolder, *, step: int) -> None:
 
 
 def _base_model(path: str) -> tuple[str, bool]:
-    """The name of the base model, and whether it is an id on the Hugging Face Hub. Of a local folder, only its own name is told."""
+    """The name of the base model, and whether it is an id on the Hugging Face Hub. For a local folder, its last part."""
     name = path.removeprefix(LIVE)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
         return name, True
@@ -113,7 +113,7 @@ def _what(to: Path) -> str:
 
 
 def _use(to: Path, pipeline: str | None, module: str, *, base: str) -> list[str]:
-    """How each of the files is loaded."""
+    """The instructions for loading each of the files."""
     made = []
     dtype = "torch_dtype=torch.bfloat16"
     if (to / "pytorch_lora_weights.safetensors").is_file():
@@ -171,7 +171,7 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
 
 
 def _write_image(run: RunFolder, to: Path, *, step: int) -> bool:
-    """Write the image of held-out samples; False if the run has not two sets of them."""
+    """Write the image of held-out samples; False if the run does not have samples of two steps."""
     if len([done for done in run.sample_steps() if done <= step]) < 2:
         return False
     before_and_after(run.root, rows=4, side=256, until=step).save(to)

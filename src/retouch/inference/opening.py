@@ -1,4 +1,4 @@
-"""A policy to use, from a recipe (as it is before training) or from a run's folder (as it is after its newest checkpoint)."""
+"""Opens a policy for use: the untrained policy of a recipe, or the newest checkpoint in a run's folder."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -20,16 +20,16 @@ from retouch.training.checkpoint import TrainState
 
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
-    """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
+    """The parts of a recipe or run, and the step of their weights (0: untrained)."""
     silence_libraries()
     recipe, folder = read_target(target, overrides)
     return open_recipe(recipe, folder, trained=True)
 
 
 def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> tuple[Assembly, int]:
-    """The parts of a recipe with the newest weights in the run's folder, and their step (0: untrained, as without a folder).
+    """The parts of a recipe with the newest weights in the run's folder, and the step of the weights (0: untrained).
 
-    Raises ValueError if the run has no checkpoint and must be ``trained``.
+    Raises ValueError if ``trained`` and the run has no checkpoint.
     """
     recipe = _for_use(recipe)
     parts = assemble(recipe, init_distributed_from_recipe(recipe), trains=False)
@@ -37,8 +37,8 @@ def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> t
 
 
 def open_policy(recipe: Recipe, folder: RunFolder | None) -> tuple[PolicyParts, int]:
-    """What acts and makes images in a run, with the weights of its newest checkpoint, and their step (0: untrained, as without a
-    folder); without data and judge.
+    """The policy and the renderer of a run with the weights of its newest checkpoint, and the step of the weights (0: untrained,
+    without a folder). Data and judge are not loaded.
 
     Raises ValueError if the run has no checkpoint.
     """
@@ -48,14 +48,14 @@ def open_policy(recipe: Recipe, folder: RunFolder | None) -> tuple[PolicyParts, 
 
 
 def _for_use(recipe: Recipe) -> Recipe:
-    """The recipe without kernels that this machine may not have."""
+    """The recipe without kernels that this machine may lack."""
     return recipe.model_copy(update={"policy": recipe.policy.for_use()})
 
 
 def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
-    """The language model of a recipe or run alone: no data and no judge, and an image model only if it defines the prompts.
+    """Load only the language model of a recipe or run: no data, no judge, and an image model only if it defines the prompts.
 
-    ``allow_imports``: modules outside Retouch that the recipe may import; runs of your own need none. Raises ValueError for a
+    ``allow_imports``: modules outside Retouch that the recipe may import; not needed for your own runs. Raises ValueError for a
     policy that generates no text.
 
     Example::
@@ -90,7 +90,7 @@ def _restored(parts: PolicyParts, folder: RunFolder | None, *, trained: bool) ->
 
 
 def _newest(folder: RunFolder | None, *, trained: bool) -> TrainState | None:
-    """The state of the newest checkpoint; None for a recipe. Raises ValueError if a run that must be ``trained`` has none."""
+    """The state of the newest checkpoint; None without a folder. Raises ValueError if ``trained`` and the run has no checkpoint."""
     if folder is None:
         return None
     state = checkpoint.load_latest(folder.checkpoints, groups=("weights", "copies"))

@@ -1,6 +1,6 @@
-"""Published IP-Adapters as ``ip_adapter.safetensors``: the ``.bin`` files of Calligrapher and of trainers derived from it.
+"""Converts published IP-Adapters to ``ip_adapter.safetensors``: the ``.bin`` files of Calligrapher and of derived trainers.
 
-These files are pickles. Only torch's restricted loader opens them, which reads tensors and plain values and runs no code.
+These files are pickles. They are opened only with torch's restricted loader, which reads tensors and plain values and runs no code.
 """
 
 import re
@@ -17,7 +17,7 @@ from retouch.data.sources.features import load_restricted
 from retouch.models.ip_adapter.files import FILE
 from retouch.records.files import write_atomic
 
-# The projection and the attention of each block: in a run of system B, in calligrapher.bin.
+# The keys of the projection and of the attention blocks: in the files of system B, and in calligrapher.bin.
 _LAYOUTS = (("image_proj", "ip_adapter"), ("image_proj_mlp", "attn_adapter"))
 _QFORMER = "image_proj_qformer"
 _PROJECTION = re.compile(r"(proj\.\d+|proj|norm)\.(weight|bias)")
@@ -29,8 +29,8 @@ _ATTENTION = re.compile(r"(?:.*\.)?(\d+)\.(to_[kv]_ip)(?:\.0)?\.(weight|bias)")
 
 @dataclass(frozen=True, slots=True)
 class ConvertedAdapter:
-    """``file``: what was written. ``tokens``, ``projection``, ``blocks``: of the adapter, for ``policy.train``; ``blocks`` is their
-    number."""
+    """A converted IP-Adapter. ``file``: the file that was written. ``tokens``, ``projection``: the values for ``policy.train``.
+    ``blocks``: the number of blocks with attention weights."""
 
     file: Path
     tokens: int
@@ -39,14 +39,14 @@ class ConvertedAdapter:
 
     def __str__(self) -> str:
         about = f"{self.tokens} tokens, projection '{self.projection}', {self.blocks} blocks"
-        mlp = "; projection 'mlp' takes its MLP alone, as system B's trainer does" if self.projection == "qformer" else ""
+        mlp = "; projection 'mlp' uses only its MLP, as system B's trainer does" if self.projection == "qformer" else ""
         return f"{self.file}: {about}. Use it with policy.train.init_from{mlp}"
 
 
 def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
     """Write ``ip_adapter.safetensors`` with the weights of a ``.bin`` file into the folder ``to``.
 
-    Raises ValueError for a missing file, one with more than tensors, and one that is no such adapter.
+    Raises ValueError if the file is missing, contains other objects than tensors, or is not such an adapter.
     """
     file, folder = Path(source), Path(to)
     if not file.is_file():
@@ -61,7 +61,7 @@ def convert_adapter(source: str | Path, *, to: str | Path) -> ConvertedAdapter:
     projection, attention = (_tensors(file, part, stored[part]) for part in parts)
     qformer = _tensors(file, _QFORMER, stored[_QFORMER]) if _QFORMER in stored else {}
     if wrong := [name for name in qformer if not _OF_QFORMER.fullmatch(name)]:
-        raise ValueError(f"{file}: its Q-Former has {wrong[0]!r}, which Calligrapher's has not; it cannot be used here")
+        raise ValueError(f"{file}: its Q-Former has {wrong[0]!r}, which Calligrapher's does not have; it cannot be used here")
     prefix = "image_proj.mlp." if qformer else "image_proj."
     named = {f"{prefix}{name}": tensor for name, tensor in projection.items()} | _blocks(file, attention)
     named |= {f"image_proj.qformer.{name}": tensor for name, tensor in qformer.items()}
@@ -89,7 +89,7 @@ def _tensors(file: Path, part: str, found: Any) -> dict[str, Tensor]:
 
 
 def _blocks(file: Path, attention: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Keys and values of the blocks, numbered from 0 in their order. Raises ValueError for a block that lacks one of them."""
+    """The key and value weights of the blocks, renumbered from 0 in order. Raises ValueError if a block lacks one of them."""
     found = {match.groups(): tensor for name, tensor in attention.items() if (match := _ATTENTION.fullmatch(name))}
     order = {number: place for place, number in enumerate(sorted({int(number) for number, _, _ in found}))}
     named = {f"ip_adapter.{order[int(number)]}.{what}.{kind}": tensor for (number, what, kind), tensor in found.items()}

@@ -1,7 +1,8 @@
-"""Pushes a run's weights to the Hugging Face Hub during training: exported as by ``retouch export``, uploaded by a thread.
+"""Pushes a run's weights to the Hugging Face Hub during training: exports them like ``retouch export``, and uploads them in a
+thread.
 
-A failure of the Hub does not stop the run: what could not be uploaded stays in the run's folder, and the log says how to upload it
-by hand. Before the first step it is checked that there is a token and that it may write.
+A failure of the Hub does not stop the run: the files that could not be uploaded stay in the run's folder, and the log says how to
+upload them by hand. Before the first step, the run checks that there is a token and that it may write.
 """
 
 import logging
@@ -22,13 +23,13 @@ from retouch.records.folder import RunFolder
 log = logging.getLogger("retouch")
 
 UNSENT: tuple[type[Exception], ...] = tuple(HfHubHTTPError.__bases__)
-"""The errors of the Hub's HTTP client (its package depends on the version of huggingface_hub) and of the operating system."""
+"""The errors of the operating system and of the Hub's HTTP client, whose package depends on the version of huggingface_hub."""
 FAILED: tuple[type[Exception], ...] = (*UNSENT, ValueError)
 """``UNSENT``, and the error for a model card whose metadata the Hub refuses."""
 
 
 def why_not_pushable() -> str | None:
-    """The reason why nothing can be pushed from here; None if a push can be tried."""
+    """The reason why this process cannot push; None if a push can be tried."""
     if HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     if get_token() is None:
@@ -37,9 +38,9 @@ def why_not_pushable() -> str | None:
 
 
 def open_publisher(recipe: Recipe, folder: RunFolder, *, is_main: bool) -> "Publisher | None":
-    """The publisher of a recipe with ``push``, on the main rank; None on other ranks or if nothing can be pushed (logged).
+    """The publisher of a recipe with ``push`` on the main rank. None on other ranks, and if nothing can be pushed, which is logged.
 
-    Creates the repository if there is none. Raises ValueError if the Hub refuses the repository to this token.
+    Creates the repository if it does not exist. Raises ValueError if this token may not write to the repository.
     """
     if recipe.push is None or not is_main:
         return None
@@ -57,9 +58,9 @@ def open_publisher(recipe: Recipe, folder: RunFolder, *, is_main: bool) -> "Publ
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload a folder to a repository, which is created if there is none; returns the address.
+    """Upload a folder to a repository, which is created if it does not exist; returns the address.
 
-    Raises ValueError without a token, or if the Hub refuses the repository to it.
+    Raises ValueError if there is no token, or if it may not write to the repository.
     """
     if (reason := why_not_pushable()) is not None:
         raise ValueError(reason)
@@ -88,7 +89,7 @@ class Publisher:
         self._uploads: list[Future[None]] = []
 
     def after(self, parts: Assembly, step: int, *, last: bool) -> None:
-        """Export the weights and start the upload, if it is due after this step."""
+        """Export the weights and start the upload, if a push is due after this step. ``last``: this is the last step of the run."""
         every = self._settings.every
         if not last and (every == 0 or step % every):
             return

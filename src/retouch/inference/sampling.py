@@ -1,4 +1,4 @@
-"""`retouch sample`: use a policy as its end user would, for one instruction or for a list of them."""
+"""`retouch sample`: use a policy as its end user would, for one instruction or for a list of instructions."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from retouch.types import Batch, Task
 
 @dataclass(frozen=True, slots=True)
 class UserSample:
-    """An image for a task. ``text``: the completion, if the policy generates text. ``fell_back``: no image could be made of the
-    completion, so it is made of the task's instruction."""
+    """An image for a task. ``text``: the completion, if the policy generates text. ``fell_back``: no image could be made from the
+    completion, so the image was made from the task's instruction."""
 
     task: Task
     image: Image
@@ -34,7 +34,7 @@ def sample_target(
 ) -> UserSample:
     """Make one image from the instruction and its source images, and write it to ``out``.
 
-    ValueError if an image cannot be read, or if the policy makes no usable image.
+    Raises ValueError if an image cannot be read, or if the policy makes no usable image.
     """
     if not instruction.strip():
         raise ValueError("--instruction is empty; say what the image should become")
@@ -55,11 +55,12 @@ def sample_target(
 def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> list[UserSample]:
     """Make an image for each line of a list (see ``read_instructions``), in the new folder ``out`` with ``samples.jsonl``.
 
-    Each line has its own noise. ValueError as for ``sample_target``; faults of the list and of ``out`` are raised first.
+    Each line has its own noise. Raises ValueError in the cases of ``sample_target``, and before sampling if the list is invalid or
+    ``out`` is not empty.
     """
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} is there already and not empty; give a new folder")
+        raise ValueError(f"{out} already exists and is not empty; give a new folder")
     samples = list(_samples(target, tasks, seed))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "samples.jsonl").open("w", encoding="utf-8") as lines:
@@ -81,9 +82,9 @@ def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSamp
 def sample_tasks(
     parts: PolicyParts, tasks: Sequence[Task], seed: int, *, numbers: Sequence[int] | None = None, slot: int = 0
 ) -> Iterator[UserSample]:
-    """An image for each task; its own images are resized as in training. Raises ValueError if the policy makes no usable image.
+    """Yield an image for each task, whose source images are resized as in training. Raises ValueError if an image is not usable.
 
-    ``numbers`` and ``slot`` key the noise of each task's image, with ``seed``; by default the tasks are counted from 0.
+    ``seed``, ``numbers`` and ``slot`` key the noise of each task's image; by default ``numbers`` counts the tasks from 0.
     """
     tasks = _sized(tasks, parts.recipe.data.image_size or parts.recipe.image_size)
     ids = range(len(tasks)) if numbers is None else numbers
@@ -100,7 +101,7 @@ def sample_tasks(
 
 
 def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:
-    """The tasks with sources and masks resized to ``size``, (height, width) in px; unchanged for None."""
+    """The tasks with source images and masks resized to ``size``, (height, width) in px; unchanged if it is None."""
     if size is None:
         return tasks
     target = (size[1], size[0])
@@ -127,7 +128,7 @@ def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
 
 
 def _sample(parts: PolicyParts, batch: Batch) -> Iterator[UserSample]:
-    """Sample and render; rows whose completion gives no image are rendered again, from the task's instruction."""
+    """Sample and render; rows whose completion cannot be rendered are rendered again from the task's instruction."""
     tasks = batch.tasks
     trajectory = parts.policy(parts.recipe.rollout).sample(batch)
     renderer = parts.users_renderer()

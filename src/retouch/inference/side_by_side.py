@@ -1,4 +1,4 @@
-"""One task under the untrained and the trained weights of a run, from the same noise."""
+"""Samples one task with the untrained and with the trained weights of a run, from the same noise."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ from retouch.types import Task
 
 
 class SideBySide:
-    """A run's model, and its weights from before training. Raises ValueError if the run's recipe or its model cannot be loaded.
+    """A run's model with its untrained weights. Raises ValueError if the run's recipe or model cannot be loaded.
 
-    ``device``: instead of the recipe's, for example "cpu" while the run trains on the GPU.
+    ``device``: replaces the recipe's device, for example "cpu" while the run trains on the GPU.
     """
 
     def __init__(self, run: Path, *, device: str | None = None) -> None:
@@ -36,9 +36,9 @@ class SideBySide:
     def sample(self, task: Task, *, step: int, seed: int, called: Callable[[], None] = lambda: None) -> UserSample:
         """The image for a task with the weights of a checkpoint; step 0 is the untrained policy.
 
-        The same ``seed`` gives the same noise under all weights. ``called`` is called at each call of the model that makes the
-        image. Raises ValueError if the model needs a source image that the task lacks, or takes none, if there is no intact
-        checkpoint of this step, or if the policy makes no usable image.
+        The same ``seed`` gives the same noise with all weights. ``called`` is called after each forward pass of the image model.
+        Raises ValueError if the model needs a source image that the task lacks, if it takes none and the task has one, if there is
+        no intact checkpoint of this step, or if the policy makes no usable image.
         """
         self._check_sources(len(task.images))
         self._restore(step)

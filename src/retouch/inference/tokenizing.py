@@ -1,7 +1,8 @@
 """Encodes the images of a data set as image tokens, once for all runs that train on the codes.
 
-The rows are shared out over shards, row k to shard k modulo their number. Each shard writes the features of its own rows and a list
-of its own; whoever finds all lists there puts them together, by renaming a whole file into place, so that shards may end at once.
+The rows are distributed over shards: row k belongs to shard k modulo the number of shards. Each shard writes the features of its
+rows and a list of them. A shard that finds the lists of all shards merges them, and renames the merged file into place, so that
+several shards may end at the same time.
 """
 
 import hashlib
@@ -54,8 +55,9 @@ class _Holder(Section):
 class Job:
     """A tokenization job, in values that can be passed to another process.
 
-    ``source``: a folder or data set, a ``data`` section (JSON or its file), or a recipe. ``model``: folder or id that holds the
-    autoencoder, "playground" for the built-in one. ``size``: (height, width) in px. ``pictures``: also store the images.
+    ``source``: a folder or data set, a ``data`` section (JSON or a file with it), or a recipe. ``model``: folder or Hub id of the
+    autoencoder, or "playground" for the built-in autoencoder. ``out``: the folder of the new data set. ``size``: (height, width) in
+    px. ``batch``: tasks per forward pass. ``pictures``: also store the images. ``skip``: leave out unusable rows.
     """
 
     source: str
@@ -68,7 +70,7 @@ class Job:
     skip: bool = False
 
     def stamp(self, *, of: int, rows: int) -> str:
-        """A digest that the lists of all shards of one job have in common."""
+        """A digest that is equal in the lists of all shards of one job."""
         settings = [self.source, self.model, self.size, self.pictures, of, rows]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
@@ -76,7 +78,7 @@ class Job:
 def tokenize(job: Job, *, processes: int = 1) -> Path:
     """Tokenize all rows with ``processes`` processes on this machine; returns the list of feature files.
 
-    Raises ValueError like ``tokenize_shard``.
+    Raises ValueError in the cases of ``tokenize_shard``.
     """
     if processes < 1:
         raise ValueError(f"{processes} processes: use at least 1")
@@ -91,10 +93,10 @@ def tokenize(job: Job, *, processes: int = 1) -> Path:
 
 
 def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
-    """Tokenize the rows of one shard; returns the list of all feature files once all other shards are done too, else None.
+    """Tokenize the rows of one shard; returns the list of all feature files if all other shards are done too, else None.
 
-    Raises ValueError for a shard that does not exist, unusable rows, and tasks without exactly one source image or with a mask or
-    reference image, which the layout does not have.
+    Raises ValueError if there is no such shard, if rows are unusable, and if a task does not have exactly one source image or has a
+    mask or reference image, which the layout cannot store.
     """
     if not 0 <= shard < of or job.batch < 1:
         raise ValueError(f"shard {shard}/{of}, batch {job.batch}: shards count from 0 to one below their number; batches from 1")
@@ -126,7 +128,7 @@ def merge(out: Path, *, of: int) -> Path | None:
     names = dict(sorted((row, name) for told in lists for row, name in told["names"]))
     assert len(names) == lists[0]["rows"], "shards share out every row"
     if len(set(names.values())) < len(names):
-        raise ValueError("two tasks have the same id, and so the same file; give the rows of the data set unique ids")
+        raise ValueError("two tasks have the same id, and thus the same file; give the rows of the data set unique ids")
     aside, merged = out / LIST, out / "list" / f".merged-{os.getpid()}.json"
     write_json(merged, {"prefix": str((out / FEATURES).resolve()), "path_list": list(names.values())})
     os.replace(merged, aside)
@@ -134,9 +136,9 @@ def merge(out: Path, *, of: int) -> Path | None:
 
 
 def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Sequence[Task]:
-    """The tasks of a data set, with images as training would have them. ``skip``: leave out unusable rows instead of stopping.
+    """The tasks of a data set, with images resized as in training. ``skip``: leave out unusable rows instead of raising an error.
 
-    Raises ValueError for missing data and unusable rows.
+    Raises ValueError if data is missing or rows are unusable.
     """
     on_bad_row: OnBadRow = "skip" if skip else "refuse"
     if source.lstrip().startswith("{"):
@@ -152,7 +154,7 @@ def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Seq
 
 
 def _section(document: Mapping[str, Any], *, allow_imports: Sequence[str] = ()) -> DataSource:
-    """The data of a recipe, or the section itself."""
+    """The ``data`` section of a recipe, or ``document`` itself as a data section."""
     held = {"data": document.get("data", document)}
     with consent.reading(held, allow=allow_imports):
         lines = unknown_keys(held, _Holder)
@@ -171,12 +173,12 @@ def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
 
 
 def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple[str, bytes]]:
-    """Each task's file, by name and content; a batch's images are encoded together."""
+    """Yield the name and content of each task's file; the images of all ``tasks`` are encoded together."""
     for task in tasks:
         if len(task.images) != 1:
             raise ValueError(f"task {task.id!r} has {len(task.images)} images; this layout needs exactly one source image")
         if task.mask is not None or task.reference is not None:
-            raise ValueError(f"task {task.id!r} has a mask or a reference image, which this layout does not have")
+            raise ValueError(f"task {task.id!r} has a mask or a reference image, which this layout cannot store")
     sources = encode([task.images[0] for task in tasks])
     edited = [task.target for task in tasks if task.target is not None]
     targets = iter(encode(edited) if edited else ())
@@ -203,7 +205,7 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
 
 
 def _keep(out: Path, name: str, image: Image) -> str:
-    """Write the image; returns its path in the data set."""
+    """Write the image; returns its path relative to the data set."""
     content = BytesIO()
     image.save(content, format="PNG")
     write_atomic(out / "pictures" / name, content.getvalue())

@@ -1,4 +1,4 @@
-"""A trained language model to use from Python: its completion for an instruction, without the image model."""
+"""Use of a trained language model from Python: its completions for instructions, without the image model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from retouch.types import Batch, Task
 
 @dataclass(frozen=True, slots=True)
 class WriterOutput:
-    """``text``: the completion. ``prompt``: the prompt in it, None if there is none. ``truncated``: it had not ended."""
+    """``text``: the completion. ``prompt``: the prompt in it, None if there is none. ``truncated``: it has no end token."""
 
     text: str
     prompt: str | None
@@ -20,8 +20,8 @@ class WriterOutput:
 
 
 class Writer:
-    """Generates the most likely completion, under the averaged weights if the run has them. The completion for an instruction does
-    not depend on the others of a call."""
+    """Generates completions with greedy decoding, under the averaged weights if the run has them. The completion for an instruction
+    does not depend on the other instructions of a call."""
 
     def __init__(self, policy: AutoregressivePolicy, *, batch: int) -> None:
         self.policy = policy
@@ -33,7 +33,7 @@ class Writer:
         return output
 
     def many(self, instructions: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> list[WriterOutput]:
-        """The completions for several instructions, each with its images. ValueError if there are not as many lists of images."""
+        """The completions for several instructions, each with its images. ValueError if the numbers of both differ."""
         sources = [()] * len(instructions) if images is None else images
         if len(sources) != len(instructions):
             raise ValueError(f"{len(instructions)} instructions, but images for {len(sources)}: use [] for no images")

@@ -1,8 +1,8 @@
-"""The recipe's section of an image model, and what shared code asks of its family.
+"""Base classes of the recipe's sections of image models: how a model is built, and what the memory plan needs to know about it.
 
-Recipes are read without torch, so this module and every ``family.py`` import it inside the methods that compute. A model is
-*described* part by part: ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, as its folder or a published
-configuration says, so that its memory can be planned before any weight is loaded.
+Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A model is
+*described* part by part: ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, from its folder or from a published
+configuration, so that its memory can be planned before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ Described: TypeAlias = Mapping[str, Part]
 
 MEGAPIXEL = (1024, 1024)
 INSTRUCTION_TOKENS = 256
-"""Tokens that an instruction is planned with where the model sets no length."""
-# Bytes that autograd saves for one block per token and channel, by bytes per number: measured on the families here with
-# torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in fp32 in either case).
+"""Length in tokens that the memory plan assumes for an instruction if the model does not set one."""
+# Bytes that autograd saves for one block per token and channel, for each dtype's number of bytes (2 or 4). They were measured on
+# these families with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in fp32 for both dtypes).
 TWO_STREAMS = {2: 60, 4: 100}
 ONE_STREAM = {2: 50, 4: 85}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Takes:
-    """What a model reads of a task. ``images``: fewest and most source images. ``mask``: a mask of the first source image.
+    """The inputs of a task that a model reads.
 
-    ``responses``: it also reads a writer's response to the task.
+    ``images``: minimum and maximum number of source images. ``mask``: whether it reads a mask of the first source image.
+    ``responses``: whether it can also read a writer's response to the task.
     """
 
     images: tuple[int, int]
@@ -64,7 +65,7 @@ class Takes:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """``count`` equal blocks; ``saved``: bytes that autograd keeps of one, per token and channel, by bytes per number."""
+    """``count`` equal blocks. ``saved``: bytes that autograd saves for one block per token and channel, by bytes of the dtype."""
 
     count: int
     saved: Mapping[int, int]
@@ -72,7 +73,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A transformer's shape. ``width``: channels of a token in a block. ``latents`` and ``text``: channels of its two inputs."""
+    """A transformer's shape. ``width``: channels of a token in a block. ``latents``, ``text``: channels of these two inputs."""
 
     blocks: tuple[Blocks, ...]
     width: int
@@ -84,8 +85,8 @@ class Shape:
 class ImageBatch:
     """A batch of images to sample.
 
-    ``rows``: images at once, of ``size`` (height, width) px. ``sources``: source images of each, of ``source`` px. ``text``: tokens
-    of its conditioning.
+    ``rows``: number of images, each of ``size`` (height, width) px. ``sources``: number of source images per row, each of
+    ``source`` px. ``text``: number of text tokens per row.
     """
 
     rows: int
@@ -96,49 +97,51 @@ class ImageBatch:
     dtype: torch.dtype
 
     def empty(self, *shape: int) -> Tensor:
-        """(rows, *shape) of the batch's dtype, on the meta device."""
+        """A tensor (rows, *shape) of the batch's dtype, on the meta device."""
         import torch
 
         return torch.empty(self.rows, *shape, dtype=self.dtype, device="meta")
 
     def times(self) -> Tensor:
-        """(rows,) of fp32, on the meta device: one noise level a row."""
+        """A tensor (rows,) of fp32, on the meta device: one timestep per row."""
         import torch
 
         return torch.empty(self.rows, device="meta")
 
 
 class ImageModel(Section):
-    """Base of the image models that a recipe can name, built in or your own: override ``build``.
+    """Base of the image models that a recipe can name, built in or your own. Subclasses override ``build``.
 
-    A class that derives from this one alone is opaque: its memory is not planned, and a LoRA must name its targets. A model in the
+    The memory of a class that derives directly from this one is not planned, and a LoRA must name its targets. A model in the
     layout of a diffusers pipeline derives from ``DiffusersModel``.
     """
 
     kind: str = "import"
 
     takes: ClassVar[Takes | None] = None
-    """What it reads of a task; None if only the model itself knows."""
+    """The inputs of a task that the model reads; None if they are not known before the model is built."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
-    """The linear layers that get an adapter where the recipe names none, as endings of their names; empty: the recipe must."""
+    """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
     pipeline: ClassVar[str | None] = None
-    """The class in diffusers whose ``save_lora_weights`` writes a LoRA of it; None writes PEFT's format alone."""
+    """The diffusers pipeline whose ``save_lora_weights`` writes a LoRA of the model; None: no file for diffusers is written."""
     comfyui: ClassVar[ComfyUINames | None] = None
-    """The names of its modules in a LoRA for ComfyUI; None writes no such file."""
+    """The names of the model's modules in a LoRA for ComfyUI; None: no file for ComfyUI is written."""
     uses_image_tokens: ClassVar[bool | None] = None
-    """Whether it reads and generates images as tokens; None if only the model itself knows."""
+    """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
     ip_adapter_blocks: ClassVar[tuple[Literal["double", "all"], ...]] = ()
-    """The blocks on which an IP-Adapter can be; empty: it takes none."""
+    """The values of ``policy.train.blocks`` that the model supports; if empty, it cannot have an IP-Adapter."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
-        """The model with its weights, all of it frozen but for the transformer. Downloads what is not on this machine.
+        """Build the model with its weights; everything except the transformer is frozen. Downloads missing weights.
 
-        Raises ValueError if its folder holds something else.
+        Raises ValueError if its folder contains another model.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no build")
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        """The folder of its weights, if it has one here, and whether all of them are on this machine. Does not use the network.
+        """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
+
+        Does not use the network.
 
         Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
         """
@@ -146,22 +149,23 @@ class ImageModel(Section):
 
     @property
     def source(self) -> str:
-        """What messages call its weights."""
+        """The name of the weights in messages."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
 
     # For editors that read a language model's response to the task (``takes.responses``)
 
     def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
-        """The language model ``writer``, with prompts that are exactly what the editor reads before a response.
+        """Return the language model ``writer`` with prompts that are exactly the tokens that the editor reads before a response.
 
         Raises ValueError if the two have different tokenizers.
         """
         raise NotImplementedError(f"{type(self).__name__} reads no responses")
 
     def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-        """Replace the editor's text encoder by the module of the writer if that encodes the same, so that it is held once.
+        """Replace the editor's text encoder by the writer's module if both encode in the same way, so that it is in memory once.
 
-        ``policy_encodes``: the policy encodes responses. ``base_frozen``: the writer's base weights do not train.
+        ``policy_encodes``: the policy encodes the responses, so the module always replaces the text encoder. ``base_frozen``: the
+        writer's base weights stay frozen.
         """
 
     def response_editor(
@@ -173,17 +177,17 @@ class ImageModel(Section):
         guided: bool,
         published: Callable[[], AbstractContextManager[None]] | None,
     ) -> Any:
-        """The editor as ``retouch.renderers.responses.ResponseEditor``.
+        """Return the editor as a ``retouch.renderers.responses.ResponseEditor``.
 
-        ``frozen``: its own text encoder encodes responses, else the policy's module ``writer``. ``guided``: with a negative branch.
-        ``published``: opens a context with the policy's weights from before training, if they are kept. Raises ValueError if the
-        editor cannot use the policy's hidden states.
+        ``frozen``: the editor's own text encoder encodes responses; otherwise the policy's module ``writer`` does. ``guided``: a
+        negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if they are
+        kept. Raises ValueError if the editor cannot use the policy's hidden states.
         """
         raise NotImplementedError(f"{type(self).__name__} reads no responses")
 
 
 class ImportedModel(ImageModel):
-    """A model adapter of your own (``retouch.protocols.DenoisingModel``)."""
+    """A model class of your own (``retouch.protocols.DenoisingModel``)."""
 
     kind: Literal["import"] = "import"
     class_: ClassPath = Field(alias="class")
@@ -204,32 +208,32 @@ class ImportedModel(ImageModel):
 class DiffusersModel(ImageModel):
     """A model in the layout of its diffusers pipeline.
 
-    The defaults are those of a transformer with a text and an image stream on AutoencoderKL's latents, 2 x 2 to a token.
+    The defaults describe a transformer with a text stream and an image stream, in which 2 x 2 latents of AutoencoderKL are a token.
     """
 
     path: str
-    """Folder or Hugging Face id of the pipeline; ``python:...`` in the recipe of a run that was given a loaded pipeline."""
+    """Folder or Hugging Face id of the pipeline; ``python:...`` if a script passed a loaded pipeline to the run."""
     size: Pixels | None = None
-    """Height and width of the images it makes, in pixels; an editor with null takes its source's."""
+    """Height and width of the output images in pixels; with null, an editor derives them from its source image."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     vae_slicing: bool = Field(default=False, exclude_if=operator.not_)
-    """Encode and decode one image at a time: less memory, the same images to rounding."""
+    """Encode and decode one image at a time: less memory, and the same images up to rounding."""
     vae_tiling: bool = Field(default=False, exclude_if=operator.not_)
     """Encode and decode large images in overlapping tiles that are blended: less memory, and slightly different images."""
 
     takes: ClassVar[Takes] = Takes(images=(0, 0))
     uses_image_tokens = False
     adapter: ClassVar[str]
-    """The class that runs it, as ``package.module:Class``, with ``from_pretrained``."""
+    """The class that runs the model, as ``package.module:Class``; it has a method ``from_pretrained``."""
     pipeline: ClassVar[str]
     configurations: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """Published configurations: (text, JSON file beside the family's module). The first whose text is part of the path's name, in
-    lower case, is the model's."""
+    """Published configurations: (text, JSON file next to the family's module). The model has the first configuration whose text
+    occurs in the lower-case name of ``path``."""
     loaded_as: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(part, class) of each part that is loaded as another class than its folder names: a language model without its head."""
+    """(part, class) of each part that is loaded as another class than its folder names, such as a language model without head."""
     text_tokens: ClassVar[int | None] = None
-    """Tokens that a prompt becomes at most; None: as many as it has."""
+    """Number of tokens to which a prompt is padded or limited; None: as many as the prompt has."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
         from retouch.models.common.pretrained import fetch_weights
@@ -239,7 +243,7 @@ class DiffusersModel(ImageModel):
         return self.load(fetch_weights(self.path), device=device)
 
     def load(self, source: Path | DiffusionPipeline, *, device: torch.device) -> DenoisingModel:
-        """The model in a local folder, or of a loaded pipeline."""
+        """Load the model from a local folder, or take it from a loaded pipeline."""
         import torch
 
         options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(source)}
@@ -249,19 +253,19 @@ class DiffusersModel(ImageModel):
         return made
 
     def limit_vae(self, vae: Any) -> None:
-        """Let the autoencoder compute in slices and tiles, as ``vae_slicing`` and ``vae_tiling`` say."""
+        """Enable slicing and tiling of the autoencoder if ``vae_slicing`` and ``vae_tiling`` are set."""
         if self.vae_slicing:
             vae.enable_slicing()
         if self.vae_tiling:
             vae.enable_tiling()
 
     def options(self, source: Any) -> dict[str, Any]:
-        """What ``from_pretrained`` is given besides ``source`` (a folder or a loaded pipeline), dtype, device and size."""
+        """Further arguments of ``from_pretrained``, besides ``source`` (a folder or a loaded pipeline), dtype, device and size."""
         return {}
 
     @classmethod
     def adapter_class(cls) -> Any:
-        """The class that runs it. Imports torch."""
+        """Return the class that runs the model. Imports torch."""
         return import_class(cls.adapter)
 
     def find_weights(self) -> tuple[Path | None, bool]:
@@ -278,11 +282,11 @@ class DiffusersModel(ImageModel):
 
     @property
     def has_size(self) -> bool:
-        """Whether the size of its images is known: from the recipe, or from the tasks' source images."""
+        """Whether the size of the output images is known: from the recipe, or from the tasks' source images."""
         return self.size is not None or self.takes.images[1] > 0
 
     def published(self) -> Described | None:
-        """The published model of this path, described part by part; None if its configuration is not known."""
+        """Describe the published model of this path part by part; None if its configuration is not known."""
         name = Path(self.path).name.lower()
         owner = next(cls for cls in type(self).__mro__ if "configurations" in vars(cls))
         file = next((file for part, file in self.configurations if part in name), None)
@@ -292,40 +296,41 @@ class DiffusersModel(ImageModel):
         parts: Described = json.loads(text)["parts"]
         return parts
 
-    # What a plan of its memory asks
+    # For the memory plan
 
     @property
     def planned_size(self) -> Size:
-        """(height, width) in px of source images, and of the output where ``size`` is null."""
+        """The assumed (height, width) in px of source images, and of the output if ``size`` is null."""
         return MEGAPIXEL
 
     def tokens(self, described: Described, *, sources: int) -> int:
-        """Tokens of one row: its text, its output, and ``sources`` source images."""
+        """Number of tokens of one row: its text, its output, and ``sources`` source images."""
         output = self.image_tokens(self.size or self.planned_size, described)
         return output + (self.text_tokens or INSTRUCTION_TOKENS) + sources * self.source_tokens(described)
 
     def source_tokens(self, described: Described) -> int:
-        """Tokens that one source image adds to a row."""
+        """Number of tokens that one source image adds to a row."""
         return self.image_tokens(self.planned_size, described) + self.condition_tokens(described)
 
     def image_tokens(self, size: Size, described: Described) -> int:
-        """Tokens of an image of ``size`` px."""
+        """Number of tokens of an image of ``size`` px."""
         side = self.token_pixels(described)
         return (size[0] // side) * (size[1] // side)
 
     def token_pixels(self, described: Described) -> int:
-        """Side in px of a token."""
+        """Side of a token in px."""
         return 2 * self.latent_pixels(described["vae"])
 
     def latent_pixels(self, vae: Part) -> int:
-        """Side in px of a latent."""
+        """Side of a latent in px."""
         return int(2 ** (len(vae["config"]["block_out_channels"]) - 1))
 
     def condition_tokens(self, described: Described) -> int:
-        """Tokens of the text encoder that a source image becomes."""
+        """Number of tokens of a source image in the text encoder."""
         return 0
 
     def shape(self, transformer: Part) -> Shape:
+        """The shape of the described transformer."""
         config = transformer["config"]
         return Shape(
             blocks=(Blocks(config["num_layers"], TWO_STREAMS), Blocks(config.get("num_single_layers", 0), ONE_STREAM)),
@@ -335,19 +340,19 @@ class DiffusersModel(ImageModel):
         )
 
     def one_of_each_block(self, transformer: Part) -> Part:
-        """The transformer with one block of each sort."""
+        """Reduce the description of the transformer to one block of each type."""
         config = transformer["config"]
         counts = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
         return {**transformer, "config": {**config, **{key: 1 for key in counts if key in config}}}
 
     def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
-        """Everything that the transformer is given in one step of sampling, on the meta device. The latents come first."""
+        """The transformer's keyword arguments in one denoising step, on the meta device. The latents come first."""
         raise NotImplementedError(f"{type(self).__name__} defines no step_inputs")
 
     def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
-        """What the autoencoder decodes, on the meta device."""
+        """The latents that the autoencoder decodes, on the meta device."""
         side = self.latent_pixels(vae)
         return batch.empty(vae["config"]["latent_channels"], batch.size[0] // side, batch.size[1] // side)
 
     def prepare_vae(self, vae: nn.Module) -> None:
-        """Do to the autoencoder what the adapter does to it."""
+        """Change the autoencoder in the same way as the class ``adapter`` changes it."""

@@ -1,4 +1,4 @@
-"""The models that a recipe can name: one row a kind."""
+"""The models that a recipe can name: one row per kind."""
 
 from retouch.config.kinds import Kinds
 

@@ -1,6 +1,6 @@
-"""The recipe's section of a language model that is trained as a policy, and what shared code asks of its family.
+"""Base classes of the recipe's sections of language models, which are trained as policies.
 
-Recipes are read without torch, so this module and every ``family.py`` import it inside the methods that compute. A model is
+Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A model is
 *described* part by part, ``{"writer": {"class": ..., "config": ...}, ...}``, so that its memory can be planned before any weight is
 loaded; ``writer`` is the language model.
 """
@@ -29,68 +29,70 @@ if TYPE_CHECKING:
 
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3", "eager"]
 _PACKAGES = {"flash_attention_2": ("flash_attn", "flash-attn"), "flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
-"""The module and the package of each implementation of attention that torch does not contain."""
+"""The module and the package of each attention implementation that is not part of torch."""
 TokenKind: TypeAlias = Literal["text", "vision"]
 TEMPLATE_TOKENS = 128
-"""Tokens that a chat template is planned with."""
+"""Length in tokens that the memory plan assumes for a chat template."""
 
 
 class LanguageModel(Section):
-    """Base of the language models that a recipe can train, built in or your own: override ``build``.
+    """Base of the language models that a recipe can train, built in or your own. Subclasses override ``build``.
 
-    A class that derives from this one alone is opaque: its memory is not planned, and a LoRA must name its targets. A model in
+    The memory of a class that derives directly from this one is not planned, and a LoRA must name its targets. A model in
     transformers' layout derives from ``PretrainedLanguageModel``.
     """
 
     kind: str = "import"
 
     takes: ClassVar[Takes | None] = None
-    """What a model of image tokens reads of a task; None if it is not checked before the run."""
+    """The inputs of a task that a model of image tokens reads; None if tasks are not checked before the run."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
-    """The linear layers that get an adapter if the recipe names none, as endings of their names; empty: the recipe must."""
+    """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
     pipeline: ClassVar[None] = None
     comfyui: ClassVar[None] = None
-    """No class of diffusers loads a LoRA of it."""
+    """A LoRA of a language model is not written for diffusers or ComfyUI."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        """The model with frozen weights. Downloads what is not on this machine.
+        """Build the model with frozen weights. Downloads missing weights.
 
         ``gradient_checkpointing``: updates recompute activations in the backward pass. Raises ValueError if its folder contains
-        something else.
+        another model.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no build")
 
     @property
     def token_kinds(self) -> frozenset[TokenKind] | None:
-        """Kinds of tokens that it generates; None if only the model itself knows."""
+        """Kinds of tokens that the model generates; None if they are not known before the model is built."""
         return None
 
     @property
     def uses_image_tokens(self) -> bool | None:
-        """Whether it reads and generates images as tokens; None if only the model itself knows."""
+        """Whether the model reads and generates images as tokens; None if this is not known before the model is built."""
         return None if self.token_kinds is None else "vision" in self.token_kinds
 
     @property
     def image_grammar(self) -> bool:
-        """Whether it generates image tokens under a grammar, so that every image is complete."""
+        """Whether the model generates image tokens under a grammar, so that every image is complete."""
         return False
 
     def editor_problems(self) -> Iterator[str]:
-        """Why it cannot be used before an image editor that reads its responses (``renderer.kind: response``)."""
+        """Messages that say why the model cannot write responses for an image editor (``renderer.kind: response``)."""
         yield (
             f"policy.model.kind: the editor reads the writer's token ids and images, so {self.kind} cannot be used with "
             "it; use qwen-vl, or renderer.kind prompt"
         )
 
     def prompt_problems(self) -> Iterator[str]:
-        """Why it cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
+        """Messages that say why the model cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
         yield from ()
 
     def require_attention(self, device: torch.device) -> None:
-        """Raise ValueError if its attention cannot be computed on the device."""
+        """Raise ValueError if the model's attention implementation does not work on the device."""
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        """The folder of its weights, if it has one here, and whether all of them are on this machine. Does not use the network.
+        """Return the local folder of the weights (None if there is none), and whether all weights are on this machine.
+
+        Does not use the network.
 
         Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
         """
@@ -98,7 +100,7 @@ class LanguageModel(Section):
 
     @property
     def source(self) -> str:
-        """What messages call its weights."""
+        """The name of the weights in messages."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
 
     @property
@@ -107,15 +109,15 @@ class LanguageModel(Section):
         return None
 
     def describe(self, folder: Path | None) -> Described | None:
-        """Its parts, from its ``folder`` or as published (None); None if its size is not known before it is loaded.
+        """Describe the model's parts, from ``folder`` or, if that is None, as published; None if they are not known.
 
-        Raises ValueError for a folder that has no such model.
+        Raises ValueError if the folder does not contain such a model.
         """
         return None
 
 
 class ImportedLanguageModel(LanguageModel):
-    """A model adapter of your own (``retouch.protocols.AutoregressiveModel``)."""
+    """A model class of your own (``retouch.protocols.AutoregressiveModel``)."""
 
     kind: Literal["import"] = "import"
     class_: ClassPath = Field(alias="class")
@@ -137,14 +139,14 @@ class PretrainedLanguageModel(LanguageModel):
     """A model in transformers' layout."""
 
     path: str
-    """Folder or Hugging Face id of the model; ``python:...`` in the recipe of a run that was given a loaded model."""
+    """Folder or Hugging Face id of the model; ``python:...`` if a script passed a loaded model to the run."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     attention: Attention = "sdpa"
-    """How attention is computed (transformers' ``attn_implementation``); ``flash_attention_2`` needs the package flash-attn,
-    ``flash_attention_3`` FlashAttention 3 on a Hopper GPU."""
+    """Attention implementation (transformers' ``attn_implementation``); ``flash_attention_2`` needs the package flash-attn,
+    ``flash_attention_3`` needs FlashAttention 3 and a Hopper GPU."""
 
-    # Of the language model alone: vision towers name theirs otherwise.
+    # Only layers of the language model: the layers of vision towers have other names.
     lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
 
     @property
@@ -168,11 +170,11 @@ class PretrainedLanguageModel(LanguageModel):
         return folder, folder is not None
 
     def require_attention(self, device: torch.device) -> None:
-        if not (self.path or "").startswith(LIVE):  # a loaded model keeps its own; the playground's path may be None
+        if not (self.path or "").startswith(LIVE):  # a loaded model keeps its attention; the path may be None
             require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Path | LoadedLanguageModel:
-        """The folder of its weights, downloaded if necessary, or the loaded model. Raises ValueError if there is none."""
+        """Return the folder of the weights, or the loaded model. Downloads missing weights; raises ValueError if that fails."""
         from retouch.models.common.pretrained import fetch_writer
 
         if self.path.startswith(LIVE):
@@ -191,19 +193,22 @@ class PretrainedLanguageModel(LanguageModel):
         part = published_language_model(self.path) if folder is None else read_description(folder)
         return None if part is None else {"writer": part}
 
-    # What a plan of its memory asks
+    # For the memory plan
 
     def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
-        """Most tokens of a prompt. ``image_tokens``: of a source image, if the model reads it before an editor."""
+        """Assumed maximum number of tokens of a prompt.
+
+        ``image_tokens``: tokens of a source image, which the model reads if it writes for an editor.
+        """
         return TEMPLATE_TOKENS + INSTRUCTION_TOKENS + image_tokens
 
     def longest_completion(self, described: Described) -> int | None:
-        """Most tokens of a completion under its grammar; None if only ``max_new_tokens`` limits it."""
+        """Maximum number of tokens of a completion under the model's grammar; None if only ``max_new_tokens`` limits it."""
         return None
 
     @property
     def vocabularies(self) -> int:
-        """Vocabularies of its grammar."""
+        """Number of vocabularies of the model's grammar."""
         return 1
 
     @property
@@ -229,15 +234,15 @@ def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch
 
 
 def published_language_model(name: str) -> dict[str, Any] | None:
-    """A published language model by its id or the last part of it; None if its configuration is not known."""
+    """Describe a published language model by its id or the last part of the id; None if its configuration is not known."""
     file = Path(str(files("retouch.models"))) / "configs" / "writers" / f"{name.rpartition('/')[2].lower()}.json"
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """The model in a local transformers folder. Raises ValueError if there is none."""
+    """Describe the model in a local transformers folder. Raises ValueError if the folder contains no model."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not config.get("architectures"):
-        raise ValueError(f"{folder} contains no model: no config.json that names its class")
+        raise ValueError(f"{folder} contains no model: it has no config.json that names a class in architectures")
     return {"class": config["architectures"][0], "config": config}

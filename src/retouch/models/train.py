@@ -1,4 +1,4 @@
-"""What of a model trains: all of its weights, or low-rank adapters. An IP-Adapter is in ``models.ip_adapter``."""
+"""The sections of ``policy.train``: all weights of a model, or low-rank adapters. The IP-Adapter is in ``models.ip_adapter``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from retouch.protocols import DenoisingModel
 
 Format: TypeAlias = Literal["all", "diffusers", "peft", "comfyui"]
-"""The formats in which a LoRA is written; ``all``: all that exist for its model."""
+"""The format in which a LoRA is written; ``all``: every format that exists for its model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What an export contains.
+    """The files that an export writes.
 
-    ``folder``: subfolder of whole weights. ``pipeline``: name of the diffusers pipeline that loads a LoRA, or None. ``comfyui``:
+    ``folder``: subfolder for full weights. ``pipeline``: name of the diffusers pipeline that loads a LoRA, or None. ``comfyui``:
     the names of a LoRA's tensors in ComfyUI, or None. ``format``: the formats of a LoRA.
     """
 
@@ -38,30 +38,33 @@ class Written:
 
 
 class TrainedPart(Section):
-    """What trains. Derived classes also have ``lora``, the LoRA among it or None."""
+    """Base of the sections that say which weights train. Subclasses also have ``lora``: the LoRA that trains, or None."""
 
     reference_is_base: ClassVar[bool] = False
-    """Whether the model without what trains is the reference policy, so that no weights are kept for it."""
+    """Whether the reference policy is the model without the trained weights, so that no copy of weights is kept for it."""
     reads_reference: ClassVar[bool] = False
-    """Whether the model is then conditioned on each task's reference image."""
+    """Whether the model is conditioned on each task's reference image."""
     reference_dropout: ClassVar[float] = 0.0
     """Share of tasks whose reference image is dropped in supervised phases."""
 
     def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
-        """The model, with the inputs that what trains reads besides the model's own."""
+        """Extend the model by the inputs that the trained weights read in addition to the model's own inputs."""
         return model
 
     def trained_dtype(self, dtype: str) -> str:
-        """The type of what trains in the forward pass of a model in ``dtype``."""
+        """The dtype of the trained weights in the forward pass of a model in ``dtype``."""
         return "float32"
 
     @abstractmethod
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
-        """Let train what this says, in eval mode, and freeze the rest. ``targets``: as ``Lora.layers`` takes them."""
+        """Make the weights of this section trainable, freeze the others, and set eval mode.
+
+        ``targets``: the family's usual LoRA targets (see ``Lora.layers``).
+        """
 
     @abstractmethod
     def export(self, module: Any, to: Path, written: Written) -> None:
-        """Write what trains into the folder ``to``."""
+        """Write the trained weights into the folder ``to``."""
 
 
 class FullWeights(TrainedPart):
@@ -104,14 +107,14 @@ class Lora(TrainedPart):
     alpha: Positive
     """The adapter's output is scaled by alpha / rank."""
     targets: tuple[str, ...] | None = None
-    """Names of the linear layers that get an adapter, as endings of their paths; null takes the family's usual ones."""
+    """Names of the linear layers that get an adapter, as endings of their paths; null takes the usual targets of the family."""
     init_from: str | None = None
     """Folder of an existing LoRA to continue from; null starts at zero."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
     weights: Literal["base", "float32"] = Field(default="base", exclude_if=lambda weights: weights == "base")
-    """Type of the adapters in a model in bfloat16: with ``base`` they compute in bfloat16, and the optimizer steps fp32 master
-    weights; with ``float32`` they compute in fp32, which takes more time and memory. In other models they are in fp32."""
+    """Type of the adapters in a bfloat16 model: with ``base`` they compute in bfloat16, and the optimizer updates fp32 master
+    weights; with ``float32`` they compute in fp32, which takes more time and memory. In other models the adapters are in fp32."""
 
     reference_is_base = True
 
@@ -128,14 +131,14 @@ class Lora(TrainedPart):
         return self
 
     def layers(self, usual: Sequence[str]) -> Sequence[str]:
-        """The layers that get an adapter, as endings of their paths; ``usual``: those of the model's family.
+        """The layers that get an adapter, as endings of their paths: ``targets``, or ``usual`` if that is null.
 
-        Raises ValueError if neither names any.
+        ``usual``: the usual targets of the model's family. Raises ValueError if both name no layer.
         """
         if self.targets is None and not usual:
             raise ValueError(
-                "policy.train.targets: a model of your own has no usual LoRA targets; name the linear layers that get one by "
-                "the ends of their names, such as ['to_q', 'to_v']"
+                "policy.train.targets: a model of your own has no usual LoRA targets; name the linear layers that get an adapter "
+                "by the endings of their names, such as ['to_q', 'to_v']"
             )
         return usual if self.targets is None else self.targets
 

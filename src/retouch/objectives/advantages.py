@@ -1,7 +1,7 @@
-"""Advantages: how rewards of all ranks become an advantage for each action of this rank's rows.
+"""Advantages: sections of the recipe that turn the rewards of all ranks into an advantage for each action of this rank's rows.
 
-Rewards are (rows,), float32, in the step's global order, NaN if a sample could not be judged; such a row has advantage 0 or NaN
-and weight 0 in the loss. ``group`` (rows,) numbers the rows' groups.
+Rewards are (rows,), float32, in the step's global order, NaN if a sample could not be scored; such a row has advantage 0 or NaN and
+weight 0 in the loss. ``group`` (rows,) is the number of each row's group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Credit:
-    """``advantages`` (b, t) of this rank's rows; ``returns`` (b, t), targets of a value head; metrics of all ranks."""
+    """``advantages`` (b, t) of this rank's rows; ``returns`` (b, t), the targets of a value head; ``metrics`` over all ranks."""
 
     advantages: Float[Tensor, "b t"]
     returns: Float[Tensor, "b t"] | None = None
@@ -31,45 +31,45 @@ class Credit:
 
 
 class Advantage(Section):
-    """Base of all advantages, built in or your own. Override ``__call__``.
+    """Base class of all advantages, built in or your own. Override ``__call__``.
 
     ``__call__`` runs on the gathered rewards of all ranks and must be deterministic, so that every rank computes the same.
     """
 
     weighs: ClassVar[bool] = False
-    """Its numbers are factors of the loss weights, at least 0. Rows with 0 are left out of the update, which saves their forward
-    and backward passes."""
+    """Whether the advantages are factors of the loss weights, at least 0. Rows with 0 are left out of the update, which saves their
+    forward and backward passes."""
 
     def __call__(
         self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
     ) -> Float[Tensor, " rows"]:
-        """One number per sample, from the rewards of all ranks. ``reward_range``: smallest and largest possible reward."""
+        """Return one advantage per sample, from the rewards of all ranks. ``reward_range``: the smallest and the largest reward."""
         raise NotImplementedError(f"{type(self).__name__} computes no advantages")
 
     def assign(self, advantages: Float[Tensor, " b"], trajectory: Trajectory, ranks: Collectives) -> Credit:
-        """From one number per row of this rank to one per action; by default every action of a row gets the row's."""
+        """Assign an advantage to each action of this rank's rows; by default, every action gets the advantage of its row."""
         return Credit(advantages[:, None].expand(trajectory.mask.shape))
 
     @property
     def value_head(self) -> ValueHead | None:
-        """The value head that trains beside the policy, if this advantage needs one."""
+        """The value head that trains together with the policy; None if this advantage needs none."""
         return None
 
     @property
     def label(self) -> str:
-        """What messages call it: its kind, or the name of its class."""
+        """The name of the advantage in messages: its kind, or the name of its class."""
         return str(getattr(self, "kind", type(self).__name__))
 
     def check_range(self, low: float, high: float) -> None:
-        """Raises ValueError if rewards of this range cannot be used."""
+        """Raise ValueError if rewards of this range cannot be used."""
 
     @property
     def smallest_group(self) -> int:
-        """Samples per task; in smaller groups all advantages are 0."""
+        """The smallest group size with which advantages can differ from 0."""
         return 1
 
     def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
-        """A line for everything in the recipe that this advantage cannot work with, as "key: mistake; what to do"."""
+        """Yield a line for each setting of the recipe that this advantage does not support, as "key: mistake; what to do"."""
         if self.weighs and objective.needs_both_signs and not objective.imitates:
             why = f"{objective.label} also learns from bad samples, and advantage {self.label} marks none as bad"
             yield f"{objective_key}.kind: {why}; use awm, or advantage.kind group"
@@ -79,7 +79,7 @@ class Advantage(Section):
 
 
 class GroupAdvantage(Advantage):
-    """A sample compared with the other samples of its task (GRPO, arXiv 2402.03300; RLOO, arXiv 2402.14740).
+    """The reward of a sample, relative to the other samples of its task (GRPO, arXiv 2402.03300; RLOO, arXiv 2402.14740).
 
     Example::
 
@@ -89,9 +89,9 @@ class GroupAdvantage(Advantage):
 
     kind: Literal["group"] = "group"
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from a reward: the mean of its group, or the mean of the other samples in it."""
+    """What is subtracted from a reward: the mean of its group, or the mean of the other samples in the group."""
     scale: Literal["group", "batch", "none"] = "group"
-    """What the difference is divided by: the standard deviation of the group, of the whole step, or nothing."""
+    """What the difference is divided by: the standard deviation of the group or of the whole step, or nothing."""
     ddof: Literal[0, 1] = 0
     """Population (0) or sample (1) standard deviation."""
     eps: Positive = 1e-4
@@ -114,7 +114,7 @@ class GroupAdvantage(Advantage):
 
 
 class BatchAdvantage(Advantage):
-    """A sample compared with all samples of the step.
+    """The reward of a sample, relative to all samples of the step.
 
     Source: REINFORCE++ (arXiv 2501.03262), which normalises advantages over the batch.
 
@@ -145,8 +145,8 @@ class BestAdvantage(Advantage):
     fine-tuning (Dong et al. 2023, arXiv 2304.06767).
 
     Use it with objective ``awm`` (flow matching on the kept images) or, for tokens, with surrogate ``reinforce`` (cross-entropy of
-    the kept completions). Samples that tie for the last place share it. The mean over a group is 1. A group from which nothing
-    would be dropped has weight 0: one with equal rewards, or with at most ``keep`` samples that could be judged.
+    the kept completions). Samples that tie for the last place share its weight. The weights of a group have mean 1. A group from
+    which no sample would be dropped has weight 0: a group with equal rewards, or with at most ``keep`` scored samples.
 
     Example::
 
@@ -156,7 +156,7 @@ class BestAdvantage(Advantage):
 
     kind: Literal["best"] = "best"
     keep: Count = 1
-    """Samples of each group that train."""
+    """Number of samples of each group that train."""
 
     weighs: ClassVar[bool] = True
 
@@ -177,8 +177,8 @@ class ExponentialAdvantage(Advantage):
     models Lee et al. 2023, arXiv 2302.12192, and Black et al. 2023, arXiv 2305.13301).
 
     A = (reward - mean) / (std + eps), over the group or the step; the weights are divided by their mean over the same samples. Use
-    it with objective ``awm`` or, for tokens, with surrogate ``reinforce``. A group (or step) of equal rewards, or with fewer than
-    two judged samples, has weight 0.
+    it with objective ``awm`` or, for tokens, with surrogate ``reinforce``. A group (or step) with equal rewards, or with fewer than
+    two scored samples, has weight 0.
 
     Example::
 
@@ -188,9 +188,9 @@ class ExponentialAdvantage(Advantage):
 
     kind: Literal["exponential"] = "exponential"
     temperature: Positive = 1.0
-    """In standard deviations of the reward: a low one trains on the best samples only, a high one on all samples equally."""
+    """In standard deviations of the reward. A low value trains only on the best samples, a high value on all samples equally."""
     over: Literal["group", "step"] = "group"
-    """Samples that are compared, and over which the weights have mean 1: those of the same task, or all of the step."""
+    """The samples that are compared, and over which the weights have mean 1: the samples of a task, or all samples of the step."""
     eps: Positive = 1e-4
     """Added to the standard deviation."""
 
@@ -212,8 +212,8 @@ class ExponentialAdvantage(Advantage):
 
 
 class GAEAdvantage(Advantage):
-    """An action compared with what a value head predicted before it: PPO with generalized advantage estimation (arXiv 1506.02438).
-    Rewards are mapped to the range from -1 to 1, the ends of their declared range.
+    """The reward, relative to the prediction of a value head before each action: PPO with generalized advantage estimation (arXiv
+    1506.02438). Rewards are mapped linearly from their declared range to the range from -1 to 1.
 
     Example::
 
@@ -225,7 +225,8 @@ class GAEAdvantage(Advantage):
     gamma: Share = 1.0
     """Discount per action."""
     lam: Share = 1.0
-    """GAE's lambda: 1 uses rewards alone, smaller values rely on the predicted values, more so for actions far from the reward."""
+    """GAE's lambda: with 1, returns are computed from rewards only; smaller values also use the predicted values, the more the
+    farther an action is from the reward."""
     whiten: bool = True
     """Subtract the mean over all actions of the step and divide by their standard deviation."""
     clip: Positive | None = 5.0
@@ -242,10 +243,10 @@ class GAEAdvantage(Advantage):
         return rescale_rewards(rewards, low=low, high=high)
 
     def assign(self, advantages: Float[Tensor, " b"], trajectory: Trajectory, ranks: Collectives) -> Credit:
-        """``advantages``: each row's reward on the scale from -1 to 1, NaN if missing.
+        """Compute the advantages and returns of each action. ``advantages``: each row's reward, scaled to -1 to 1, NaN if missing.
 
-        Whitening is over all actions of all ranks. The metric ``value/explained_variance`` is of the discounted rewards, not of the
-        returns, which contain predicted values where ``lam`` is below 1.
+        Whitening uses the actions of all ranks. The metric ``value/explained_variance`` is computed for the discounted rewards, not
+        for the returns, which contain predicted values if ``lam`` is below 1.
         """
         import torch
 
@@ -280,10 +281,10 @@ class GAEAdvantage(Advantage):
         if objective.imitates:
             return
         if not objective.has_value_loss:
-            why = f"{objective.label} compares whole samples and trains no value head"
+            why = f"{objective.label} uses one advantage per sample and trains no value head"
             yield f"{objective_key}.kind: {why}; use advantage.kind group or batch"
         elif objective.one_ratio_per_row:
-            why = "gspo has one ratio for all actions of a sample, and gae one advantage for each"
+            why = "gspo has one ratio for all actions of a sample, but gae gives each action its own advantage"
             yield f"{objective_key}.surrogate: {why}; use clip"
         if self.head.coefficient > 0 and not writes_tokens:
-            yield "advantage.head.coefficient: the head of a denoising policy reads none of its weights; remove it"
+            yield "advantage.head.coefficient: the value head of a denoising policy does not read the policy's states; remove it"

@@ -19,8 +19,8 @@ from retouch.types import Loss, Minibatch
 class AWM(SampledPoints):
     """Advantage-weighted matching. Loss of a row: A |v - (noise - x0)|^2 + reference_weight |v - v_ref|^2, norms as means over a
     latent's elements. The loss of a negative advantage has no bound, so take one optimizer step per rollout and set
-    ``reference_weight``. With ``BestAdvantage`` it is best-of-n fine-tuning (RAFT), with ``ExponentialAdvantage`` reward-weighted
-    regression; their advantages are at least 0.
+    ``reference_weight``. With ``BestAdvantage`` this is best-of-n fine-tuning (RAFT), with ``ExponentialAdvantage`` it is
+    reward-weighted regression; the advantages of both are at least 0.
 
     Source: Xue et al. 2025 (arXiv 2509.25050).
 

@@ -1,4 +1,4 @@
-"""What every objective is: a section of the recipe that turns a minibatch into losses."""
+"""The base class of objectives: a section of the recipe that turns a minibatch into losses."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ if TYPE_CHECKING:
 
 
 class ValueHead(Section):
-    """A small network that predicts the reward before each action. It is not part of what is exported."""
+    """A small network that predicts the reward before each action. It is not exported."""
 
     learning_rate: Positive = 3e-3
-    """Learning rate of the head, constant over the run; the policy has the optimizer's."""
+    """Learning rate of the value head, constant over the run; the policy uses the learning rate of the optimizer."""
     clip: Positive | None = 0.2
-    """PPO's value clip: largest change of a value within a step, on a scale where rewards run from -1 to 1; null does not clip."""
+    """PPO's value clip: the largest change of a value within a step, for rewards scaled to -1 to 1; null does not clip."""
     width: Count = 128
-    """Width of its hidden layer."""
+    """Width of the hidden layer."""
     coefficient: NonNegative = 0.0
-    """Weight of the value loss in the gradient of a language model's own weights; with 0 only the head learns from it."""
+    """Factor of the value loss in the gradient of a language model's weights; with 0 the value loss trains only the value head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveContext:
-    """What an objective may know of the rest of its recipe when it checks itself. Keys are paths in the recipe, for messages.
+    """The settings of the rest of the recipe that an objective may read in its checks. Keys are paths in the recipe, for messages.
 
-    ``objective``, ``rollout``: the keys of the two sections. ``model``: kind of the policy's model. ``writes_tokens``: actions are
-    tokens, otherwise transitions of a denoising chain. ``token_kinds``: kinds of tokens that the model writes ("text", "vision"),
-    None if unknown. ``stochastic``: transitions have log-probabilities. ``noise_level``: of the transitions, None if there is none.
-    ``reduction``: of a transition's log-probability, or "token". ``actions``: of a row, None if unknown. ``microbatch``: the
-    recipe's. ``optimizer_steps``: per rollout. ``lora_dropout``: (key, value), None without a LoRA.
-    ``num_steps``: of a denoising chain. ``engine``: something else than the policy samples. ``offload``: the autoencoder waits in
-    CPU memory.
+    ``objective``, ``rollout``: the keys of the two sections. ``model``: the kind of the policy's model. ``writes_tokens``: the
+    actions are tokens; otherwise they are transitions of a denoising chain. ``token_kinds``: the kinds of tokens that the model
+    writes ("text", "vision"), None if unknown. ``stochastic``: the actions have log-probabilities (always True for tokens).
+    ``noise_level``: the noise level of the transitions, None if they have none. ``reduction``: how a transition's log-probability
+    is reduced over a latent's elements, or "token". ``actions``: the number of actions of a row, None if unknown. ``microbatch``:
+    the value of the recipe's key. ``optimizer_steps``: the number per rollout. ``lora_dropout``: (key, value), None without a LoRA.
+    ``num_steps``: the number of steps of a denoising chain. ``engine``: an engine samples in place of the policy's own model.
+    ``offload``: the autoencoder is in CPU memory while it is not used.
     """
 
     objective: str
@@ -59,38 +60,38 @@ class ObjectiveContext:
 
 
 class Objective(Section):
-    """Base of all objectives, built in or your own. Override ``losses``; everything else has a default.
+    """Base class of all objectives, built in or your own. Override ``losses``; everything else has a default.
 
-    Fields of the subclass are the keys of its section. An objective sees the policy through ``retouch.protocols.Policy`` (or
+    The fields of a subclass are the keys of its section. An objective sees the policy through ``retouch.protocols.Policy`` (or
     ``VelocityPolicy``) and the rows through ``Minibatch``; it does not know the model, the reward or the number of ranks.
     """
 
     imitates: ClassVar[bool] = False
-    """It learns from the tasks' own images or completions: no rollout, no reward, no advantage."""
+    """Whether the objective learns from the images or completions of the tasks, without rollouts, rewards and advantages."""
     needs_pairs: ClassVar[bool] = False
-    """Every task must have a chosen and a rejected image, and the two rows of its group are these images."""
+    """Whether every task must have a chosen and a rejected image, which are the two rows of its group."""
     acts_with: ClassVar[Literal["current", "old"]] = "current"
-    """Weights under which the rollout acts."""
+    """The weights that sample the rollout."""
     needs_velocities: ClassVar[bool] = False
-    """It calls ``VelocityPolicy.velocity``, so it is for denoising policies only."""
+    """Whether the objective calls ``VelocityPolicy.velocity``, which only denoising policies have."""
     needs_log_probs: ClassVar[bool] = False
-    """It calls ``Policy.evaluate``, so the rollout's actions must have log-probabilities."""
+    """Whether the objective calls ``Policy.evaluate``, for which the actions of the rollout must have log-probabilities."""
     learns_from_pairs: ClassVar[bool] = False
-    """It compares rows of one group within a minibatch."""
+    """Whether the objective compares the rows of a group within a minibatch."""
     needs_both_signs: ClassVar[bool] = False
-    """It learns from bad samples too, which it knows by their negative or lowest advantages."""
+    """Whether the objective also learns from bad samples, which have negative advantages or the lowest advantage of their group."""
 
     differentiates_reward: ClassVar[bool] = False
-    """Its loss is the score of a reward of its own, with gradient through the end of a denoising chain. It uses no advantages;
-    ``rewards``, ``load`` and ``first_gradient_step`` are for such an objective."""
+    """Whether the loss is the score of a reward section of the objective, with gradient through the last steps of a denoising
+    chain. Such an objective uses no advantages, and defines ``rewards``, ``load`` and ``first_gradient_step``."""
 
     has_value_loss: ClassVar[bool] = False
-    """``build`` adds a value loss where a value head trains (advantage ``gae``)."""
+    """Whether ``build`` adds a value loss if a value head trains (advantage ``gae``)."""
     for_tokens: ClassVar[str] = "policy_gradient"
-    """The kind that messages recommend where the policy writes tokens and this objective needs velocities."""
+    """The kind that error messages recommend if this objective is used with a policy that writes tokens."""
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """This rank's shares of the loss, one per microbatch; backward runs before the next one is computed.
+        """Yield this rank's shares of the loss, one per microbatch; backward runs on each share before the next one is computed.
 
         ``minibatch.advantages`` and ``minibatch.weights`` are (b, t); the weights of all ranks' rows sum to 1, so a loss is
         ``(weights * loss_per_action).sum()``. Every rank must yield equally many shares.
@@ -98,26 +99,25 @@ class Objective(Section):
         raise NotImplementedError(f"{type(self).__name__} defines no losses")
 
     def demonstrate(self, policy: Any, batch: Batch) -> Trajectory:
-        """The trajectory of an objective that ``imitates``: by default the tasks' targets, encoded."""
+        """Return the trajectory that an objective with ``imitates`` learns from; by default the encoded targets of the tasks."""
         trajectory: Trajectory = policy.demonstrate(batch)
         return trajectory
 
     @property
     def heldout_columns(self) -> Mapping[str, Literal["share", "mean"]]:
-        """The columns that ``measure`` adds to an evaluation. ``share``: values are 1 (yes), 0 (no) and 0.5 (undecided), and the
-        interval is that of a share (Wilson)."""
+        """The columns that ``measure`` adds to an evaluation. ``share``: the values are 1 (yes), 0 (no) and 0.5 (undecided), and
+        the confidence interval is that of a proportion (Wilson). ``mean``: any numbers."""
         return {}
 
     def measure(self, policy: Any, batch: Batch) -> Scores:
-        """What this objective measures of held-out tasks, without images and reward: one number per task and column.
+        """Measure held-out tasks without sampled images and rewards: one number per task and column of ``heldout_columns``.
 
         The batch has two rows per task, slots 0 and 1.
         """
         raise NotImplementedError(f"{type(self).__name__} measures no {', '.join(self.heldout_columns)}")
 
     def for_trial(self) -> Objective:
-        """The objective of the trial step before a run, which must have a gradient whatever the samples are. It is asked only of
-        an objective that ``differentiates_reward``."""
+        """The objective of the preflight, whose loss must have a gradient for any samples. Only with ``differentiates_reward``."""
         return self
 
     def after_step(self, policy: Any, step: int) -> None:
@@ -125,27 +125,28 @@ class Objective(Section):
 
     @property
     def rewards(self) -> Mapping[str, Section]:
-        """Sections of the rewards that it differentiates, by their keys."""
+        """The sections of the rewards that the objective differentiates, by their keys."""
         return {}
 
     def load(self, device: torch.device | str) -> None:
-        """Load what the loss needs besides the policy. Called before the policy is loaded. ``device``: the run's for rewards.
+        """Load what the loss needs besides the policy. Called before the policy is loaded. ``device``: the device for rewards.
 
-        ValueError: weights or packages are not there.
+        Raises ValueError if weights or packages are missing.
         """
 
     def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
-        """The step of a denoising chain of ``num_steps`` from which the loss continues it with gradient, in training step ``step``;
-        the rollout keeps the state before it. It must be the same on all ranks."""
+        """The first step of a denoising chain of ``num_steps`` that the loss computes with gradient, in training step ``step``. The
+        rollout keeps the state before it. It must be the same on all ranks."""
         raise NotImplementedError(f"{type(self).__name__} continues no chain")
 
     def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
-        """What the loop drives. ``entropy``: also measure the entropy of tokens. ``value_head``: a value head trains with it."""
+        """Return the object that yields the losses of a run. ``entropy``: also measure the entropy of tokens. ``value_head``: the
+        section of the value head that trains together with the policy; None without one."""
         return self
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        """Weights to keep besides the current ones: "reference" (at the start of the phase), "old" (a trailing copy)."""
+        """The copies of the weights to keep: "reference" (from the start of the phase), "old" (follows the current weights)."""
         return frozenset()
 
     @property
@@ -155,37 +156,37 @@ class Objective(Section):
 
     @property
     def kl_kind(self) -> Literal["k3", "closed", "velocity"] | None:
-        """The KL to the reference that the loss contains."""
+        """The kind of KL to the reference in the loss; None without a KL."""
         return None
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss depends on the ratio of current to acting probability, which must be 1 before the first step."""
+        """Whether the loss depends on the ratio of current to acting probability, which must be 1 before the first update."""
         return False
 
     @property
     def one_ratio_per_row(self) -> bool:
-        """Whether all actions of a row share one ratio, so that they cannot have advantages of their own."""
+        """Whether all actions of a row share one ratio, so that they cannot have different advantages."""
         return False
 
     @property
     def loss_weights(self) -> Literal["sequence", "token", "dr_grpo"]:
-        """How actions share the loss (see ``core/weights.py``)."""
+        """How the loss is normalised over actions (see ``core/weights.py``)."""
         return "sequence"
 
     def trained_kinds(self, step: int) -> Sequence[int] | None:
-        """Kinds of actions (``retouch.types.Kind``) that train in step ``step`` of the phase, from 0; None is all."""
+        """The kinds of actions (``retouch.types.Kind``) that train in step ``step`` of the phase, from 0; None means all."""
         return None
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
-        """A line for everything in the recipe that this objective cannot work with, as "key: mistake; what to do"."""
+        """Yield a line for each setting of the recipe that this objective does not support, as "key: mistake; what to do"."""
         if self.needs_velocities and context.writes_tokens:
-            why = f"{self.label} learns velocities, and a policy of tokens has none"
+            why = f"{self.label} trains velocities, and a policy that writes tokens has none"
             yield f"{context.objective}.kind: {why}; use {self.for_tokens}"
         if self.needs_log_probs and not context.stochastic:
             yield f"{context.rollout}.transition.kind: ode has no log-probabilities, which {self.label} needs; use cps or sde"
 
     @property
     def label(self) -> str:
-        """What messages call it: its kind, or the name of its class."""
+        """The name of the objective in messages: its kind, or the name of its class."""
         return str(getattr(self, "kind", type(self).__name__))

@@ -1,4 +1,4 @@
-"""Supervised learning of a policy of tokens: cross-entropy on the tasks' own completions."""
+"""Supervised learning of a policy that writes tokens: cross-entropy on the completions of the tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TokenPolicy(Policy, Protocol):
-    """A policy of tokens as this objective sees it."""
+    """A policy that writes tokens, with the methods that this objective uses."""
 
     def order_by_length(self, trajectory: Any) -> Int[Tensor, " b"]:
         """An order of the rows in which neighbours have similar lengths."""
@@ -23,8 +23,8 @@ class TokenPolicy(Policy, Protocol):
 
 
 class CrossEntropy(Objective):
-    """Cross-entropy of the tokens of the tasks' own completions (``completion`` in their meta), for policies that write tokens.
-    The policy's own temperature applies. A microbatch takes rows of similar length, which changes memory and time only.
+    """Cross-entropy on the completions of the tasks (``completion`` in their meta), for policies that write tokens. Logits are
+    divided by the policy's temperature. A microbatch consists of rows of similar length, which affects only memory and time.
 
     Example::
 
@@ -34,7 +34,8 @@ class CrossEntropy(Objective):
 
     kind: Literal["sft"] = "sft"
     normalise: Literal["sequence", "token"] = "token"
-    """How tokens share the loss: equally within a completion, or equally over all completions."""
+    """How the loss is averaged over tokens. ``sequence``: every completion has the same weight. ``token``: every token of all
+    completions has the same weight."""
 
     imitates: ClassVar[bool] = True
 
@@ -52,4 +53,4 @@ class CrossEntropy(Objective):
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
         if not context.writes_tokens:
-            yield f"{context.objective}.kind: sft imitates written completions; supervised imitates target images"
+            yield f"{context.objective}.kind: sft learns from completions of text; use supervised to learn from target images"

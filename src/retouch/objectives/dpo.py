@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HELDOUT_POINTS = 8
-"""Points of the forward process at which the margin of a held-out pair is measured."""
+"""Number of points of the forward process at which the margin of a held-out pair is measured."""
 
 
 class DPO(SampledPoints):
@@ -28,10 +28,10 @@ class DPO(SampledPoints):
     - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
 
     e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process; both images of a
-    pair share its noise and sigma. A pair has the weight of its group. A group of equal advantages, or with fewer than two judged
-    images on this rank, has weight 0. With ``pairs: 'data'`` nothing is sampled and no reward is needed: ``group_size`` is 2, and
-    each task must have a ``chosen`` and a ``rejected`` image. Evaluation then reports ``pairs/preferred``, the share of held-out
-    pairs in the right order, and ``pairs/margin``.
+    pair use the same noise and sigma. A pair has the weight of its group. A group has weight 0 if its advantages are equal, or if
+    it has fewer than two scored images on this rank. With ``pairs: 'data'`` nothing is sampled and no reward is needed:
+    ``group_size`` is 2, and each task must have a ``chosen`` and a ``rejected`` image. Evaluation then reports ``pairs/preferred``,
+    the share of held-out pairs in the right order, and ``pairs/margin``, the mean difference of the implicit rewards.
 
     Example::
 
@@ -43,8 +43,8 @@ class DPO(SampledPoints):
     beta: Positive = 2000.0
     """The paper's beta T: larger values stay closer to the reference."""
     pairs: Literal["group", "data"] = "group"
-    """What is compared: the best and the worst image of each group of samples, or the images ``chosen`` and ``rejected`` of the
-    data."""
+    """Which images are compared. ``group``: the best and the worst image of each group of samples. ``data``: the images ``chosen``
+    and ``rejected`` of the data."""
 
     needs_velocities: ClassVar[bool] = True
     learns_from_pairs: ClassVar[bool] = True
@@ -67,10 +67,10 @@ class DPO(SampledPoints):
         return {"pairs/preferred": "share", "pairs/margin": "mean"} if self.needs_pairs else {}
 
     def measure(self, policy: VelocityPolicy, batch: Batch) -> Scores:
-        """Whether the implicit reward of each pair's chosen image is larger than that of its rejected one, and by how much.
+        """Whether the implicit reward of each pair's chosen image is larger than that of its rejected image, and by how much.
 
         The implicit reward of an image (Rafailov et al. 2023, arXiv 2305.18290) is, up to a constant, beta (e_ref - e), a mean over
-        ``HELDOUT_POINTS`` points. They depend on the batch alone, so evaluations of a run use the same ones.
+        ``HELDOUT_POINTS`` points. The points depend only on the batch, so all evaluations of a run use the same points.
         """
         import torch
 
@@ -84,12 +84,12 @@ class DPO(SampledPoints):
         return {"pairs/preferred": (margins.sign() + 1) / 2, "pairs/margin": self.beta * margins / HELDOUT_POINTS}
 
     def demonstrate(self, policy: VelocityPolicy, batch: Batch) -> Trajectory:
-        """The chosen (slot 0) and the rejected image (slot 1) of each task, encoded. Raises ValueError if a task lacks one."""
+        """Encode the chosen (slot 0) and the rejected image (slot 1) of each task. Raises ValueError if a task lacks one."""
         return policy.demonstrate(batch, images=_pair_images(batch))
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """One share per group and draw, also for a group without a pair, so that all ranks yield equally many; with pairs of the
-        data, one per microbatch and draw."""
+        """Yield one share per group and draw, even for a group without a pair, so that all ranks yield equally many. With ``pairs:
+        'data'``, yield one share per microbatch and draw."""
         if self.needs_pairs:
             yield from self._losses_of_data(policy, minibatch)
             return
@@ -105,7 +105,7 @@ class DPO(SampledPoints):
                 yield Loss(value, {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0)})
 
     def _losses_of_data(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """The same loss for rows chosen, rejected, chosen, rejected, ..., several pairs in one forward pass."""
+        """The same loss for rows in the order chosen, rejected, chosen, rejected, ...; a forward pass computes several pairs."""
         from torch.nn.functional import logsigmoid
 
         assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
@@ -126,7 +126,7 @@ class DPO(SampledPoints):
                 yield Loss(value, sums)
 
     def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
-        """How much more the error of the best image has fallen since the reference than that of the worst."""
+        """How much more the error of the best image has fallen, relative to the reference, than the error of the worst image."""
         low, high = sorted((best, worst))
         rows = slice(low, high + 1, max(1, high - low))
         improvement = self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
@@ -135,7 +135,7 @@ class DPO(SampledPoints):
     def _improvement(
         self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
     ) -> Float[Tensor, " r"]:
-        """How much each row's error has fallen since the reference, at the point of its group."""
+        """How much each row's squared error has fallen relative to the reference, at the point of its group."""
         x0 = trajectory.outputs[rows]
         of_group = replace(batch, slot=(0,) * len(batch))  # the point of a pair depends on its group alone
         x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=epoch, draw=draw)
@@ -145,18 +145,18 @@ class DPO(SampledPoints):
 
 
 def _pair_images(batch: Batch) -> list[Image]:
-    """The image of each row: the chosen one of its task in slot 0, the rejected one in slot 1."""
+    """The image of each row: the chosen image of its task in slot 0, the rejected image in slot 1."""
     found: list[Image] = []
     for group, slot in zip(batch.group, batch.slot, strict=True):
         task = batch.tasks[group]
         if task.chosen is None or task.rejected is None:
-            raise ValueError(f"task {task.id} has no chosen and rejected image; give the data both, or take objective.pairs group")
+            raise ValueError(f"task {task.id} has no chosen and rejected image; add both to the data, or use objective.pairs group")
         found.append(task.rejected if slot else task.chosen)
     return found
 
 
 def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:
-    """Slices of neighbouring pairs, each about as long as the policy's microbatch."""
+    """Slices of whole pairs, each with at most as many rows as the policy's microbatch, but at least one pair."""
     first = next(iter(policy.row_slices(trajectory)))
     rows = max(2, (first.stop - first.start) // 2 * 2)
     for start in range(0, len(trajectory), rows):
@@ -169,7 +169,7 @@ def _groups(group: Sequence[int]) -> list[list[int]]:
 
 
 def _extremes(minibatch: Minibatch, members: Sequence[int]) -> tuple[int, int]:
-    """The rows with the largest and the smallest advantage among those with weight; the same row twice if all are equal."""
+    """The rows with the largest and the smallest advantage among the rows with weight; the same row twice if all are equal."""
     counted = [row for row in members if minibatch.weights[row].sum() > 0] or [members[0]]
     advantages = minibatch.advantages[counted, 0]
     best, worst = int(advantages.argmax()), int(advantages.argmin())

@@ -1,4 +1,4 @@
-"""What the forward-process objectives share: drawing points between data and noise, and the fields that choose them."""
+"""The shared part of forward-process objectives: points between data and noise, and the fields that control how they are drawn."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ForwardProcess(Objective):
     sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
     """How sigma is drawn between 0 (data) and 1 (noise)."""
     shift: Positive = 1.0
-    """Above 1 draws sigma closer to 1. Small images need it: their prompt matters only there."""
+    """Values above 1 draw sigma closer to 1. Small images need this, because the prompt matters only at sigmas close to 1."""
 
     def draw_points(
         self, x0: Float[Tensor, "r ..."], batch: Batch, rows: slice, *, purpose: str, epoch: int, draw: int
     ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
-        """``draw_points`` with this objective's distribution of sigma."""
+        """Call the function ``draw_points`` with this objective's distribution of sigma."""
         return draw_points(
             x0,
             batch,
@@ -42,10 +42,10 @@ class ForwardProcess(Objective):
 
 
 class SampledPoints(ForwardProcess):
-    """The same with several points per image."""
+    """A ``ForwardProcess`` that draws several points per image."""
 
     samples: Count = 1
-    """Values of sigma drawn per image (per pair for ``dpo``)."""
+    """Number of points (noise and sigma) drawn per image (per pair for ``dpo``)."""
 
 
 def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:

@@ -1,6 +1,6 @@
-"""DiffusionNFT: policy optimisation on the forward process, from images and rewards alone (Zheng et al. 2025, arXiv 2509.16117).
+"""DiffusionNFT: policy optimisation on the forward process, from images and rewards only (Zheng et al. 2025, arXiv 2509.16117).
 
-It needs no log-probability, so any sampler may have made the images.
+It needs no log-probabilities, so any sampler may have made the images.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OldDecay(Section):
     """
 
     flat: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=operator.not_)
-    """Steps before d grows; until then the old policy is the current one."""
+    """Number of steps before d grows; until then the old policy equals the current one."""
     rate: NonNegative = 0.001
     """Growth of d per step."""
     max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
@@ -48,7 +48,7 @@ class NFT(SampledPoints):
     v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v, the loss of a row is
     [ r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w- ] / beta + reference_weight |v - v_ref|^2, where
     x0(v) = x - sigma v and w = mean |x0(v) - x0|, detached, at least 1e-5. Norms are means over a latent's elements.
-    A zero advantage is not a zero loss: it pulls both ways towards the old policy.
+    An advantage of 0 does not give a loss of 0: the sum of both terms then pulls the policy towards the old one.
 
     Example::
 
@@ -64,12 +64,12 @@ class NFT(SampledPoints):
     advantages: Literal["all", "positive", "negative", "indicator", "sign"] = Field(
         default="all", exclude_if=lambda chosen: chosen == "all"
     )
-    """What of the advantages A is used, as in the published code: ``all``; only ``positive`` or only ``negative`` ones, the others
-    count as 0; an ``indicator``, 1 for A > 0, else 0; or their ``sign``, -1, 0 or 1."""
+    """How the advantages A are used, as in the published code. ``all``: unchanged. ``positive``, ``negative``: the advantages of
+    the other sign are set to 0. ``indicator``: 1 for A > 0, else 0. ``sign``: -1, 0 or 1."""
     reference_weight: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""
     old_decay: OldDecay = OldDecay()
-    """How the old policy follows."""
+    """How the old policy follows the current one."""
 
     acts_with: ClassVar[Literal["current", "old"]] = "old"
     needs_both_signs: ClassVar[bool] = True
@@ -119,12 +119,12 @@ class NFT(SampledPoints):
                 return advantages.sign()
 
     def after_step(self, policy: VelocityPolicy, step: int) -> None:
-        """The old policy follows the current one."""
+        """Move the old policy towards the current one."""
         policy.follow_old(self.old_decay.at(step))
 
 
 def _reconstruction_loss(velocity: Tensor, x: Tensor, x0: Tensor, sigma: Tensor) -> Float[Tensor, " r"]:
-    """Squared error of the predicted clean image, over its detached mean absolute value."""
+    """Mean squared error of the predicted clean image, divided by its mean absolute error, which is detached."""
     error = x - sigma.view(-1, *[1] * (x.dim() - 1)) * velocity - x0
     return _mean(error.square()) / _mean(error.detach().abs()).clamp_min(1e-5)
 

@@ -1,4 +1,4 @@
-"""Clipped policy gradient on the ratio of current to acting probability, for tokens and denoising transitions alike."""
+"""Clipped policy gradient on the ratio of the current to the acting probability, for tokens and for denoising transitions."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Kl(Section):
 
     kind: Literal["closed", "velocity", "k3"]
     weight: Positive
-    """Its weight in the loss."""
+    """Weight of the KL in the loss."""
 
 
 class TokenCycle(Section):
-    """Text and image tokens train in turn: ``text_steps`` steps with text alone, then ``vision_steps`` with image tokens alone, and
-    so on."""
+    """Text and image tokens train in turn: only text tokens in ``text_steps`` steps, then only image tokens in ``vision_steps``
+    steps, and so on."""
 
     text_steps: Count = 10
-    """Steps in which only text trains."""
+    """Number of steps in which only text tokens train."""
     vision_steps: Count = 10
-    """Steps in which only image tokens train."""
+    """Number of steps in which only image tokens train."""
 
 
 class PolicyGradient(Objective):
-    """Policy gradient on the ratio of current to acting probability: GRPO and its variants.
+    """Policy gradient on the ratio of the current to the acting probability: GRPO and its variants.
 
     Example::
 
@@ -65,35 +65,37 @@ class PolicyGradient(Objective):
     kind: Literal["policy_gradient"] = "policy_gradient"
     surrogate: Literal["clip", "cispo", "reinforce", "gspo"] = "clip"
     """``clip``: PPO's clipped ratio (arXiv 1707.06347). ``cispo``: a clipped weight on the log-probability (arXiv 2506.13585).
-    ``reinforce``: no ratio. ``gspo``: PPO's on the ratio of the whole chain or completion (arXiv 2507.18071)."""
+    ``reinforce``: no ratio. ``gspo``: PPO's clipped ratio, with one ratio for the whole chain or completion (arXiv 2507.18071)."""
     clip_low: Positive | None = None
-    """The ratio counts down to 1 - clip_low; ``clip`` and ``gspo`` need it, ``cispo`` may have no lower bound."""
+    """The ratio is clipped below at 1 - clip_low; ``clip`` and ``gspo`` need it, ``cispo`` may have no lower bound."""
     clip_high: Positive | None = None
-    """The ratio counts up to 1 + clip_high; all but ``reinforce`` need it. 1e-6 to 1e-4 is usual with reduction ``mean``."""
+    """The ratio is clipped above at 1 + clip_high; all but ``reinforce`` need it. 1e-6 to 1e-4 is usual with reduction ``mean``."""
     dual: Annotated[float, Field(gt=1.0)] | None = None
     """Dual clip: the loss of an action with a negative advantage A is at most dual * |A|; null sets no bound."""
     kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl()
     """KL to the reference."""
     entropy_bonus: NonNegative = Field(default=0.0, exclude_if=operator.not_)
-    """Weight of the mean entropy of the tokens' distributions, which is subtracted from the loss so that the policy keeps exploring
-    (Mnih et al. 2016, arXiv 1602.01783); for policies that write tokens."""
+    """Weight of the mean entropy of the token distributions, which is subtracted from the loss so that the policy keeps exploring
+    (Mnih et al. 2016, arXiv 1602.01783). Only for policies that write tokens."""
     ratio_norm: bool = False
     """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319)."""
     step_weights: Literal["equal", "noise"] = Field(default="equal", exclude_if=partial(operator.eq, "equal"))
-    """How much each transition of a denoising chain counts: ``equal``, or in proportion to the standard deviation of its ``noise``,
-    with mean 1 over the steps of the whole chain that can train (TempFlow-GRPO, arXiv 2508.04324). Made for the transition
+    """The weight of each transition of a denoising chain in the loss: ``equal``, or proportional to the standard deviation of its
+    ``noise``, with mean 1 over all steps of the chain that can train (TempFlow-GRPO, arXiv 2508.04324). Meant for the transition
     ``sde``, whose gradient is largest in the last steps; the log-probability of ``cps`` contains no variance."""
     normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
-    """How actions share the loss: equally within a sample, equally over all samples, or relative to the longest possible length."""
+    """How the loss is averaged over actions. ``sequence``: every sample has the same weight, divided equally among its actions.
+    ``token``: every action of all samples has the same weight. ``dr_grpo``: the sum over actions is divided by the number of
+    samples and the longest possible length."""
     tokens: Literal["all", "text", "vision"] | TokenCycle = Field(default="all", exclude_if=lambda tokens: tokens == "all")
-    """Which tokens train where a policy writes text and then an image; all of them are sampled and judged in any case."""
+    """Which tokens train if a policy writes text and then an image. All tokens are sampled and affect the reward in any case."""
 
     has_value_loss: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = True
     _entropy: bool = PrivateAttr(default=False)
 
     def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
-        """ValueError: a clip bound is missing."""
+        """Build the objective of a run (see ``Objective.build``). Raises ValueError if a clip bound is missing."""
         self._check_bounds()
         objective = self.model_copy()
         objective._entropy = entropy
@@ -103,7 +105,7 @@ class PolicyGradient(Objective):
 
     @property
     def needs(self) -> Needs:
-        """What it needs from an evaluation."""
+        """What the loss needs from an evaluation."""
         entropy = self._entropy or self.entropy_bonus > 0
         norm: Literal["plain", "norm"] = "norm" if self.ratio_norm else "plain"
         return Needs(kl=self.kl_kind, entropy=entropy, log_ratio=norm, step_weights=self.step_weights)
@@ -114,7 +116,7 @@ class PolicyGradient(Objective):
             yield self.loss(policy.evaluate(minibatch.trajectory, part, self.needs), minibatch, part)
 
     def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
-        """The share of ``part``, from its evaluation. ValueError: gspo got a part of a row."""
+        """The loss of the slice ``part``, from its evaluation. Raises ValueError if gspo gets only some of the actions of a row."""
         import torch
 
         mask = minibatch.trajectory.mask[part.rows, part.actions]
@@ -165,7 +167,7 @@ class PolicyGradient(Objective):
         return sums, {"policy/ratio_max": (ratio - 1).abs().max()}
 
     def _clipped(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-        """1 where the clip acts on an action: it cuts the gradient (clip, gspo) or the weight (cispo)."""
+        """1 for each action that is clipped: its gradient is removed (clip, gspo), or its weight is bounded (cispo)."""
         from retouch.core.surrogates import clip_fraction, sequence_log_ratio
 
         assert self.clip_high is not None
@@ -177,7 +179,7 @@ class PolicyGradient(Objective):
         own = sequence_log_ratio(log_ratio, mask) if self.surrogate == "gspo" else log_ratio
         return clip_fraction(own, advantages, low=self.clip_low, high=self.clip_high, mask=mask)
 
-    # What the rest of the run asks
+    # Properties for the rest of the run
 
     @property
     def weight_copies(self) -> frozenset[str]:
@@ -233,8 +235,8 @@ class PolicyGradient(Objective):
             yield from self._clip_problems(context)
         actions = 0 if context.actions is None else context.actions
         if self.surrogate == "gspo" and context.microbatch < actions:
-            cut = f"{context.microbatch} cuts a row's {actions} actions"
-            yield f"microbatch: {cut}, whose ratio gspo needs at once; use {actions}"
+            cut = f"{context.microbatch} splits the {actions} actions of a row"
+            yield f"microbatch: {cut}, and gspo needs all of them at once for its ratio; use {actions}"
         if self.dual is not None and self.surrogate not in ("clip", "gspo"):
             yield f"{here}.dual: {self.surrogate} does not read it; remove it"
 
@@ -245,7 +247,7 @@ class PolicyGradient(Objective):
         if not context.writes_tokens:
             yield f"{here}: a denoising policy has transitions and no tokens; remove it"
         elif context.token_kinds is not None and "vision" not in context.token_kinds:
-            yield f"{here}: {context.model} writes text alone; remove it"
+            yield f"{here}: {context.model} writes only text; remove it"
         elif context.token_kinds is not None and self.tokens != "vision" and "text" not in context.token_kinds:
             yield (
                 f"{here}: without policy.model.think no text is written before the image, so nothing would train; use "
@@ -281,7 +283,7 @@ class PolicyGradient(Objective):
                 yield f"{keys}: {error}"
         if context.lora_dropout is not None and context.lora_dropout[1] > 0:
             key, dropout = context.lora_dropout
-            yield f"{key}: {dropout} makes the ratio differ from 1 before anything was learned; use 0"
+            yield f"{key}: {dropout} makes the ratio differ from 1 before the first update; use 0"
 
     def _check_bounds(self) -> None:
         low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
@@ -298,8 +300,8 @@ class PolicyGradient(Objective):
 class ActorCritic:
     """PPO with a value head: the loss of ``actor`` plus the value loss, both from one evaluation (arXiv 1707.06347).
 
-    ``clip``: largest change of a value from its prediction during the rollout; None does not clip. How much of the value loss
-    reaches the policy's own weights is decided by the policy, which owns the head.
+    ``clip``: the largest change of a value from its prediction during the rollout; None does not clip. The policy, which owns the
+    value head, determines how much of the value loss reaches its own weights.
     """
 
     actor: PolicyGradient
@@ -327,14 +329,14 @@ class ActorCritic:
             yield Loss(acted.value + value, {**acted.sums, "value/loss": value.detach()}, acted.maxima)
 
     def after_step(self, policy: Any, step: int) -> None:
-        """Nothing to do: the policy itself acts."""
+        """Do nothing: the current weights sample the rollouts, so there are no old weights to update."""
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
     """Raises ValueError if a clip range does not fit the scale of the log-probabilities; the message says what to do.
 
-    ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum is
-    one of 0.2 / D on the mean, so a range made for one of them never or always clips with the other.
+    ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum
+    corresponds to 0.2 / D on the mean, so a range chosen for one reduction clips never or always with the other.
     """
     if not 0 <= low < 1:
         raise ValueError(f"clip range low {low}: the ratio is kept above 1 - low, so give 0 <= low < 1")

@@ -11,9 +11,9 @@ def GRPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGrad
     """Group relative policy optimisation: PPO's clipped ratio on group advantages (DeepSeekMath, arXiv 2402.03300; Flow-GRPO, arXiv
     2505.05470).
 
-    ``clip``: the ratio counts from 1 - clip to 1 + clip; 1e-6 to 1e-4 is usual for denoising policies, whose log-probabilities are
-    averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, in closed form for denoising policies;
-    for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of the section.
+    ``clip``: the ratio is clipped to [1 - clip, 1 + clip]; 1e-6 to 1e-4 is usual for denoising policies, whose log-probabilities
+    are averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, which is the closed form for
+    denoising policies; for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of ``PolicyGradient``.
 
     Example::
 
@@ -35,7 +35,7 @@ def GSPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGrad
 
 
 def CISPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
-    """A clipped importance weight on the log-probability (MiniMax-M1, arXiv 2506.13585). ``clip`` bounds the weight from above.
+    """The log-probability is weighted by the clipped ratio (MiniMax-M1, arXiv 2506.13585). The weight is at most 1 + ``clip``.
 
     Example::
 

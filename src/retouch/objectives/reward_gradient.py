@@ -1,8 +1,8 @@
 """Direct reward backpropagation: the gradient of a differentiable reward, through the decoder and the last steps of the chain.
 
-The rollout samples whole chains without gradient, and the run's own reward scores their images as for any objective. The loss then
-computes the end of each chain once more, with gradient, decodes it, and scores it with ``reward``. So a step costs the network
-evaluations of the rollout, and a forward and a backward pass for each step with gradient.
+The rollout samples whole chains without gradient, and the recipe's ``reward`` scores their images as for any objective. The loss
+then computes the last steps of each chain again, with gradient, decodes the result, and scores it with ``objective.reward``. So a
+training step costs the network evaluations of the rollout, and a forward and a backward pass for each denoising step with gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DIFFERENTIABLE_REWARDS = Kinds(
 
 
 def _with_gradient(section: Section) -> Section:
-    """The section of a reward. Raises ValueError if it has no gradient, or keys that a single score does not have."""
+    """Return the section. Raises ValueError if the reward has no gradient, or if keys are set that a single score does not need."""
     if not isinstance(section, DifferentiableReward):
         known = ", ".join(kind for kind in DIFFERENTIABLE_REWARDS.paths)
         raise ValueError(f"{type(section).__name__} has no gradient in the image (no method score_tensors); use {known}")
@@ -47,7 +47,7 @@ def _with_gradient(section: Section) -> Section:
         keys.remove("combine")
     for key in keys:
         if (field := type(section).model_fields.get(key)) is not None and getattr(section, key) != field.default:
-            raise ValueError(f"{key}: the gradient is that of one score, which is never missing; remove it")
+            raise ValueError(f"{key}: the loss differentiates a single score, which is never missing; remove this key")
     return section
 
 
@@ -55,14 +55,14 @@ class RewardGradient(Objective):
     """An objective whose loss is minus the score of ``reward``, which it differentiates. It uses no advantages."""
 
     reward: Annotated[Section, DIFFERENTIABLE_REWARDS, AfterValidator(_with_gradient)]
-    """What is differentiated, one of the rewards with a gradient. The recipe's own ``reward`` is what is measured."""
+    """The reward that is differentiated, one of the rewards with a gradient. The recipe's own ``reward`` is only measured."""
     cap: float | None = None
-    """Score from which on an image does not train, so that the loss is max(cap - score, 0) up to a constant; null has no such
-    limit. ReFL's published code has it at 2."""
+    """Images with a score above ``cap`` do not train: the loss is max(cap - score, 0) up to a constant. null sets no limit. ReFL's
+    published code uses 2."""
 
     differentiates_reward: ClassVar[bool] = True
     predicted: ClassVar[bool]
-    """Whether one step leads from the kept state to the image."""
+    """Whether a single step goes from the kept state to the clean image; otherwise all remaining steps are computed."""
 
     _scorer: Any = PrivateAttr(default=None)
 
@@ -86,7 +86,7 @@ class RewardGradient(Objective):
             scores = self._scorer.score_tensors(images, [batch.tasks[k] for k in batch.group[rows]])
             if scores.shape != images.shape[:1] or not scores.requires_grad:
                 got = f"scores of shape {tuple(scores.shape)}, {'with' if scores.requires_grad else 'without'} gradient"
-                raise ValueError(f"objective.reward: it gave {got}, for {len(images)} images; one each is needed, with gradient")
+                raise ValueError(f"objective.reward: it gave {got}, for {len(images)} images; return one per image, with gradient")
             weights = minibatch.weights[rows].sum(dim=1)
             used = scores if self.cap is None else scores.clamp(max=self.cap)
             value = -(weights * used).sum()
@@ -100,14 +100,14 @@ class RewardGradient(Objective):
         if context.stochastic:
             yield f"{context.rollout}.transition.kind: {self.label} differentiates deterministic steps; use ode"
         if context.engine:
-            yield f"{context.rollout}.engine: an engine returns no state of the chain, which {self.label} continues; remove it"
+            yield f"{context.rollout}.engine: an engine returns no state from which {self.label} can continue the chain; remove it"
         if context.offload:
             yield f"devices.offload: {self.label} decodes with gradient, for which the autoencoder stays on its device; remove it"
 
 
 class DRaFT(RewardGradient):
-    """DRaFT-K: the gradient of the reward through the decoder and the last K steps of the sampling chain. The state before them is
-    a constant. Loss of a row: -min(score(image), cap).
+    """DRaFT-K: the gradient of the reward through the decoder and the last K steps of the sampling chain. The state before these
+    steps is a constant. Loss of a row: -min(score(image), cap).
 
     Source: Clark et al. 2023 (arXiv 2309.17400).
 
@@ -119,7 +119,7 @@ class DRaFT(RewardGradient):
 
     kind: Literal["draft"] = "draft"
     steps: Count = 1
-    """K, the last steps of the chain, which have a gradient. Memory and time grow with it."""
+    """K: the number of last steps of the chain that are computed with gradient. Memory and time grow with K."""
 
     predicted: ClassVar[bool] = False
 
@@ -134,12 +134,13 @@ class DRaFT(RewardGradient):
         yield from super().problems(context)
         if context.num_steps is not None and self.steps > context.num_steps:
             has = f"the chain has {context.num_steps} ({context.rollout}.num_steps)"
-            yield f"{context.objective}.steps: {self.steps}, and {has}; use {context.num_steps} or fewer"
+            yield f"{context.objective}.steps: {self.steps} steps with gradient, and {has}; use {context.num_steps} or fewer"
 
 
 class ReFL(RewardGradient):
-    """Reward feedback learning: the gradient of the reward at the clean image that the model predicts in one late step, which is
-    drawn anew in each training step. Loss of a row: -min(score(x - sigma v), cap), decoded.
+    """Reward feedback learning: the gradient of the reward at the clean image that the model predicts in one late denoising step.
+    This step is drawn at random in each training step. Loss of a row: -min(score(image), cap), with the image decoded
+    from x - sigma v.
 
     Source: ImageReward (Xu et al. 2023, arXiv 2304.05977).
 
@@ -153,7 +154,7 @@ class ReFL(RewardGradient):
     low: Annotated[int, Field(ge=0)]
     """First step that may be drawn. The paper draws from the last quarter of 40 steps."""
     high: Count | None = None
-    """One past the last step that may be drawn; null is the number of steps."""
+    """One past the last step that may be drawn; null means the number of steps."""
 
     predicted: ClassVar[bool] = True
 

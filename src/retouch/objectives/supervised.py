@@ -1,4 +1,4 @@
-"""Supervised flow matching: regress the velocity towards noise - data on the tasks' targets."""
+"""Supervised flow matching: regress the velocity on noise - data, for the target images of the tasks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from retouch.types import Loss, Minibatch
 
 
 class Supervised(ForwardProcess):
-    """Flow matching on the tasks' own targets: the mean squared error of the velocity at one drawn point per row (Lipman et al.
-    2023, arXiv 2210.02747).
+    """Flow matching on the target images of the tasks: the mean squared error of the velocity at one drawn point per row (Lipman et
+    al. 2023, arXiv 2210.02747).
 
     Example::
 

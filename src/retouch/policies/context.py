@@ -1,4 +1,4 @@
-"""What policies of both kinds share in a recipe's rollout, and what a run gives the section that builds a policy.
+"""The rollout keys that both kinds of policies share, and the arguments with which a run builds a policy.
 
 Recipes import this file, so it imports no torch.
 """
@@ -29,39 +29,39 @@ FirstGradientStep: TypeAlias = Callable[..., int]
 
 
 class Refill(Section):
-    """Groups whose rewards are all equal teach nothing. They are replaced with samples of further tasks, until all groups of the
-    step carry a signal or ``rounds`` is reached (dynamic sampling of DAPO, arXiv 2503.14476)."""
+    """Replace groups whose rewards are all equal, because they have no gradient. They are replaced with samples of further tasks,
+    until all groups of the step have different rewards or ``rounds`` is reached (dynamic sampling of DAPO, arXiv 2503.14476)."""
 
     rounds: Count
-    """Most times that the groups of a step are replaced. Each round samples and scores as many groups as are without a signal."""
+    """Largest number of rounds of replacement in a step. Each round samples and scores as many groups as have equal rewards."""
 
 
 class SharedRollout(Section):
-    """The keys of a rollout that all policies have."""
+    """The keys of a rollout that all policies share."""
 
     staleness: Annotated[int, Field(ge=0, le=16)] = Field(default=0, exclude_if=operator.not_)
-    """Steps by which rollouts run ahead of learning: the samples of a step are made, and their scoring begins, under the weights
-    of up to this many steps before, so slow rewards answer while the policy learns. 0 samples every step with the current weights.
-    Above 0, as many copies of the trained weights are kept in CPU memory and in checkpoints, and each step computes the
-    log-probabilities of its samples once more."""
+    """Number of steps by which rollouts run ahead of learning. The samples of a step are generated, and their scoring begins, with
+    weights that are up to this many steps old, so that slow rewards are computed while the policy learns. 0 samples every step with
+    the current weights. Above 0, this number of copies of the trained weights is kept in CPU memory and in checkpoints, and each
+    step computes the log-probabilities of its samples again."""
     truncate_at: Annotated[float, Field(ge=1.0)] = Field(default=TRUNCATE_AT, exclude_if=partial(operator.eq, TRUNCATE_AT))
-    """With ``staleness``: the loss of each action is weighted by its probability under the weights at the start of the step over
-    that under the weights that sampled it, at most by this (truncated importance sampling). For transitions it is the ratio of the
-    objective, of log-probabilities reduced as ``reduction`` says."""
+    """With ``staleness``: the largest importance weight of an action in the loss (truncated importance sampling). The weight is the
+    probability of the action under the weights at the start of the step, divided by its probability under the weights that sampled
+    it. For transitions it is computed like the objective's ratio, from log-probabilities reduced with ``reduction``."""
     refill: Refill | None = Field(default=None, exclude_if=operator.not_)
-    """Replace groups whose rewards are all equal; null keeps them, and they add nothing to the gradient."""
+    """Replace groups whose rewards are all equal; null keeps them, though they do not contribute to the gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyContext:
-    """What a policy takes besides its model and its rollout.
+    """The arguments of a policy besides its model and its rollout section.
 
-    ``copies``: weights besides the current ones. ``microbatch``: rows of a forward with gradient. ``eval_steps``: denoising steps
-    of an image without exploration; None: as in the rollout. ``acting``: the weights that act. ``keep_means``: the rollout
-    stores the mean of each transition. ``engine``: what samples the completions or the chains of rollouts; None is the policy.
-    ``any_rank``: whether a flag is true on at least one rank. ``in_step``: all ranks must call the model equally often. ``head``: a
-    value head for this kind of policy. ``first_gradient_step``: the step of a denoising chain from which the loss continues it with
-    gradient.
+    ``copies``: the copies of the weights. ``microbatch``: rows of a forward pass with gradient. ``eval_steps``: denoising steps of
+    an image in evaluation, without exploration; None means as in the rollout. ``acting``: the weights that sample rollouts.
+    ``keep_means``: the rollout stores the mean of each transition. ``engine``: samples the completions or the chains of rollouts;
+    None means that the policy's own model samples them. ``any_rank``: tells whether a flag is true on at least one rank.
+    ``in_step``: all ranks must call the model equally often. ``head``: a value head for this kind of policy.
+    ``first_gradient_step``: gives the first step of a denoising chain that the loss computes with gradient.
     """
 
     copies: WeightCopies

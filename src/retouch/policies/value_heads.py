@@ -1,11 +1,11 @@
 """Value heads: small networks that predict the reward before each action.
 
-A head trains together with the policy but is not part of it. For tokens it reads the policy's last hidden states, which an
-evaluation computes anyway. Denoising models have no hidden state that is the same in all families, so their head reads the state of
-the chain: sigma, and the mean and standard deviation of each channel of latents and conditioning. This needs nothing from the
-transformer, in a rollout or in an update, and its input for a given state does not change as the policy trains.
+A value head trains together with the policy but is not part of it. For tokens it reads the policy's last hidden states, which an
+evaluation computes anyway. Denoising models have no hidden state that is the same in all families, so their value head reads the
+state of the chain: sigma, and the mean and standard deviation of each channel of latents and conditioning. These inputs need no
+forward pass of the transformer, and the input for a given state does not change as the policy trains.
 
-An untrained head predicts 0 everywhere.
+An untrained value head predicts 0 everywhere.
 """
 
 import math
@@ -20,7 +20,7 @@ from retouch.types import Conditioning
 
 
 class _Network(nn.Module):
-    """Two layers: (..., features) to (...). All ranks start with the same weights."""
+    """Two linear layers: (..., features) to (...). All ranks start with the same weights."""
 
     def __init__(self, features: int, *, width: int, seed: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Network(nn.Module):
 class TokenValues(nn.Module):
     """Values from the hidden states before tokens, (n, d) to (n,), with layer norm.
 
-    ``coefficient``: the factor on the value loss's gradient that flows into the policy; with 0 only the head learns.
+    ``coefficient``: the factor of the value loss's gradient in the policy's weights; with 0 only the value head learns.
     """
 
     def __init__(self, features: int, *, width: int, seed: int, coefficient: float = 0.0) -> None:
@@ -59,8 +59,8 @@ class TokenValues(nn.Module):
 class LatentValues(nn.Module):
     """Values from latents with ``channels`` channels, sigma and conditioning.
 
-    ``sampled``: ``summary`` of the conditioning of some tasks, (n, f), from which each feature gets its mean and standard
-    deviation. Tasks have much more in common than what distinguishes them; standardising shows the head the differences.
+    ``sampled``: ``summary`` of the conditioning of some tasks, (n, f), whose mean and standard deviation standardise each feature.
+    The features of different tasks are almost equal; standardising makes their differences visible to the value head.
     """
 
     centre: Tensor
@@ -84,7 +84,7 @@ class LatentValues(nn.Module):
 def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
     """Features (p, f) of each task's conditioning: mean and standard deviation of each channel of each embedding.
 
-    Padding does not count, and masks are left out.
+    Padding and masks are left out.
     """
     found = []
     for name, tensor in conditioning.tensors.items():
@@ -99,7 +99,7 @@ def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
 
 
 def _sequence(x: Float[Tensor, "r ..."]) -> Float[Tensor, "r n c"]:
-    """Positions and channels: packed tokens (n, c) already are; latents (c, h, w) have their channels first."""
+    """Bring x to positions and channels (n, c), the layout of packed tokens; latents (c, h, w) have their channels first."""
     return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
@@ -113,5 +113,5 @@ def _mean_and_spread(rows: Float[Tensor, "r n c"], there: Bool[Tensor, "r n"] | 
 
 
 def channels_of(x: Float[Tensor, "r ..."]) -> int:
-    """The number of channels of one state, in either layout."""
+    """The number of channels of the states ``x``, packed tokens or latents."""
     return int(x.shape[2] if x.dim() == 3 else x.shape[1])

@@ -10,17 +10,17 @@ from retouch.models.common.parts import page_locked, to_device
 
 
 def stale_copies(staleness: int) -> tuple[str, ...]:
-    """The names of the copies of the weights with which the last ``staleness`` steps began; step s has that at s % staleness."""
+    """The names of the weight copies from the start of the last ``staleness`` steps; step s uses the name at s % staleness."""
     return tuple(f"sampling-{place}" for place in range(staleness))
 
 
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
 
-    A copy holds only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do, but
-    averages ("old", "average") of weights in 16 bits are in fp32, where small updates are not rounded away.
-    ``devices``: the device that stores a copy while it is not used, by the copy's name; the default is the device of the weights.
-    Copies in CPU memory are page-locked if the weights are on a GPU, and are never written to again.
+    A copy contains only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do,
+    except that all copies but "reference" of weights in 16 bits are in fp32, so that averages ("old", "average") do not lose small
+    updates. ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
+    weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are never overwritten.
     """
 
     def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:
@@ -29,7 +29,7 @@ class WeightCopies:
         self.copies: dict[str, dict[str, Tensor]] = {}
 
     def snapshot(self, copy: str) -> None:
-        """Copy the current weights to ``copy``, which may exist already."""
+        """Copy the current weights to ``copy``; an existing copy is replaced."""
         self.copies[copy] = {}
         for name, parameter in self.parameters.items():
             dtype = parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32
@@ -57,7 +57,7 @@ class WeightCopies:
 
     @contextmanager
     def using(self, copy: str) -> Iterator[None]:
-        """Swap the copy's weights into the module inside the block. Do not keep an autograd graph built inside."""
+        """Swap the copy's weights into the module inside the block. An autograd graph built inside must not be used after it."""
         current = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = to_device(self.copies[copy][name], parameter.device, parameter.dtype)
@@ -68,11 +68,11 @@ class WeightCopies:
                 parameter.data = current[name]
 
     def state(self) -> Mapping[str, Tensor]:
-        """The tensors of all copies, by ``<copy>/<parameter>``."""
+        """The tensors of all copies, with the names ``<copy>/<parameter>``."""
         return {f"{copy}/{name}": tensor for copy, tensors in self.copies.items() for name, tensor in tensors.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``. Raises ValueError if the names differ: the checkpoint is of another recipe."""
+        """Restore the result of ``state``. Raises ValueError if the names differ: the checkpoint belongs to another recipe."""
         if state.keys() != self.state().keys():
             differing = sorted(state.keys() ^ self.state().keys())
             shown = f"{differing[:4]}{' ...' if len(differing) > 4 else ''}"
@@ -82,5 +82,5 @@ class WeightCopies:
                 content, device = state[f"{copy}/{name}"], self.parameters[name].device
                 if tensor.device == device:
                     tensor.copy_(content)
-                else:  # the device may still be reading the old one, see ``to_device``
+                else:  # the device may still be reading the old tensor, see ``to_device``
                     tensors[name] = page_locked(torch.empty_like(tensor).copy_(content), device)

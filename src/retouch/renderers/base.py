@@ -1,4 +1,4 @@
-"""The recipe's section of a renderer, which makes images of a policy's completions."""
+"""Base classes of the recipe's renderer sections. A renderer makes images from a policy's completions."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ WeightContext: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 
 
 class RendererSection(Section):
-    """Base of the renderers that a recipe can name, built in or your own: override ``build``.
+    """Base of the renderers that a recipe can name, built in or your own. Subclasses override ``build``.
 
-    Unless it says otherwise, a renderer makes images of text, and has no model besides the policy's.
+    By default, a renderer makes images from text, and has no model besides the policy's model.
     """
 
     kind: str = "import"
     batch: Count = 8
-    """Images made at once."""
+    """Number of images that are made at once."""
 
     reads: ClassVar[TokenKind] = "text"
-    """The kind of tokens that it makes images of."""
+    """The kind of tokens from which the renderer makes images."""
     uses_sources: ClassVar[bool] = True
-    """Whether its image model is given the tasks' source images."""
+    """Whether the image model reads the tasks' source images."""
     keeps_first_reference: ClassVar[bool] = False
-    """Whether the reference weights must stay those from before the first phase."""
+    """Whether the reference weights of all phases must be the weights from before the first phase."""
     loads_on_cpu: ClassVar[bool] = False
-    """Whether its image model is loaded into the CPU's memory before it is moved to its device."""
+    """Whether the image model is loaded into CPU memory before it is moved to its device."""
 
     @property
     def image_model(self) -> ImageModel | None:
@@ -53,32 +53,33 @@ class RendererSection(Section):
 
     @property
     def responses_at_once(self) -> int | None:
-        """Responses that are encoded at once; None if none are."""
+        """Number of responses that are encoded at once; None if the renderer does not encode responses."""
         return None
 
     @property
     def weight_copies(self) -> frozenset[str]:
-        """Copies of the policy's weights that it needs."""
+        """Copies of the policy's weights that the renderer needs."""
         return frozenset()
 
     def problems(self, writer: LanguageModel) -> Iterator[str]:
-        """A line for everything that cannot work together with the policy's model, as "key: mistake; what to do"."""
+        """Yield a message for every setting that does not work with the policy's model, as "key: mistake; what to do"."""
         yield from ()
 
     def with_num_steps(self, num_steps: int | None) -> RendererSection:
-        """The renderer with so many denoising steps; unchanged for None, or if it has none."""
+        """Return the renderer with this number of denoising steps; unchanged for None, or if it has no denoising steps."""
         return self
 
     def load_writer(self, build_writer: Callable[[], AutoregressiveModel]) -> AutoregressiveModel:
-        """The policy's model alone, with its prompts. ``build_writer``: loads it, on its own device."""
+        """Return the policy's model, with the prompts for this renderer. ``build_writer``: loads the model on its own device."""
         return build_writer()
 
     def load(
         self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
     ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-        """The policy's model and the model that makes the images, the latter on ``device`` if it is another one.
+        """Return the policy's model and the model that makes the images, which may be the same.
 
-        ``build_writer``: loads the policy's model, on its own device. ``base_frozen``: its base weights do not train.
+        ``device``: the device of the image model, if it is another model. ``build_writer``: loads the policy's model on its own
+        device. ``base_frozen``: the policy's base weights do not train.
         """
         writer = build_writer()
         return writer, writer
@@ -91,32 +92,32 @@ class RendererSection(Section):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        """The renderer of completions (``trajectory.outputs`` of ``retouch.types.Completion``). It freezes the image model.
+        """Build the renderer of completions (``trajectory.outputs`` of ``retouch.types.Completion``). It freezes the image model.
 
         ``published``: opens a context with the policy's weights from before training, if they are kept. ``sharded``: the policy's
-        weights are sharded over ranks, so that all ranks must call its model equally often.
+        weights are sharded over ranks, so all ranks must call the policy's model equally often.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no build")
 
 
 class ImageModelRenderer(RendererSection):
-    """The common keys of renderers with a frozen image model behind a writer."""
+    """Base of the renderers that use a frozen image model to render a writer's completions."""
 
     renamed_keys: ClassVar[Mapping[str, str]] = {"blind": "ignore_completions"}
 
     model: Annotated[ImageModel, IMAGE_MODELS]
     """The image model, which is frozen."""
     num_steps: Count
-    """Denoising steps of an image; the sampler is deterministic."""
+    """Number of denoising steps per image; the sampler is deterministic."""
     guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
-    """Classifier-free guidance; 1 is none, larger values double the forward passes."""
+    """Scale of classifier-free guidance; 1 means no guidance, larger values double the number of forward passes."""
     shared_noise: bool = True
-    """All samples of a group start from the same noise, so that their images differ by the completions alone."""
+    """All samples of a group start from the same noise, so that only the completions make their images different."""
     cut_off: Literal["draw", "fault"] = "fault"
     """What happens to a completion that is truncated at ``rollout.max_new_tokens``: ``draw`` renders it, ``fault`` gives it the
     lowest reward."""
     ignore_completions: bool = False
-    """A control: render the task's own instruction instead of the completion, so that the reward does not depend on the policy."""
+    """A control run: render the task's instruction instead of the completion, so that the reward does not depend on the policy."""
 
     @property
     def image_model(self) -> ImageModel:
@@ -124,7 +125,7 @@ class ImageModelRenderer(RendererSection):
 
     @property
     def guided(self) -> bool:
-        """Whether a negative branch is computed too."""
+        """Whether a negative branch is computed too, for guidance."""
         return self.guidance_scale > 1
 
     def with_num_steps(self, num_steps: int | None) -> RendererSection:

@@ -1,4 +1,4 @@
-"""Renderers that only decode: clean latents of a denoising policy, or the image tokens of an autoregressive one."""
+"""Renderers that only decode: the clean latents of a denoising policy, or the image tokens of an autoregressive policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class HasLatents(Protocol):
-    """What the renderer of latents reads of a trajectory."""
+    """The fields of a trajectory that ``LatentRenderer`` reads."""
 
     @property
     def outputs(self) -> Tensor: ...
@@ -31,8 +31,10 @@ class HasLatents(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentRenderer:
-    """Decodes the latents of a denoising policy (implements ``retouch.protocols.Renderer``). A row that is not finite gives None,
-    the policy's own fault."""
+    """Decodes the latents of a denoising policy (implements ``retouch.protocols.Renderer``).
+
+    The image of a row with a value that is not finite is None, the policy's own fault.
+    """
 
     model: DenoisingModel
 
@@ -49,7 +51,7 @@ class LatentRenderer:
 
 
 class CodesRenderer(RendererSection):
-    """The autoencoder of the policy's own model, which decodes the image tokens of a completion."""
+    """Decodes the image tokens of a completion with the autoencoder of the policy's own model."""
 
     kind: Literal["codes"] = "codes"
 
@@ -64,7 +66,7 @@ class CodesRenderer(RendererSection):
         sharded: bool = False,
     ) -> Renderer:
         if not isinstance(image_model, DecodesCodes):
-            raise ValueError(f"renderer.kind: codes needs a model that decodes them, which {type(image_model).__name__} does not")
+            raise ValueError(f"renderer.kind: codes needs a model with codes_in and decode_codes, not {type(image_model).__name__}")
         return CodesDecoder(image_model, batch=self.batch)
 
 
@@ -73,16 +75,18 @@ class DecodesCodes(Protocol):
     """A model that finds the codes of an image in a completion, and decodes them."""
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
-        """None if there is no complete image."""
+        """The codes of the image in a completion; None if there is no complete image."""
         ...
 
-    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]: ...
+    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
+        """Decode codes to images."""
+        ...
 
 
 class CodesDecoder:
-    """Decodes ``batch`` images at once (implements ``retouch.protocols.Renderer``).
+    """Decodes the image tokens of completions, ``batch`` images at once (implements ``retouch.protocols.Renderer``).
 
-    A truncated completion, and one without a complete image, gives None, the policy's own fault.
+    The image of a completion that is truncated or has no complete image is None, the policy's own fault.
     """
 
     def __init__(self, model: DecodesCodes, *, batch: int = 8) -> None:

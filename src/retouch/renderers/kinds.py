@@ -1,4 +1,4 @@
-"""The renderers that a recipe can choose from, one row a kind."""
+"""The renderers that a recipe can name: one row per kind."""
 
 from retouch.config.kinds import Kinds
 

@@ -1,4 +1,4 @@
-"""Any diffusers text-to-image pipeline for prompts, also of models that have no adapter here."""
+"""Any diffusers text-to-image pipeline as a renderer's image model, also for models without a family in ``retouch.models``."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ _OURS = ("prompt", "num_inference_steps", "generator", "output_type", "return_di
 
 
 class PipelineTextToImage:
-    """A pipeline of diffusers, called with prompts and a generator for each (implements ``retouch.renderers.prompts.TextToImage``).
+    """Calls a diffusers pipeline with prompts and one generator per prompt (implements ``retouch.renderers.prompts.TextToImage``).
 
-    ``options``: the pipeline's own arguments (``guidance_scale``, ``height``), the same for every prompt. The pipeline truncates
-    prompts that are too long. This freezes the pipeline's models and sets them to eval mode. ValueError: ``options`` contains an
-    argument that is set row by row.
+    ``options``: further arguments of the pipeline (``guidance_scale``, ``height``), the same for every prompt. The pipeline
+    truncates prompts that are too long. The constructor freezes the pipeline's models and sets them to eval mode. Raises ValueError
+    if ``options`` contains an argument that is set here.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, *, num_steps: int, options: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""From an enhanced prompt to an image: a frozen text-to-image model draws the prompt in a completion.
+"""Renders prompts: a frozen text-to-image model makes an image from the prompt in a completion.
 
-The task keeps its own instruction, and that is what a judge sees.
+The task keeps its own instruction, and a judge sees this instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PromptRenderer(ImageModelRenderer):
-    """A text-to-image model that makes an image of the prompt in the completion."""
+    """A text-to-image model that makes an image from the prompt in the completion."""
 
     kind: Literal["prompt"] = "prompt"
 
@@ -71,18 +71,18 @@ class TextToImage(Protocol):
     """A frozen text-to-image model."""
 
     def accepts(self, prompt: str) -> bool:
-        """Whether it can read the whole prompt."""
+        """Whether the model can read the whole prompt."""
         ...
 
     def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
-        """An image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
+        """Sample an image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
         ...
 
 
 class FlowTextToImage:
     """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once.
 
-    ``accepts``: whether it can read the whole of a prompt.
+    ``accepts``: whether the model can read a whole prompt.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class FlowTextToImage:
 
 
 class PromptSampler:
-    """Samples the images of the prompts in completions (implements ``retouch.protocols.Renderer``).
+    """Samples images from the prompts in completions (implements ``retouch.protocols.Renderer``).
 
-    ``config``: its ``batch``, ``cut_off`` and ``shared_noise`` are used. A completion without a prompt, or with one that the model
-    cannot read, gives None, the policy's own fault.
+    ``config``: only ``batch``, ``cut_off`` and ``shared_noise`` are used. The image of a completion is None, the policy's own
+    fault, if the completion has no prompt or has a prompt that the model cannot read.
     """
 
     def __init__(self, text_to_image: TextToImage, config: PromptRenderer) -> None:

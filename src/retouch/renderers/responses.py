@@ -1,8 +1,8 @@
-"""From a response to an edited image: the hidden states of the whole dialogue condition a frozen editor.
+"""Renders responses: a frozen editor is conditioned on the hidden states of the whole dialogue, and makes the edited image.
 
-The encoder reads every row, usable or not, in ceil(rows / encoder_batch) calls. So ranks with equally many rows call it equally
-often, as they must if its weights are sharded. The number of calls of the image model depends on the rows; every rank has all of
-its weights.
+The encoder reads every row, usable or not, in ceil(rows / encoder_batch) calls. So ranks with equally many rows call the encoder
+equally often, which is necessary if its weights are sharded. The number of calls of the image model depends on the rows; every rank
+has all weights of the image model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class ResponseRenderer(ImageModelRenderer):
 
     kind: Literal["response"] = "response"
     encoder: Literal["policy", "frozen"]
-    """What encodes the dialogue for the editor: the policy's current weights, or the editor's own text encoder, which is frozen."""
+    """The encoder of the dialogue: the policy's current weights, or the editor's own text encoder, which is frozen."""
     encoder_batch: Count = 8
-    """Responses encoded at once."""
+    """Number of responses that are encoded at once."""
 
     keeps_first_reference: ClassVar[bool] = True
     loads_on_cpu: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class ResponseRenderer(ImageModelRenderer):
         return self._load_on_cpu(build_writer)[0]
 
     def _load_on_cpu(self, build_writer: Callable[[], AutoregressiveModel]) -> tuple[AutoregressiveModel, DenoisingModel]:
-        """The policy's model, with prompts that the editor reads, and the editor on the CPU."""
+        """Return the policy's model with the editor's prompts, and the editor on the CPU."""
         import torch
 
         editor = self.model.build(device=torch.device("cpu"))
@@ -105,7 +105,7 @@ def _reads_responses(kind: str) -> bool:
 
 @runtime_checkable
 class ResponseContext(Protocol):
-    """A task, prepared for a response. ``size``: contexts of one size can be sampled together. ``length``: its tokens."""
+    """A task, prepared for a response. ``size``: contexts of equal size can be sampled together. ``length``: number of tokens."""
 
     @property
     def size(self) -> Hashable: ...
@@ -121,32 +121,36 @@ class ResponseEditor(Protocol):
     model: DenoisingModel
 
     def prepare(self, task: Task) -> Any:
-        """A ``ResponseContext``, opaque to the renderer."""
+        """Return a ``ResponseContext``, whose other contents the renderer does not read."""
         ...
 
     def accepts(self, context: Any, response: Sequence[int]) -> bool:
-        """Whether the response can be encoded."""
+        """Whether the response's token ids can be encoded."""
         ...
 
     def encode(self, contexts: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
-        """The hidden states of each row, by one call of the encoder in eval mode, without gradient. Sizes may differ."""
+        """Return the hidden states of each row, from one call of the encoder in eval mode, without gradient. Sizes may differ."""
         ...
 
     def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
-        """The same for the negative branch, under weights that do not train; it may depend on the images alone."""
+        """Return the hidden states of the negative branch, from weights that do not train.
+
+        They may depend on the tasks' images, but not on the instructions.
+        """
         ...
 
     def condition(self, contexts: Sequence[Any], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
-        """A conditioning of rows of one size."""
+        """Build a conditioning from rows of equal size."""
         ...
 
 
 class ResponseSampler:
-    """Samples the edited image of each row's task and response (implements ``retouch.protocols.Renderer``).
+    """Samples the edited image for each row's task and response (implements ``retouch.protocols.Renderer``).
 
     ``sharded``: the encoder's weights are sharded over ranks, so the negative branch is encoded together with the responses and not
-    cached; else the negative states of the last ``cached`` tasks are. A response that cannot be encoded, or whose image is not
-    finite, gives None, the policy's own fault. An empty response is the instruction alone, and legal.
+    cached; otherwise the negative states of the last ``cached`` tasks are cached. The image of a response that cannot be encoded,
+    or whose image is not finite, is None, the policy's own fault. An empty response is valid: the editor reads only the
+    instruction.
     """
 
     def __init__(self, editor: ResponseEditor, config: ResponseRenderer, *, sharded: bool = False, cached: int = 64) -> None:
@@ -191,7 +195,7 @@ class ResponseSampler:
     def _encode(
         self, tasks: Sequence[Task], contexts: Sequence[ResponseContext], responses: Sequence[Sequence[int]]
     ) -> tuple[dict[int, Float[Tensor, "_ d"]], dict[int, Float[Tensor, "_ d"]]]:
-        """The states of each row and, with guidance, those of its negative branch."""
+        """Return the states of each row and, with guidance, the states of its negative branch."""
         states: dict[int, Float[Tensor, "_ d"]] = {}
         negatives: dict[int, Float[Tensor, "_ d"]] = {}
         length = [context.length + len(response) for context, response in zip(contexts, responses, strict=True)]
@@ -208,9 +212,9 @@ class ResponseSampler:
 
 
 class _NegativeStates:
-    """A cache of what ``encode`` gives for the images of the last ``size`` tasks.
+    """A cache of the results of ``encode`` for the ``size`` sets of source images that were used last.
 
-    Each task is encoded alone, so the bits do not depend on what is cached.
+    Each task is encoded alone, so the bits do not depend on the contents of the cache.
     """
 
     def __init__(self, encode: Callable[[Task], Float[Tensor, "_ d"]], *, size: int) -> None:

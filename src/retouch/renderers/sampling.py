@@ -1,6 +1,6 @@
-"""What the renderers of completions share: the noise of each row, batches of similar rows, and a deterministic sampler.
+"""Code that the renderers of completions share: the noise of each row, batches of similar rows, and a deterministic sampler.
 
-Noise is drawn on the CPU, keyed by (seed, step, group), and by the slot too if the samples of a group have different noise.
+Noise is drawn on the CPU. Its key is (seed, step, group), and the slot if the samples of a group have different noise.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ T = TypeVar("T")
 
 @runtime_checkable
 class HasCompletions(Protocol):
-    """What a renderer of completions reads of a trajectory."""
+    """The field of a trajectory that a renderer of completions reads."""
 
     @property
     def outputs(self) -> Sequence[Completion]: ...
 
 
 class OdeSampler:
-    """Samples from a frozen flow-matching model: deterministic Euler steps along its own sigmas.
+    """Samples from a frozen flow-matching model: deterministic Euler steps along the model's own sigmas.
 
-    ``guidance_scale``: 1 has no negative branch; above 1 the two branches are combined as in the model's own pipeline. This freezes
-    the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
+    ``guidance_scale``: 1 needs no negative branch; above 1, the two branches are combined as in the model's own pipeline. The
+    constructor freezes the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
 
     Source: diffusers' FlowMatchEulerDiscreteScheduler.
     """
@@ -38,7 +38,7 @@ class OdeSampler:
     def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
         if num_steps < 1 or guidance_scale < 1.0:
             raise ValueError(
-                f"num_steps {num_steps}, guidance_scale {guidance_scale}: give at least 1 step, and 1 (no guidance) or more"
+                f"num_steps {num_steps}, guidance_scale {guidance_scale}: use at least 1 step, and a scale of at least 1"
             )
         self.model = model
         self.num_steps = num_steps
@@ -50,9 +50,9 @@ class OdeSampler:
         return self.guidance_scale > 1.0
 
     def __call__(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> list[Image | None]:
-        """An image for each row, from the noise of its generator; None if the result is not finite.
+        """Sample an image for each row, from the noise of its generator; None if the result is not finite.
 
-        With guidance, ``conditioning.negative`` is the negative branch, row by row.
+        With guidance, ``conditioning.negative`` is the negative branch of each row.
         """
         import torch
 
@@ -74,7 +74,7 @@ class OdeSampler:
 
 
 def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list[torch.Generator]:
-    """A generator for the initial noise of each row; ``shared``: the same for all rows of a group.
+    """Return a generator for the initial noise of each row. ``shared``: all rows of a group have the same noise.
 
     Raises ValueError for a completion without a key.
     """
@@ -84,7 +84,7 @@ def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list
     for row, completion in enumerate(completions):
         if completion.key is None:
             raise ValueError(
-                f"output {row} has no key to draw its noise by; set its (seed, step, group, slot), as a policy's rollout does"
+                f"output {row} has no key for its noise; set its key to (seed, step, group, slot), as a policy's rollout does"
             )
         keys.append(completion.key)
     if shared:
@@ -93,9 +93,9 @@ def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list
 
 
 def bucket(rows: Sequence[int], *, size: Callable[[int], Hashable], length: Callable[[int], int], batch: int) -> list[list[int]]:
-    """The rows in batches of one size each and at most ``batch`` rows, with rows of similar lengths together.
+    """Split the rows into batches of at most ``batch`` rows of equal size, with rows of similar lengths together.
 
-    Rows of a size that fit into one batch stay in order.
+    If all rows of one size fit into one batch, they keep their order.
     """
     buckets: dict[Hashable, list[int]] = {}
     for row in rows:
@@ -104,7 +104,7 @@ def bucket(rows: Sequence[int], *, size: Callable[[int], Hashable], length: Call
 
 
 def sort_by_length(rows: Sequence[int], *, length: Callable[[int], int], batch: int) -> list[list[int]]:
-    """The rows in ceil(rows / batch) batches, with rows of similar lengths together; in order if they fit into one."""
+    """Split the rows into ceil(rows / batch) batches, with rows of similar lengths together; one batch keeps their order."""
     if len(rows) <= batch:
         return [list(rows)] if rows else []
     order = sorted(rows, key=length)
@@ -112,7 +112,7 @@ def sort_by_length(rows: Sequence[int], *, length: Callable[[int], int], batch: 
 
 
 def unique_objects(items: Sequence[T]) -> tuple[list[T], list[int]]:
-    """The different objects, by identity, and for each place the number of its object."""
+    """Return the distinct objects (by identity), and for each item the index of its object among them."""
     numbers: dict[int, int] = {}
     index = [numbers.setdefault(id(item), len(numbers)) for item in items]
     first = {number: place for place, number in reversed(list(enumerate(index)))}

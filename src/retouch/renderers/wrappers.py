@@ -1,4 +1,4 @@
-"""Renderers around another one: with other weights, with weights that are fetched to a device, or without the completions."""
+"""Wrappers of renderers, which run them with other weights, with weights copied to a device, or without the completions."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +13,7 @@ from retouch.types import Completion, Task
 
 
 class RendererInContext:
-    """``renderer``, called inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
+    """Calls ``renderer`` inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
 
     The context may give the policy's module its averaged weights, or put frozen weights on a device
     (``retouch.models.offloading``).
@@ -36,7 +36,7 @@ class Completions:
 
     @classmethod
     def empty(cls, tasks: Sequence[Task], completions: Sequence[Completion]) -> "Completions":
-        """In place of each completion an empty response, or the task's instruction as the prompt, with the same noise."""
+        """Replace each completion by an empty response whose text is the task's instruction; the noise stays the same."""
         pairs = zip(tasks, completions, strict=True)
         return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
 
@@ -44,7 +44,7 @@ class Completions:
 class BlindRenderer:
     """A control: makes the image of each row without its completion (implements ``retouch.protocols.Renderer``).
 
-    A policy that still gains reward under it has not gained by its completions.
+    If a policy still gains reward with this renderer, its completions are not the cause.
     """
 
     def __init__(self, renderer: Renderer) -> None:

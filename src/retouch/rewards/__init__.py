@@ -1,11 +1,11 @@
-"""Rewards: from samples to named scores, and from scores to the number that trains.
+"""Rewards: they map samples to named scores, and combine the scores into the number that the policy is trained on.
 
-``base.py`` is the class of all rewards, ``kinds.py`` the table of those that a recipe can name; ``judging.py`` scores the batches
-of a run. A package may import ``config``, ``core``, ``types`` and ``protocols``, and no other part of a run: no data, model, policy
-or renderer.
+``base.py`` has the base class of all rewards, ``kinds.py`` the table of the kinds that a recipe can name, and ``judging.py`` scores
+the batches of a run. A package may import ``config``, ``core``, ``types`` and ``protocols``, and no other part of a run: no data,
+model, policy or renderer.
 
-From Python, every reward has a short name here, for example ``retouch.rewards.PickScore()``, and ``load`` makes one that scores
-lists of images.
+In Python, each reward class has a short name in this package, for example ``retouch.rewards.PickScore()``. ``load`` makes a reward
+that scores lists of images.
 """
 
 from importlib import import_module

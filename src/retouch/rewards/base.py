@@ -1,10 +1,10 @@
-"""The base class of all rewards: the keys that they share, and everything that the rest of a run asks of a reward.
+"""The base class of all rewards: the keys that they share, and the methods that the rest of a run calls.
 
 A reward is one class. Its fields are the keys of the recipe's ``reward`` section, and its instances score images. So the same class
 serves a recipe (``reward: { kind: 'clip', path: ... }``) and Python (``ClipReward(path=...)``).
 
-This module imports no torch, and no module of a reward does: recipes are read without it. Import it inside ``load`` and
-``__call__``.
+Neither this module nor a module of a reward imports torch at the top, because recipes are read without torch. Import torch inside
+``load`` and ``__call__``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Combine: TypeAlias = Annotated[
 
 
 def unchanged(reward: Reward) -> Reward:
-    """The reward itself."""
+    """Return the reward unchanged: the default of ``keep``."""
     return reward
 
 
@@ -45,60 +45,61 @@ class RewardSection(Section):
     """A reward. Derived classes declare ``columns`` and score samples when they are called (``retouch.protocols.Reward``)."""
 
     combine: Combine = Field(default={})
-    """What the policy is trained on: weights of columns, whose weighted sum is the reward (weight 0: only logged), or a formula
-    over columns, ``sqrt(alignment * quality)``."""
+    """The number that the policy is trained on: a weight for each column, so that the reward is the weighted sum (a column with
+    weight 0 is only logged), or a formula over columns such as ``sqrt(alignment * quality)``."""
     max_missing: Share = 0.2
-    """Largest share of a step's samples that may come back without a score before the run stops."""
+    """Largest share of a step's samples that may have a missing score. The run stops if more are missing."""
 
     columns: ClassVar[Mapping[str, Column]]
-    """Every score that a call returns, with its range."""
+    """Each score that a call returns, with its range."""
     version: ClassVar[int] = 1
-    """Counts up with every change of the class after which it may score the same samples differently. A run continues only with the
-    version that it began with. For a reward of your own, a hash of its module's source serves the same purpose."""
+    """Increase it with every change of the class that may change the scores of the same samples. A run can only be resumed with the
+    version that it began with. For a reward class of your own, a hash of its module's source is used instead."""
     shorthand: ClassVar[str | None] = None
-    """The key that stands after the colon on a command line: ``clip:FOLDER`` is ``{kind: 'clip', path: 'FOLDER'}``."""
+    """The key that the text after the colon sets on a command line: ``clip:FOLDER`` is ``{kind: 'clip', path: 'FOLDER'}``."""
     changeable: ClassVar[frozenset[str]] = frozenset({"device"})
-    """Keys that may differ when a run is resumed, since they change no score."""
+    """Keys that may differ when a run is resumed, because they change no score."""
     reads_completions: ClassVar[bool] = False
-    """Whether it scores the text that the policy wrote. Only such a reward receives ``Sample.completion``."""
+    """Whether the reward scores the text that the policy wrote. Only such a reward receives ``Sample.completion``."""
     reads_text: ClassVar[bool] = False
     """Whether every task must have a ``text``."""
     asks_judge: ClassVar[bool] = False
-    """Whether it asks a vision-language model."""
+    """Whether the reward asks a vision-language model."""
     needs_source: ClassVar[bool] = False
     """Whether every task must have a source image."""
     needs_target: ClassVar[bool] = False
     """Whether every task must have a target image."""
     compares_groups: ClassVar[bool] = False
-    """Whether it compares the samples of a task with each other, so that a sample alone has no score."""
+    """Whether the reward compares the samples of a task with each other, so that a single sample has no score."""
     gradient_column: ClassVar[str | None] = None
-    """Of a reward with a gradient: the column that ``score_tensors`` gives. None if there is only one."""
+    """For a differentiable reward: the column that ``score_tensors`` computes. None if the reward has only one column."""
     data_kinds: ClassVar[tuple[str, ...]] = ()
-    """The only kinds of data whose tasks it can score; empty for any."""
+    """The kinds of data whose tasks the reward can score; empty if it can score the tasks of all kinds."""
 
     _model: Any = PrivateAttr(default=None)
 
     @property
     def name(self) -> str:
-        """What messages call it: its kind, or its class where it has none."""
+        """The name of the reward in messages: its kind, or the name of its class if it has no kind."""
         return str(getattr(self, "kind", type(self).__name__))
 
     @property
     def model(self) -> Any:
-        """What ``load`` returned. It is loaded at the first use, where ``build`` has not loaded it before."""
+        """The object that ``load`` returned. It is loaded at the first use, unless ``build`` has loaded it already."""
         if self._model is None:
             self._model = self.load(getattr(self, "device", None) or "cpu")
         return self._model
 
     def load(self, device: "torch.device | str") -> Any:
-        """Load what scoring needs: weights, a reader of text. Called once, before the first call. ValueError: it is not there.
+        """Load what scoring needs, for example weights or an OCR model. Called once, before the first call of the reward.
 
-        ``device``: the section's own device, else the one that the run gives to rewards.
+        ``device``: the ``device`` key of the section, or the run's device for rewards if the key is null. Raises ValueError if
+        something is not on this machine.
         """
         return None
 
     def with_model(self, model: Any) -> Self:
-        """The same reward with this ``model`` in place of what ``load`` would return."""
+        """A copy of the reward that uses ``model`` instead of calling ``load``."""
         made = self.model_copy()
         made._model = model
         return made
@@ -110,72 +111,81 @@ class RewardSection(Section):
         clients: "JudgeClients | None" = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """The reward, ready to score: all that it needs is loaded.
+        """Load everything that scoring needs, and return a reward that is ready to score.
 
-        ``device``: for models whose section names none. ``clients``: the clients of vision-language judges, shared by the rewards
-        of a run. ``keep``: puts each reward behind a ledger. ValueError: weights, keys or packages are not there.
+        ``device``: for models whose section names no device. ``clients``: the clients of vision-language judges, which the rewards
+        of a run share. ``keep``: wraps each reward, for example with the cache of the ledger. Raises ValueError if weights, keys
+        or packages are missing.
         """
         own = getattr(self, "device", None)
         return keep(self.with_model(self.load(device if own is None else own)))
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """The columns, as far as the section alone tells them; None if only the built reward does."""
+        """The columns of the reward, or None if they are known only after ``build``."""
         return self.columns
 
     def arguments(self) -> dict[str, Any]:
-        """The keys that decide its scores, as JSON: all of its own that may not change when a run is resumed."""
+        """The keys that decide the scores, as JSON: all keys of the derived class that must not change when a run is resumed."""
         return self.model_dump(mode="json", exclude={"kind", *RewardSection.model_fields, *self.changeable})
 
     def parts(self, path: str = "reward") -> Iterator[tuple[str, str, "RewardSection"]]:
-        """Each reward of the section, which stands at ``path`` of the recipe: its own path, the prefix of its columns, itself."""
+        """Yield (path in the recipe, prefix of its column names, section) for each reward that this section contains.
+
+        ``path``: the path of this section. A section that contains no other reward yields itself.
+        """
         yield path, "", self
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """A line for everything in the section that does not go with the rest of the recipe, with what to do about it.
+        """Yield one line, which says what to do, for each setting that cannot work with the rest of the recipe.
 
         ``path`` and ``prefix``: as in ``parts``.
         """
         if self.reads_completions and not run.writes_text:
-            yield f"{path}.kind: {self.name} scores what a policy wrote, and this policy makes images; use another reward"
+            yield f"{path}.kind: {self.name} scores the text that a policy wrote, but this policy makes images; use another reward"
 
     def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
-        """The same for tasks that lack what it looks at."""
+        """Yield one line, which says what to do, for each input that the reward needs but the tasks do not have."""
         where = f"{tasks.path}.kind"
         if self.data_kinds and tasks.kind not in self.data_kinds:
             known = " or ".join(self.data_kinds)
-            yield f"{path}.kind: {self.name} scores tasks of {known} only, and {where} is {tasks.kind!r}; use photos or import"
+            yield f"{path}.kind: {self.name} scores only tasks of {known}, but {where} is {tasks.kind!r}; use photos or import"
         if self.needs_source and not tasks.has_source:
-            yield f"{path}.kind: {self.name} compares with a source image, and {where} {tasks.kind!r} has none; remove it"
+            yield f"{path}.kind: {self.name} compares with a source image, but {where} {tasks.kind!r} has none; remove this reward"
         if self.needs_target and not tasks.has_target:
             none = f"{where} {tasks.kind!r} has none"
-            yield f"{path}.kind: {self.name} compares with a target image, and {none}; use folder or hub data"
+            yield f"{path}.kind: {self.name} compares with a target image, but {none}; use folder or hub data"
 
     def changeable_paths(self, path: str) -> Iterator[str]:
-        """The paths of the keys that may differ when a run is resumed, those inside of them too. ``path``: of the section."""
+        """Yield the paths of the keys that may differ when a run is resumed, together with all keys below them.
+
+        ``path``: the path of this section in the recipe.
+        """
         for key in self.changeable:
             yield f"{path}.{key}"
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """The models that it keeps in this process, for plans of memory; those whose size can be known without loading them."""
+        """Yield the models that the reward keeps in this process, for the memory plan: those with a size that is known without
+        loading."""
         yield from ()
 
     def variables(self) -> Iterator[tuple[str, str]]:
-        """Environment variables that it needs, each with who asks for it."""
+        """Yield each environment variable that the reward needs, with a description of what needs it."""
         yield from ()
 
     def keys_sent(self) -> Iterator[tuple[str, str]]:
-        """The environment variables of keys that it sends, each with the URL of the server."""
+        """Yield each environment variable that holds a key which the reward sends to a server, with the URL of that server."""
         yield from ()
 
     @classmethod
     def from_word(cls, argument: str) -> Json:
-        """The value of the ``shorthand`` key, from what a command line has after the colon. ValueError: not a value of that key."""
+        """The value of the ``shorthand`` key, from the text after the colon on a command line. Raises ValueError for an invalid
+        text."""
         return argument
 
 
 class NoReward(RewardSection):
     """No reward, for a run that learns only from pairs of the data (``dpo`` with ``pairs: 'data'``). Evaluation then measures the
-    share of held-out pairs in the right order, and the only images it makes are those of ``samples``."""
+    share of held-out pairs that are ordered correctly, and makes only the images of ``samples``."""
 
     kind: Literal["none"] = "none"
 
@@ -186,23 +196,23 @@ class NoReward(RewardSection):
 
 
 class ModelReward(RewardSection):
-    """A reward by one model that runs in this process."""
+    """Base class of rewards with one model that runs in this process."""
 
     path: PathText
-    """Folder of the weights, or their id in the Hugging Face cache; nothing is downloaded."""
+    """Folder of the weights, or a model id in the Hugging Face cache; nothing is downloaded."""
     device: Device = None
-    """Where the model runs; null takes the run's device."""
+    """Device of the model; null uses the run's device for rewards."""
 
     shorthand: ClassVar[str | None] = "path"
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model."""
+        """Yield the model at ``path``."""
         yield LoadedModel(self.path, "float32", self.device)
 
 
 def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples as this reward may see them: without the policy's text, unless it ``reads_completions``, so that no policy can
-    talk to its judge."""
+    """The samples without the text that the policy wrote, unless the reward declares ``reads_completions``. So a policy cannot
+    address its judge."""
     if getattr(reward, "reads_completions", False):
         return list(samples)
     return [sample if sample.completion is None else Sample(sample.task, sample.image) for sample in samples]
@@ -211,14 +221,14 @@ def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
 def source_image(task: Task) -> Image:
     """The first source image. Raises ValueError if the task has none."""
     if not task.images:
-        raise ValueError(f"task {task.id!r} has no source image, with which this reward compares")
+        raise ValueError(f"task {task.id!r} has no source image, but this reward compares with it")
     return task.images[0]
 
 
 def completion_of(sample: Sample) -> str:
     """The text that the policy wrote. Raises ValueError if there is none."""
     if sample.completion is None:
-        raise ValueError(f"task {sample.task.id!r} has no completion, which this reward scores; it is for policies that write text")
+        raise ValueError(f"task {sample.task.id!r} has no completion to score; use this reward with a policy that writes text")
     return sample.completion
 
 

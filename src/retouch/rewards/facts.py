@@ -1,4 +1,4 @@
-"""What a reward and the rest of a run tell each other: small records, without the recipe and without torch."""
+"""Small records that a reward and the rest of a run exchange. They depend neither on the recipe nor on torch."""
 
 import os
 from collections.abc import Iterator
@@ -18,22 +18,24 @@ def _address(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("give an address as http://host:port/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError("give the address alone, without a user, a key or a query in it")
+        raise ValueError("give the address without a user, a password, a query or a fragment")
     return url.rstrip("/")
 
 
 Address: TypeAlias = Annotated[str, AfterValidator(_address)]
-"""A server's address, without a key in it."""
+"""The URL of a server, without a key in it."""
 Device: TypeAlias = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] | None
-"""Where a reward's own model runs; None for the device that the run gives to rewards."""
+"""The device of a reward's model; None for the run's device for rewards."""
 PathText: TypeAlias = Annotated[str, BeforeValidator(_text)]
-"""A path or a Hugging Face id; Python may give a ``Path``."""
+"""A path or a Hugging Face id; in Python, a ``pathlib.Path`` is accepted too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFacts:
-    """What a reward may need to know about a training phase: ``rows`` samples a step, in groups of ``group_size``, of which
-    ``chunk`` are sampled and scored at once."""
+    """Facts about a training phase that a reward may need.
+
+    ``rows``: samples per step. ``group_size``: samples per group. ``chunk``: samples that are rolled out and scored at once.
+    """
 
     rows: int
     group_size: int
@@ -42,10 +44,10 @@ class PhaseFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What a reward may need to know about the run that it scores.
+    """Facts about a run that a reward may need.
 
     ``writes_text``: the policy is a language model. ``trained_columns``: the full names of the columns that ``combine`` uses, None
-    where they are not known yet. ``eval_column``: the column that evaluation reports, None for the combined reward.
+    if they are not known yet. ``eval_column``: the column that evaluation reports, None for the combined reward.
     """
 
     writes_text: bool
@@ -56,7 +58,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskFacts:
-    """What a reward may need to know about the tasks of a data section. ``path``: of the section in the recipe, ``data`` say."""
+    """Facts about the tasks of a data section that a reward may need. ``path``: the section's path in the recipe, e.g. ``data``."""
 
     path: str
     kind: str
@@ -66,8 +68,8 @@ class TaskFacts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that a reward loads into the run's own process. ``path``: its folder or Hugging Face id. ``device``: None for the
-    device that the run gives to rewards."""
+    """A model that a reward loads into the process of the run. ``path``: its folder or Hugging Face id. ``device``: None for the
+    run's device for rewards."""
 
     path: str
     dtype: str
@@ -75,13 +77,13 @@ class LoadedModel:
 
 
 def whole_group_problems(run: RunFacts, *, column: str, reward: str) -> Iterator[str]:
-    """A line for each place where a run does not give whole groups to a reward that compares the images of a task.
+    """Yield one line for each setting that does not give whole groups to a reward that compares the images of a task.
 
-    ``column``: the full name of its column. ``reward``: what messages call it.
+    ``column``: the full name of the reward's column. ``reward``: the name of the reward in messages.
     """
     if run.trained_columns is not None and column in run.trained_columns and run.eval_column is None:
-        yield f"eval.column: {reward} compares images of one task, of which evaluation has one; name another column"
+        yield f"eval.column: {reward} compares the images of a task, but evaluation makes one image per task; name another column"
     for phase in run.phases:
         if phase.chunk < phase.rows and phase.chunk % phase.group_size:
             split = f"{phase.chunk} splits groups of {phase.group_size}"
-            yield f"rollout.chunk: {split}, which {reward} compares whole; use a multiple"
+            yield f"rollout.chunk: {split}, but {reward} compares whole groups; use a multiple of the group size"

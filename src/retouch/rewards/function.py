@@ -1,4 +1,4 @@
-"""A plain Python function as a reward, with the arguments that TRL gives to its reward functions."""
+"""A Python function as a reward, called with keyword arguments as TRL calls its reward functions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ RewardFunction: TypeAlias = Callable[..., Iterable[float | None]]
 F = TypeVar("F", bound=RewardFunction)
 
 UNBOUNDED = 1e9
-"""End of the range of a function that declares none."""
+"""Upper end of the range of a function without a declared range; the lower end is its negative."""
 OWN_ARGUMENTS = ("images", "prompts", "sources", "completions", "targets", "masks", "texts", "tasks")
-"""What every function may name; any other name is a column of the data set."""
+"""The arguments that each function may have; an argument with another name is a column of the data set."""
 _DECLARED = "__retouch_reward__"
 
 
@@ -33,17 +33,17 @@ class DeclaredRange(Section):
     """The range of a function's scores."""
 
     low: float
-    """Lowest score, which an unusable sample gets."""
+    """Lowest score."""
     high: float
     """Highest score."""
     higher_is_better: bool = True
-    """Whether a high score is good."""
+    """Whether a higher score is better. A sample without an image gets the worst score."""
 
 
 def reward(*, low: float, high: float, higher_is_better: bool = True, completions: bool = False) -> Callable[[F], F]:
-    """Declare the range of a reward function, so that a score outside of it is an error and not a silent mistake.
+    """Declare the range of a reward function, so that a score outside of the range raises an error.
 
-    ``completions``: the function may see the text that the policy wrote. Raises ValueError if the range is empty or infinite.
+    ``completions``: the function receives the text that the policy wrote. Raises ValueError if the range is empty or infinite.
 
     Example::
 
@@ -52,7 +52,7 @@ def reward(*, low: float, high: float, higher_is_better: bool = True, completion
         ...     return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
     """
     if not -math.inf < low < high < math.inf:
-        raise ValueError(f"a reward from {low} to {high}: give finite numbers with low < high")
+        raise ValueError(f"a reward with the range {low} to {high}: give finite numbers with low < high")
 
     def declare(function: F) -> F:
         setattr(function, _DECLARED, (DeclaredRange(low=low, high=high, higher_is_better=higher_is_better), completions))
@@ -63,14 +63,15 @@ def reward(*, low: float, high: float, higher_is_better: bool = True, completion
 
 @dataclass
 class LiveFunction:
-    """A reward function of this process, with the lowest and the highest score that it returned; None before the first."""
+    """A reward function of this process, with the lowest and the highest score that it has returned (None before the first
+    call)."""
 
     function: RewardFunction
     low: float | None = None
     high: float | None = None
 
     def score(self, samples: Sequence[Sample], name: str) -> list[float]:
-        """One score per sample, NaN where there is none. Raises ValueError as ``FunctionReward`` does."""
+        """One score per sample, NaN if the function returned None or NaN. Raises the errors of ``FunctionReward.__call__``."""
         returned = self.function(**arguments(self.function, samples, name=name))
         scores = _numbers(returned, len(samples), name)
         known = [score for score in scores if not math.isnan(score)]
@@ -80,29 +81,29 @@ class LiveFunction:
 
 
 class FunctionReward(RewardSection):
-    """A Python function of this process. It has one column, with the function's name.
+    """A Python function of this process as a reward. It has one column, which has the name of the function.
 
     Example::
 
-        >>> retouch.rewards.FunctionReward.of(brightness).name  # what a Trainer makes of a function
+        >>> retouch.rewards.FunctionReward.of(brightness).name  # a Trainer makes this of a function
         'brightness'
     """
 
     kind: Literal["function"] = "function"
     name_: str = Field(alias="name", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
-    """The function's name, which is also its column's."""
+    """The name of the function and of its column."""
     source: str
-    """SHA-256 of its source code, 16 hexadecimal digits; of its qualified name if the source is not known."""
+    """16 hexadecimal digits of the SHA-256 of the function's source code, or of its qualified name if the source is not known."""
     range: DeclaredRange | None = None
-    """The range of its scores; null if it declares none."""
+    """The declared range of the scores; null if the function declares none."""
     sees_completions: bool = False
-    """Whether it reads the text that the policy wrote."""
+    """Whether the function receives the text that the policy wrote."""
 
     _live: LiveFunction | None = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, function: RewardFunction) -> FunctionReward:
-        """The reward of a function. Raises ValueError for something that cannot be called by keyword."""
+        """Make the reward of a function. Raises ValueError if the object cannot be called with keyword arguments."""
         name = reward_name(function)
         declared, completions = getattr(function, _DECLARED, (None, False))
         takes = _parameters(function, name)
@@ -117,47 +118,48 @@ class FunctionReward(RewardSection):
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """The name of the function."""
         return self.name_
 
     @property
     def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
-        """One column; without a declared range its ends are -1e9 and 1e9."""
+        """One column; its range is -1e9 to 1e9 if the function declares none."""
         given = self.range or DeclaredRange(low=-UNBOUNDED, high=UNBOUNDED)
         return {self.name: Column(given.low, given.high, higher_is_better=given.higher_is_better)}
 
     @property
     def reads_completions(self) -> bool:  # type: ignore[override]
-        """Whether it reads the text that the policy wrote."""
+        """Whether the function receives the text that the policy wrote."""
         return self.sees_completions
 
     @property
     def fingerprint(self) -> str:
-        """Its name and the hash of its source."""
+        """The name of the function and the hash of its source."""
         return self.live_name
 
     @property
     def live_name(self) -> str:
-        """The function's name among the live objects of a run."""
+        """The name of the function in the table of live objects of a run."""
         return f"{self.name}:{self.source}"
 
     def load(self, device: torch.device | str) -> LiveFunction:
-        """The function. Raises ValueError if it is not in this process."""
+        """Return the function. Raises ValueError if it does not exist in this process."""
         found: LiveFunction = self._live or live_object(self.live_name, key="reward")
         return found
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32; NaN where the function returned None or NaN. Raises ValueError for another number of scores,
-        for what is no number, and for a column that the data set does not have."""
+        """The column, (b,), float32; NaN if the function returned None or NaN for a sample. Raises ValueError for a wrong number of
+        scores, for a score that is not a finite number, and for an argument that is no column of the data set."""
         import torch
 
         return {self.name: torch.tensor(self.model.score(samples, self.name), dtype=torch.float32)}
 
 
 def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str) -> dict[str, list[Any]]:
-    """The keyword arguments that the function names, one entry per sample; all of them if it takes ``**kwargs``.
+    """The keyword arguments for a call of the function, each a list with one entry per sample; all of them if it takes
+    ``**kwargs``.
 
-    Raises ValueError for a name that is neither one of ours nor a column of the data set.
+    Raises ValueError for an argument without a default that is neither in ``OWN_ARGUMENTS`` nor a column of the data set.
     """
     takes = _parameters(function, name)
     own: dict[str, list[Any]] = {
@@ -180,8 +182,8 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
             given[key] = _column(samples, key)
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"reward function {name} asks for {key!r}, which the data set does not have; its columns are "
-                f"{', '.join(columns) or '(none)'}, and every function may ask for {', '.join(OWN_ARGUMENTS)}"
+                f"reward function {name} has the argument {key!r}, but the data set has no such column; its columns are "
+                f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
             )
     if everything:
         given |= {column: _column(samples, column) for column in columns if column not in given}
@@ -189,15 +191,15 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
 
 
 def reward_name(function: object) -> str:
-    """The name of a function's column: its ``__name__``, or its class's name.
+    """The name of a function's column: its ``__name__``, or the name of its class.
 
-    Raises ValueError for an object that cannot be called, and for a lambda, whose name says nothing.
+    Raises ValueError for an object that cannot be called, and for a lambda, because a lambda has no name.
     """
     if not callable(function):
         raise ValueError(f"reward_funcs: {function!r:.60} cannot be called; give a function, a reward object or a reward's name")
     name = getattr(function, "__name__", None) or type(function).__name__
     if name == "<lambda>":
-        raise ValueError("reward_funcs: a lambda has no name for its column; write it as a function with `def`")
+        raise ValueError("reward_funcs: a lambda has no name for its column; define the function with `def`")
     return str(name)
 
 
@@ -205,7 +207,7 @@ def _parameters(function: RewardFunction, name: str) -> Mapping[str, inspect.Par
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind is parameter.VAR_POSITIONAL:
-            raise ValueError(f"reward function {name}: its arguments are given by name, so {parameter.name} cannot be positional")
+            raise ValueError(f"reward function {name}: arguments are given by keyword, so {parameter.name} cannot be positional")
     return parameters
 
 

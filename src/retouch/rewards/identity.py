@@ -1,4 +1,4 @@
-"""A reward's fingerprint: it changes when the reward could score differently, so that a resumed run can tell."""
+"""The fingerprint of a reward: it changes if the scores may change, so that a resumed run can detect another reward."""
 
 import hashlib
 import inspect
@@ -15,9 +15,9 @@ from retouch.types import Json
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A reward that scores by more than its class and columns say: a rubric in a file, the weights of a model, its arguments.
+    """A reward whose scores depend on more than its class and columns: a rubric in a file, the weights of a model, its arguments.
 
-    Addresses are not part of it: the same judge at another URL is the same judge.
+    The fingerprint contains no URL: the same judge at another URL is the same judge.
     """
 
     @property
@@ -26,17 +26,18 @@ class Fingerprinted(Protocol):
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """A reward that returns the scores of another one, such as a cache."""
+    """A reward that returns the scores of the reward that it wraps, for example a cache."""
 
     @property
     def wrapped(self) -> Reward: ...
 
 
 def describe(reward: Reward) -> dict[str, Json]:
-    """What the reward scores by, as JSON: what computes the scores, its columns, and its own ``fingerprint`` or else its arguments.
+    """A description of everything that decides the scores, as JSON: the code, the columns, and the ``fingerprint`` of the reward
+    or, if it has none, its arguments.
 
-    A reward of this package is named by its kind and its ``version``, so it may move within the package. Any other class is named
-    by its path and a hash of its module's source.
+    A reward of this package is described by its kind and its ``version``, so its module may move. Any other class is described by
+    its path and a hash of its module's source.
     """
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
@@ -55,9 +56,9 @@ def describe(reward: Reward) -> dict[str, Json]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each difference between two descriptions of a reward. None if both score alike.
+    """Yield one line for each difference between two descriptions of a reward; nothing if both describe the same scores.
 
-    Earlier releases named their own rewards by class and source, and did not describe arguments; these are not compared.
+    Earlier releases described the rewards of this package by class and source, and without arguments; these are not compared.
     """
     earlier = str(before.get("class", "")).startswith("retouch.") and "kind" in now
     for key in ("columns", "own") if earlier else now:
@@ -74,7 +75,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _parts(own: object) -> dict[str, Any] | None:
-    """The descriptions that the fingerprint of a ``CompositeReward`` consists of; None for any other fingerprint."""
+    """The descriptions inside the fingerprint of a ``CompositeReward``, by name; None for any other fingerprint."""
     if not isinstance(own, str) or not own.startswith("{"):
         return None
     try:
@@ -85,7 +86,7 @@ def _parts(own: object) -> dict[str, Any] | None:
 
 
 def fingerprint(reward: Reward) -> str:
-    """16 hexadecimal digits of the SHA-256 of ``describe``."""
+    """16 hexadecimal digits of the SHA-256 of ``describe(reward)``."""
     return short(describe(reward))
 
 

@@ -1,4 +1,4 @@
-"""The reward of kind ``import`` for classes that do not derive from ``RewardSection``: any class with ``columns`` and a call."""
+"""The kind ``import`` for classes that do not derive from ``RewardSection``: any class with ``columns`` and ``__call__``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class ImportedReward(RewardSection):
-    """A reward of your own: any class with ``columns`` and a call (``retouch.protocols.Reward``). ``args`` of a class that derives
-    from ``RewardSection`` are its fields, and are checked when the recipe is read.
+    """A reward of your own: any class with ``columns`` and ``__call__`` (``retouch.protocols.Reward``). If the class derives from
+    ``RewardSection``, ``args`` are its fields, and are checked when the recipe is read.
 
     Example::
 
@@ -32,12 +32,13 @@ class ImportedReward(RewardSection):
 
     kind: Literal["import"] = "import"
     class_: ClassPath = Field(alias="class")
-    """The class, as ``package.module:Class``; or a function, which is given what ``retouch.reward`` describes."""
+    """The class, as ``package.module:Class``; or a function, as ``package.module:function``, which is called as a reward
+    function."""
     args: dict[str, JsonValue] = Field(default={})
-    """Keyword arguments of its constructor."""
+    """Keyword arguments of the constructor."""
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """None: the class is not imported yet."""
+        """Return None, because the class is not imported yet."""
         return None
 
     def build(
@@ -47,9 +48,10 @@ class ImportedReward(RewardSection):
         clients: JudgeClients | None = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """The user's class with ``args``, and with ``device`` where its constructor takes one; or the user's function as a reward.
+        """Construct the user's class with ``args``, and with ``device`` if its constructor takes one; or make a reward of the
+        function.
 
-        ValueError: no such class, or one without ``columns`` or that cannot be called with samples; it is not instantiated then.
+        Raises ValueError if the class does not exist, or has no ``columns`` or no ``__call__``; it is not instantiated then.
         """
         import torch
 
@@ -57,10 +59,10 @@ class ImportedReward(RewardSection):
             from retouch.rewards.function import FunctionReward
 
             if self.args:
-                raise ValueError(f"{self.class_} is a function, which takes no args; write a class, or a function without them")
+                raise ValueError(f"{self.class_} is a function, so args must be empty; remove args, or write a class")
             return keep(FunctionReward.of(function))
         members = ("columns", "__call__")
         made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
         if not isinstance(made, Reward):
-            raise ValueError(f"{self.class_} is no reward: it needs `columns` and to be callable with samples")
+            raise ValueError(f"{self.class_} is not a reward: it needs `columns` and `__call__(samples)`")
         return keep(made)

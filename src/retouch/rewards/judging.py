@@ -1,6 +1,6 @@
-"""From samples to rewards: run the reward, check its scores, record them, and combine them into one number per sample.
+"""Score the samples of a run: call the reward, check its scores, record them, and combine them into one number per sample.
 
-A sample has one of three outcomes: a number, the worst score (the policy made no image), or NaN (it could not be judged).
+Each sample gets a number, the worst score (the policy made no image), or NaN (it could not be judged).
 """
 
 import time
@@ -38,7 +38,7 @@ class ScoredBatch:
 
     @classmethod
     def concat(cls, parts: "Sequence[ScoredBatch]") -> "ScoredBatch":
-        """The rows of the parts, in order."""
+        """Concatenate the rows of the parts, in order."""
         return cls(
             {name: torch.cat([part.scores[name] for part in parts]) for name in parts[0].scores},
             torch.cat([part.rewards for part in parts]),
@@ -52,17 +52,19 @@ BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch
 class RewardScorer:
     """A reward together with the combination of its columns: a weighted sum or a formula (``combine/combination.py``).
 
-    Columns that ``combine`` does not name are logged only. A sample without an image is never passed to the reward: each of its
-    columns scores the worst (NaN for a diagnostic), and the combination its lowest value. A reward without columns (``NoReward``)
-    has an empty combination, and nothing is scored with it.
+    Columns that ``combine`` does not name are only logged. A sample without an image is never passed to the reward: it gets the
+    worst value of each column (NaN for a diagnostic) and the lowest value of the combination. A reward without columns
+    (``NoReward``) has an empty combination and scores nothing.
 
-    Calling a scorer scores samples on the caller's thread. ``submit`` scores them in the background, in three stages that overlap:
+    A call of the scorer scores samples on the caller's thread. ``submit`` scores them in the background, in three stages that
+    overlap:
 
-    1. Start: one thread looks the samples up in the ``journal``, if there is one, and passes the others to the rewards.
-    2. Score: an ``AsyncReward`` gets each batch at once, however many are in progress. Any other reward has a thread of its own,
-       which scores batch after batch in order. The rewards of a ``CompositeReward`` run at the same time; on the GPU ``device``
-       each has a stream of its own.
-    3. Finish: one thread waits for the rewards, checks, records and combines their scores, batch after batch in order.
+    1. Start: one thread looks up the samples in the ``journal``, if there is one, and passes those that are not in it to the
+       rewards.
+    2. Score: an ``AsyncReward`` receives each batch at once, even if other batches are in progress. Each other reward has its own
+       thread, which scores one batch after the other, in order. The rewards of a ``CompositeReward`` run at the same time; if
+       ``device`` is a GPU, each has its own CUDA stream.
+    3. Finish: one thread waits for the rewards, and checks, records and combines their scores, one batch after the other, in order.
 
     Raises ValueError if ``combine`` does not fit the reward's columns.
     """
@@ -71,7 +73,7 @@ class RewardScorer:
         self.reward = reward
         self.combination = combination(combine, reward.columns) if reward.columns else NO_COMBINATION
         self.journal: Journal | None = None
-        # The rewards of a composite by name; any other reward alone, under the empty name.
+        # The rewards of a composite by name; a single reward has the empty name.
         self._parts: Mapping[str, Reward] = reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
         waiting = [name for name, part in self._parts.items() if not isinstance(part, AsyncReward)]
         self._starting = WorkerThread("judge-start")
@@ -80,17 +82,18 @@ class RewardScorer:
         self._last_scored = 0.0
 
     def __call__(self, samples: Sequence[Sample]) -> ScoredBatch:
-        """Score now, on this thread, without the journal."""
+        """Score the samples on the caller's thread, without the journal."""
         return self._combined(samples, scores_of(self.reward, samples))
 
     def submit(self, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
-        """Score in the background, without the journal. The future raises what a reward raises, or ValueError for wrong scores."""
+        """Score the samples in the background, without the journal. The future raises the error of a reward, or ValueError for
+        wrong scores."""
         return self._submit(samples, rows=None)
 
     def for_split(self, split: Split, step: int | None = None) -> BatchScorer:
-        """A function of (batch, samples) that scores in the background and uses the journal, if there is one.
+        """Return a function of (batch, samples) that scores in the background and uses the journal, if there is one.
 
-        Scores in the journal are used again, missing ones included, so that a resumed run repeats the same bits. New scores are on
+        Scores from the journal are used again, also missing ones, so that a resumed run repeats the same bits. New scores are on
         the disk before the future returns them. ``step``: completed steps of the run, by default ``batch.step``.
         """
 
@@ -102,15 +105,16 @@ class RewardScorer:
         return judge
 
     def forget_missing(self, split: Split, step: int, *, column: str | None = None) -> None:
-        """Score samples of a split and step again, the next time, if they miss a combined column or ``column``."""
+        """Remove the samples of a split and step from the journal if a combined column or ``column`` is missing, so that they are
+        scored again the next time."""
         if self.journal is not None:
             wanted = [*self.combination.columns, *([] if column is None else [column])]
             self.journal.forget_missing(wanted, split=split, step=step)
 
     def close(self) -> None:
-        """Cancel the batches that no reward has started, wait for the others, end the threads and close the reward.
+        """Cancel the batches that no reward has started, wait for the other batches, end the threads and close the reward.
 
-        A reward that does not answer within ``CLOSE_SECONDS`` is left behind, and not closed.
+        A reward that does not answer within ``CLOSE_SECONDS`` is abandoned and not closed.
         """
         if close_all([self._starting, *self._scoring.values(), self._finishing], seconds=CLOSE_SECONDS):
             closing = WorkerThread("judge-close")
@@ -135,7 +139,8 @@ class RewardScorer:
         return _Started(found, scores, new, self._ask([samples[index] for index in new]), time.monotonic())
 
     def _ask(self, samples: Sequence[Sample]) -> "dict[str, Future[Scores]]":
-        """Pass the samples that have an image to every reward; an empty dictionary if there are none."""
+        """Pass the samples that have an image to each reward. Returns the futures by reward; an empty dictionary if no sample has
+        one."""
         drawn = with_images(samples)
         asked: dict[str, Future[Scores]] = {}
         for name, part in self._parts.items() if drawn else ():
@@ -169,8 +174,11 @@ class RewardScorer:
 
 
 class _Started(NamedTuple):
-    """``rows``: the samples' journal rows, None without a journal. ``scores``: those of the journal, NaN elsewhere. ``new``: the
-    indices of the other samples, and ``asked``: the futures of their scores by reward. ``began``: a time of ``time.monotonic``.
+    """A batch whose scoring has started.
+
+    ``rows``: the journal rows of the samples, None without a journal. ``scores``: the scores from the journal, NaN for samples that
+    are not in it. ``new``: the indices of those samples. ``asked``: the futures of their scores, by reward. ``began``: the time of
+    ``time.monotonic`` at the start.
     """
 
     rows: list[JournalRow] | None

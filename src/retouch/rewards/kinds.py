@@ -1,6 +1,6 @@
-"""All kinds of rewards: those of ``parts.py``, several of them at once, and one of them with calibrated scores.
+"""All kinds of rewards: the single rewards of ``parts.py``, ``several`` rewards, and a ``calibrated`` reward.
 
-A package of yours adds a kind by an entry point ``reward.NAME`` of the group ``retouch.plugins``; its class derives from
+A package of your own adds a kind with an entry point ``reward.NAME`` in the group ``retouch.plugins``; its class derives from
 ``retouch.rewards.base.RewardSection``.
 """
 
@@ -19,7 +19,7 @@ _TABLE = {
 KINDS = Kinds("reward", _TABLE)
 
 AnyReward: TypeAlias = Annotated[RewardSection, KINDS]
-"""A reward of any kind, as the type of a field."""
+"""Type of a field that contains a reward of any kind."""
 
 RunReward: TypeAlias = Annotated[RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"})]
-"""The reward of a run, which may have none."""
+"""Type of the ``reward`` field of a run: a reward of any kind, or ``none``."""

@@ -1,4 +1,4 @@
-"""Rewards without a run: ``retouch.rewards.load("clip")(images, prompts=prompts)``."""
+"""Score images without a run: ``retouch.rewards.load("clip")(images, prompts=prompts)``."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class LoadedReward:
-    """A reward that is ready to score lists of images. ``close`` it if it holds connections, or use it in a ``with`` block."""
+    """A reward that is ready to score lists of images. Call ``close`` if it holds connections, or use it in a ``with`` block."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """Every score that a call returns, with its range."""
+        """Each score that a call returns, with its range."""
         return self.reward.columns
 
     def close(self) -> None:
-        """Release what it holds, such as connections."""
+        """Close the connections and threads of the reward, if it has any."""
         from retouch.rewards.base import close
 
         close(self.reward)
@@ -49,11 +49,11 @@ class LoadedReward:
         texts: Sequence[str] | None = None,
         completions: Sequence[str] | None = None,
     ) -> dict[str, list[float]]:
-        """Each column: one score per image, NaN if an image could not be judged.
+        """The scores of the images: for each column one score per image, NaN if an image could not be judged.
 
-        ``prompts``: one per image, or one for all. ``sources``: the images that were edited. ``texts``: what each image should
-        show. ``completions``: what a policy wrote. Raises ValueError if a list has another length than ``images``, or if the reward
-        needs something that is not given.
+        ``prompts``: one per image, or one for all images. ``sources``: the images that were edited. ``texts``: the text that each
+        image should show. ``completions``: the texts that a policy wrote. Raises ValueError if the length of a list differs from
+        the length of ``images``, or if the reward needs an argument that is not given.
 
         Example::
 
@@ -72,7 +72,7 @@ class LoadedReward:
         }
         for name, values in lists.items():
             if values is not None and len(values) != count:
-                raise ValueError(f"{name}: {len(values)} for {count} images; give one per image")
+                raise ValueError(f"{name} has length {len(values)}, but there are {count} images; give one per image")
         columns: dict[str, Any] = {name: [None] * count if values is None else list(values) for name, values in lists.items()}
         samples = [
             Sample(
@@ -97,13 +97,13 @@ def _require_rgb(name: str, images: Sequence[Any]) -> None:
     for row, image in enumerate(images):
         mode = getattr(image, "mode", None)
         if not isinstance(mode, str):
-            raise ValueError(f"{name}[{row}]: a {type(image).__name__}; give PIL images")
+            raise ValueError(f"{name}[{row}] is of type {type(image).__name__}; give PIL images")
         if mode != "RGB":
-            raise ValueError(f"{name}[{row}]: an image of mode {mode}; rewards read RGB: give image.convert('RGB')")
+            raise ValueError(f"{name}[{row}] has mode {mode}, but rewards read RGB images; give image.convert('RGB')")
 
 
 def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:
-    """The reward of a kind, with its model loaded. ``keys``: the keys of its section in a recipe.
+    """Load the reward of a kind, with its model. ``keys``: the keys of its section in a recipe.
 
     Raises ValueError for an unknown kind, a wrong key, or weights that are not on this machine.
 

@@ -1,6 +1,6 @@
-"""All kinds of rewards but ``several`` and ``calibrated``, which contain others; one line each.
+"""The kinds of single rewards, one line each; ``several`` and ``calibrated``, which contain other rewards, are in ``kinds.py``.
 
-A recipe imports the class of a kind when it names it.
+The class of a kind is imported when a recipe names the kind.
 """
 
 from retouch.config.kinds import Kinds

@@ -1,4 +1,4 @@
-"""One call of a reward: the samples that it sees, and the checks that its scores must pass."""
+"""A single call of a reward: the samples that the reward receives, and the checks of its scores."""
 
 import inspect
 import math
@@ -31,11 +31,11 @@ def score(
     completion: str | None = None,
     meta: Mapping[str, Json] | None = None,
 ) -> dict[str, float]:
-    """The columns of one image, without building a task: a number each, NaN if it could not be judged or does not apply.
+    """Score one image without building a task: one number per column, NaN if the column could not be judged or does not apply.
 
-    ``source``: the image or images that were edited. ``mask``: white where the image was to change. ``text``: what should be
-    written in the image. ``completion``: what the policy wrote, for rewards of text. Raises ValueError if the reward needs
-    something that is not given, or returns other columns than it declares.
+    ``source``: the image or images that were edited. ``mask``: white where the image should change. ``text``: the text that the
+    image should show. ``completion``: the text that the policy wrote, for rewards that score text. Raises ValueError if the reward
+    needs an argument that is not given, or returns other columns than it declares.
 
     Example::
 
@@ -48,19 +48,20 @@ def score(
 
 
 def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:
-    """Every column that the reward declares, (b,), float32, on this thread; a sample without an image scores each column's worst.
+    """Score samples on the caller's thread: each declared column, (b,), float32. A sample without an image gets the worst value of
+    each column, and NaN for a diagnostic.
 
-    ValueError as ``checked`` raises it.
+    Raises the errors of ``checked``.
     """
     drawn = with_images(samples)
     return checked(reward, samples, call_reward(reward, visible_samples(reward, drawn)) if drawn else {})
 
 
 def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Scores:
-    """What the reward returns for the samples. ``name``: the reward's own in a recipe, for messages.
+    """Call the reward with the samples. ``name``: the name of the reward in the recipe, for messages.
 
-    A reward of the user's own with one column may return a list of numbers, None where there is none. ValueError: it raised an
-    error; the message has its file and line, and the sample.
+    A reward from outside this package with one column may return a list of numbers, with None for a missing score. If such a
+    reward raises an error, ValueError is raised with the file and line of the error, and the sample.
     """
     if not _is_own(reward):
         return reward(samples)
@@ -80,7 +81,7 @@ def _is_own(reward: object) -> bool:
 
 
 def _label(reward: object, name: str) -> str:
-    """The reward in messages: its name in the recipe, its class, and where that is written."""
+    """The reward as messages name it: its name in the recipe, its class, and the file and line of the class."""
     if getattr(reward, "kind", None) == "function":
         return f"reward function {getattr(reward, 'name', name)}"
     made_by = type(reward)
@@ -92,7 +93,7 @@ def _label(reward: object, name: str) -> str:
 
 
 def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException]) -> str:
-    """Which of the samples it is, found by calling the reward with one at a time."""
+    """Describe the sample that makes the reward fail, found by calling the reward with one sample at a time."""
     for sample in samples[:_TRIED] if len(samples) > 1 else ():
         try:
             reward([sample])
@@ -102,7 +103,7 @@ def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException
             return f"sample: task {sample.task.id!r}, instruction {sample.task.instruction!r:.80}"
     if len(samples) == 1:
         return f"sample: task {samples[0].task.id!r}, instruction {samples[0].task.instruction!r:.80}"
-    return f"with {len(samples)} samples at once, not with one of the first {_TRIED} alone"
+    return f"the error occurs with {len(samples)} samples at once, but with none of the first {_TRIED} samples alone"
 
 
 def _as_scores(reward: Reward, returned: object, name: str) -> Scores:
@@ -118,15 +119,15 @@ def _as_scores(reward: Reward, returned: object, name: str) -> Scores:
 
 
 def with_images(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples that a reward is called with: those for which the policy made an image."""
+    """The samples for which the policy made an image; a reward is called only with these."""
     return [sample for sample in samples if sample.image is not None]
 
 
 def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scores:
-    """The declared columns of all samples, (b,), float32, from what the reward ``returned`` for ``with_images(samples)``.
+    """The declared columns of all samples, (b,), float32, from the scores ``returned`` by the reward for ``with_images(samples)``.
 
-    A sample without an image scores each column's worst, and NaN for a diagnostic. ValueError: a declared column is not there, has
-    another shape, or a value that is infinite or outside its declared range.
+    A sample without an image gets the worst value of each column, and NaN for a diagnostic. Raises ValueError if a declared column
+    is missing, has a wrong shape, or has a value that is infinite or outside its declared range.
     """
     drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
     count = int(drawn.sum())
@@ -150,20 +151,20 @@ def _checked_column(name: str, column: Column, returned: Scores, samples: Sequen
     count = len(samples)
     if name not in returned:
         raise ValueError(
-            f"the reward declares the column {name!r} and did not return it; it returned {', '.join(returned) or 'nothing'}"
+            f"the reward declares the column {name!r} but did not return it; it returned {', '.join(returned) or 'nothing'}"
         )
     values = torch.as_tensor(returned[name], dtype=torch.float32).detach().cpu()
     if values.shape != (count,):
         raise ValueError(
-            f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
+            f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one per sample, NaN if missing"
         )
     outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high) & values.isfinite())
     if outside.any():
         wrong, task = values[outside][0].item(), samples[int(outside.nonzero()[0])].task.id
         if math.isinf(wrong) and column.low <= wrong <= column.high:
-            raise ValueError(f"column {name!r} gave {wrong}; return a finite score, or NaN where there is none (task {task!r})")
+            raise ValueError(f"column {name!r} is {wrong}; return a finite score, or NaN if it is missing (task {task!r})")
         raise ValueError(
-            f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range "
+            f"column {name!r} is {wrong}, outside its declared range {column.low} to {column.high}; declare the true range "
             f"(task {task!r})"
         )
     return values

@@ -1,4 +1,4 @@
-"""The weights of a reward's model on this machine. Nothing is downloaded here; only safetensors and JSON are read."""
+"""Find the weights of a reward's model on this machine. Nothing is downloaded; only safetensors and JSON are read."""
 
 import hashlib
 from pathlib import Path
@@ -7,9 +7,10 @@ _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 
 
 def weights_folder(path: str | Path) -> Path:
-    """The folder of that name, or the Hugging Face cache's copy of that id.
+    """The folder ``path``, or the folder of the model id ``path`` in the Hugging Face cache.
 
-    ValueError: neither is there (and how to get it), or it has no ``model.safetensors``.
+    Raises ValueError if neither exists (the message says how to get it), or if the folder has no ``config.json`` or no
+    ``model*.safetensors``.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -20,19 +21,19 @@ def weights_folder(path: str | Path) -> Path:
             folder = Path(snapshot_download(str(path), allow_patterns=list(_WANTED), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
             raise ValueError(
-                f"the weights of {path} are not on this machine: there is no such folder, and none in the Hugging Face cache; "
-                f"run `hf download {path}` where there is a network, or give the folder"
+                f"the weights of {path} are not on this machine: there is no such folder and no such id in the Hugging Face cache; "
+                f"run `hf download {path}` on a machine with a network, or give the folder"
             ) from None
     if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
         raise ValueError(
-            f"{folder} has no config.json with a model.safetensors; older models come as a pickle only, which is not read: "
-            "load it once with transformers where you trust it, and save_pretrained it"
+            f"{folder} has no config.json or no model.safetensors; pickle files of older models are not read: if you trust such a "
+            "file, load it once with transformers and save it with save_pretrained"
         )
     return folder
 
 
 def weights_digest(path: str | Path) -> str:
-    """16 hexadecimal digits over the contents of a folder's weights and settings, or of one file; independent of its path."""
+    """16 hexadecimal digits of a hash of the weights and settings in a folder, or of one file; independent of its path."""
     place = Path(path)
     files = sorted({file for pattern in _WANTED for file in place.glob(pattern)}) if place.is_dir() else [place]
     whole = hashlib.sha256()

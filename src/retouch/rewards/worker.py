@@ -1,4 +1,4 @@
-"""A thread that runs calls in order, and that a process can leave behind if a call never ends."""
+"""A thread that runs calls in order, and that a process can abandon if a call never ends."""
 
 import logging
 import queue
@@ -18,10 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 class SideStream:
-    """A second stream of a GPU, next to that of rollouts and updates, so that a judge on the same GPU need not wait for them.
+    """A second CUDA stream, so that a judge does not wait for the rollouts and updates on the same GPU.
 
-    The work in a ``with`` block runs on it, after all that the device was asked for when the block was first entered, such as the
-    loading of weights. Results are complete at the end of the block. It does nothing if ``device`` is no GPU.
+    The work in a ``with`` block runs on this stream, after all work that was submitted to the default stream before the first
+    block was entered, for example the loading of weights. Results are complete at the end of the block. Without a GPU as
+    ``device``, the block has no effect.
     """
 
     def __init__(self, device: "torch.device | str | None") -> None:
@@ -44,9 +45,9 @@ class SideStream:
 
 
 class WorkerThread:
-    """Like a ThreadPoolExecutor with one thread, except that neither ``close`` nor the end of the process waits for it for ever.
+    """A ThreadPoolExecutor with one thread, except that neither ``close`` nor the end of the process waits forever for the thread.
 
-    ``device``: a GPU on which its calls get a stream of their own (``SideStream``).
+    ``device``: the calls run on a separate stream of this GPU (``SideStream``).
     """
 
     def __init__(self, name: str, *, device: "torch.device | str | None" = None) -> None:
@@ -59,7 +60,8 @@ class WorkerThread:
         self._closed = False
 
     def submit(self, call: Callable[..., T], *args: Any) -> "Future[T]":
-        """The future of ``call(*args)``, which runs after all calls that were submitted before. RuntimeError after ``close``."""
+        """Run ``call(*args)`` after all calls that were submitted before, and return its future. Raises RuntimeError after
+        ``close``."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -71,8 +73,8 @@ class WorkerThread:
         return future
 
     def close(self, *, seconds: float) -> bool:
-        """Cancel the calls that have not begun, and wait for the one that runs. False: it did not end within that time, and the
-        thread is left behind."""
+        """Cancel the calls that have not begun, and wait up to ``seconds`` for the running call. Returns False if that call did not
+        end; the thread is then abandoned."""
         with self._lock:
             self._closed = True
             while not self._calls.empty():
@@ -96,7 +98,7 @@ class WorkerThread:
             try:
                 with self._side_stream():
                     result = call()
-            except BaseException as error:  # noqa: BLE001  (whoever waits for the future raises it)
+            except BaseException as error:  # noqa: BLE001  (the future raises it)
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -104,14 +106,15 @@ class WorkerThread:
 
 
 def close_all(threads: "list[WorkerThread]", *, seconds: float) -> bool:
-    """Close the threads, within this time in total. False, with a warning, if one of them had to be left behind."""
+    """Close the threads within ``seconds`` in total. Returns False and logs a warning if a thread was abandoned."""
     end = time.monotonic() + seconds
     ended = [thread.close(seconds=max(0.1, end - time.monotonic())) for thread in threads]
     if not all(ended):
-        _log.warning("a call of a reward has not ended and is left behind")
+        _log.warning("a call of a reward has not ended; its thread is abandoned")
     return all(ended)
 
 
 def has_abandoned_threads() -> bool:
-    """Whether this process left a thread behind. The interpreter's normal exit may then wait for it: leave with ``os._exit``."""
+    """Whether this process abandoned a thread. The normal exit of the interpreter may then wait for it, so exit with
+    ``os._exit``."""
     return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())

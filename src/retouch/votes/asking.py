@@ -1,6 +1,6 @@
-"""Which pair a voter sees next, and on which sides: random, but a function of the voter and of the votes so far.
+"""Choose the next pair of a voter, and the side of each image: pseudo-random, as a function of the voter and of the votes so far.
 
-So a page that is reloaded asks the same question again, and a vote that is taken back is asked for again.
+So a page that is reloaded asks the same question again, and the pair of a vote that was taken back is asked again.
 """
 
 import hashlib
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from retouch.rewards.votes.log import Vote, VotePair, Votes
 
 REPEAT_EVERY = 8
-"""New pairs between two hidden repeats."""
+"""Number of new pairs for each hidden repeat."""
 _LEAST_BETWEEN = 3
 _AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class NextPair:
-    """``exchanged``: the second image is on the left. ``repeat``: the voter has answered this pair before, on the other sides."""
+    """The next pair of a voter. ``exchanged``: the second image is on the left. ``repeat``: the voter has answered this pair
+    before, with exchanged sides."""
 
     pair: VotePair
     exchanged: bool
@@ -27,9 +28,9 @@ class NextPair:
 def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bool) -> NextPair | None:
     """The next pair for a voter; None if none is left.
 
-    ``shared``: one vote on a pair is enough, whoever gives it, and the pairs come in their order, as for a queue. Otherwise each
-    voter sees all pairs, in an order of their own. After ``REPEAT_EVERY`` pairs, one of the earlier ones comes again with its sides
-    exchanged, so that a voter who always takes one side contradicts the first answer.
+    ``shared``: one vote of any voter on a pair is enough, and a voter gets one of the first pairs without a vote, as in a queue.
+    Otherwise each voter sees all pairs, in a different order for each voter. After ``REPEAT_EVERY`` pairs, an earlier pair is asked
+    again with its sides exchanged, so that a voter who always chooses the same side contradicts the first answer.
     """
     known = {pair.id: pair for pair in pairs}
     own = [vote for vote in votes.votes if vote.voter == voter]
@@ -42,13 +43,13 @@ def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bo
     if again is not None and again.pair in known:
         pair = known[again.pair]
         return NextPair(pair, exchanged=again.left.image == pair.first.image, repeat=True)
-    ahead = left[:_AHEAD] if shared else left  # voters of a queue should not all get the same pair
+    ahead = left[:_AHEAD] if shared else left  # so that the voters of a queue do not all get the same pair
     chosen = min(ahead, key=lambda pair: _draw(voter, pair.id, "order"))
     return NextPair(chosen, exchanged=_draw(voter, chosen.id, "side")[0] % 2 == 1, repeat=False)
 
 
 def _repeat(votes: Sequence[Vote]) -> Vote | None:
-    """The vote whose pair is due again; None if none is."""
+    """The vote on the pair that is to be repeated; None if no repeat is due."""
     repeats = {vote.pair for vote in votes if vote.repeat}
     first = [vote for vote in votes if not vote.repeat]
     due = len(first) // REPEAT_EVERY

@@ -9,7 +9,7 @@ from retouch.rewards.votes.log import VoteLog, logs_of
 
 
 def votes_command(arguments: Namespace) -> str:
-    """What the command prints. Raises ValueError for a folder without votes, and as the subcommands do."""
+    """The output of the command. Raises ValueError for a folder without votes, and the errors of the subcommands."""
     folder: Path = arguments.votes_of
     if arguments.what == "simulate":
         return _simulate(arguments)
@@ -46,7 +46,7 @@ def _simulate(arguments: Namespace) -> str:
 
     reward = parse_reward(read_reward(arguments.reward)).build()
     if arguments.column not in reward.columns:
-        raise ValueError(f"the reward gives no {arguments.column!r}; it gives {', '.join(reward.columns)}")
+        raise ValueError(f"the reward has no column {arguments.column!r}; its columns are {', '.join(reward.columns)}")
     preference = Preference(noise=arguments.noise, tie=arguments.tie)
     folder: Path = arguments.votes_of
     queue = folder if (folder / "groups").is_dir() or folder.name == "queue" else folder / "queue"

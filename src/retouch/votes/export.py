@@ -1,6 +1,6 @@
-"""Votes as a preference data set: a folder of images with ``metadata.jsonl``, from which DPO trains without rollouts.
+"""Export votes as a preference data set: a folder of images with ``metadata.jsonl``, on which DPO trains without rollouts.
 
-A line has a chosen and a rejected image (``data.kind: 'folder'``, ``objective: { kind: 'dpo', pairs: 'data' }``).
+Each line has a chosen and a rejected image (``data.kind: 'folder'``, ``objective: { kind: 'dpo', pairs: 'data' }``).
 """
 
 import math
@@ -20,8 +20,8 @@ from retouch.rewards.votes.log import Vote, VoteLog
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. ``undecided``: pairs with as many votes for one image as for the other. ``lost``: pairs of which an image
-    is no longer there, or has changed."""
+    """The result of an export. ``pairs``: number of pairs written. ``undecided``: number of pairs with equal votes for both images.
+    ``lost``: number of pairs with an image that is missing or has changed."""
 
     pairs: int
     undecided: int
@@ -29,12 +29,12 @@ class Exported:
 
 
 def export(logs: Sequence[VoteLog], folder: Path) -> Exported:
-    """Write the pairs of which most votes prefer one image. Pairs in which only "both bad" or ties were voted are left out.
+    """Write the pairs in which a majority of votes prefers one image. Pairs with only ties and "both bad" votes are left out.
 
     Raises ValueError if the folder exists, or if no pair remains.
     """
     if folder.exists():
-        raise ValueError(f"{folder} exists; name a new folder")
+        raise ValueError(f"--to: {folder} exists; name a new folder")
     by_pair: dict[str, list[tuple[Path, Vote]]] = defaultdict(list)
     for log in logs:
         for vote in log.read().votes:
@@ -53,7 +53,7 @@ def export(logs: Sequence[VoteLog], folder: Path) -> Exported:
             lost += line is None
             lines += [] if line is None else [line]
         if not lines:
-            raise ValueError(f"no pair with a decision and its images: {undecided} undecided, {lost} without their images")
+            raise ValueError(f"there is no pair to export: {undecided} are undecided, and {lost} have missing or changed images")
         files.write_lines(folder / "metadata.jsonl", lines)
     except BaseException:
         shutil.rmtree(folder)
@@ -62,7 +62,7 @@ def export(logs: Sequence[VoteLog], folder: Path) -> Exported:
 
 
 def _points(vote: Vote, image: str) -> float:
-    """What the vote gives to an image of its pair."""
+    """The points of the vote for an image of its pair, 0 to 1."""
     return vote.left_points if vote.left.image == image else 1 - vote.left_points
 
 
@@ -82,7 +82,7 @@ def _line(root: Path, vote: Vote, folder: Path, *, pair: str, left_is_better: bo
 
 
 def _open(root: Path, file: str) -> Image.Image | None:
-    """The image of a file in the folder of the votes, or in another run next to it; None if there is none."""
+    """Read the image of a file in the folder of the votes, or in another run next to this folder; None if it cannot be read."""
     path = (root / file).resolve()
     if not path.is_relative_to(root.resolve().parent):
         return None

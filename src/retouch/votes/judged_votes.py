@@ -1,5 +1,5 @@
-"""Votes with what the judges of the run gave to their images. Stored samples bring their scores along; those of a queue are in the
-run's ledger, where they are found by the hash of the image."""
+"""Votes together with the scores that the judges of the run gave to the images. The votes on stored samples contain the scores; the
+scores of images from a queue are looked up in the run's ledger by the hash of the image."""
 
 import math
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from retouch.rewards.votes.reward import VotesReward
 
 
 def judged_votes(logs: Sequence[VoteLog]) -> list[Vote]:
-    """All votes of the logs. A side without scores gets those of the ledgers in the log's folder, or in the folder above a queue.
+    """All votes of the logs. A side without scores gets the scores from the ledgers in the log's folder or, if it has none, in the
+    folder above.
 
-    Columns of the reward ``votes`` itself are left out, because they were made from the votes. Raises ValueError for a ledger of
+    Columns of the reward ``votes`` are left out, because they were computed from the votes. Raises ValueError for a ledger of
     another version.
     """
     found: list[Vote] = []
@@ -32,7 +33,7 @@ def _judged(side: Side, scores: dict[str, dict[str, float]]) -> Side:
 
 
 def _ledger_scores(folders: Sequence[Path], images: set[str]) -> dict[str, dict[str, float]]:
-    """The finite scores of these images in the ledgers of the first folder that has one."""
+    """The finite scores of these images, by image, in the ledgers of the first folder with a ledger."""
     ledgers = next((found for folder in folders if (found := sorted(folder.glob("ledger*.sqlite")))), [])
     known: dict[str, dict[str, float]] = {}
     for path in ledgers:

@@ -1,6 +1,7 @@
-"""Shares with intervals from votes: win rates of arms, agreement of judges with people, and consistency of voters.
+"""Shares with confidence intervals from votes: win rates of arms, agreement of judges with people, and consistency of voters.
 
-Votes on one task are not independent, so every interval is clustered by task.
+An arm is a set of images, for example the images of a run after a step. Votes on the same task are not independent, so each
+interval is clustered by task.
 """
 
 import math
@@ -20,7 +21,8 @@ MOST_TAG_VALUES = 8
 
 @dataclass(frozen=True, slots=True)
 class ShareInterval:
-    """A share, 0 to 1, with its 95 % interval. ``count``: values. ``clusters``: tasks. NaN if there is no value."""
+    """A share, 0 to 1, with its 95 % interval; NaN if there is no value. ``count``: number of values. ``clusters``: number of
+    tasks."""
 
     value: float
     low: float
@@ -30,12 +32,12 @@ class ShareInterval:
 
 
 def share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
-    """The mean of values between 0 and 1, with an interval that is clustered by ``clusters``.
+    """The mean of values between 0 and 1, with a confidence interval that is clustered by ``clusters``.
 
     Wilson's interval (1927) with the effective sample size p (1 - p) / v, where v is the cluster-robust variance of the mean with
     the factor G / (G - 1), and a quantile of Student's t with G - 1 degrees of freedom (Korn and Graubard 1998, Survey Methodology
     24, use the same effective size). It stays inside 0 to 1. If all values are 0 or all are 1, the effective size is the number of
-    clusters. With one cluster nothing is known of the variance, and the interval is 0 to 1.
+    clusters. With one cluster the variance is unknown, and the interval is 0 to 1.
     """
     count = len(values)
     if not count:
@@ -58,7 +60,7 @@ def share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
 
 @dataclass(frozen=True, slots=True)
 class WinRate:
-    """How often images of ``arm`` were preferred to those of ``other``; ties, and pairs in which both are bad, count one half."""
+    """How often images of ``arm`` were preferred to images of ``other``; ties, and votes that both are bad, count one half."""
 
     arm: str
     other: str
@@ -67,8 +69,8 @@ class WinRate:
 
 
 def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
-    """The win rate of each two arms that were compared. ``arm`` is the later one in the order of the names, and of the numbers in
-    them."""
+    """The win rate of each pair of arms that were compared. ``arm`` is the later arm in the order of the names; numbers in names
+    are ordered by value."""
     points: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
     for vote in votes:
         if vote.left.arm and vote.right.arm and vote.left.arm != vote.right.arm:
@@ -82,14 +84,14 @@ def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Orders "step 9" before "step 10"."""
+    """A sort key that orders "step 9" before "step 10"."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name, flags=re.ASCII)]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """How often a judge's column prefers the image that people preferred. Equal scores count one half (``ties``). ``category``:
-    "all", or a tag of the tasks, ``tag=value``."""
+    """How often a column of a judge prefers the image that people preferred. Equal scores count one half; ``ties``: their number.
+    ``category``: "all", or a tag of the tasks as ``tag=value``."""
 
     column: str
     category: str
@@ -98,8 +100,11 @@ class JudgeAgreement:
 
 
 def judge_agreement(votes: Iterable[Vote]) -> list[JudgeAgreement]:
-    """The agreement of every column with the decided votes, over all and by category. Lower scores are not known to be better here:
-    a share below one half means a column of which people prefer less. Tags with more than 8 values are no categories."""
+    """The agreement of each column with the decided votes, over all tasks and by category.
+
+    A higher score counts as better for all columns, so the share of a column of which a lower score is better is below one half.
+    Tags with more than 8 values are not used as categories.
+    """
     votes = [vote for vote in votes if vote.is_decided]
     values: dict[str, set[str]] = defaultdict(set)
     for vote in votes:
@@ -130,10 +135,12 @@ Status = Literal["consistent", "inconsistent", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Voter:
-    """A voter's answers. ``left``: the share of the left image among decided votes. ``consistency``: the share of hidden repeats
-    that were answered as before. ``by_chance``: the same share if the voter guessed with the same share of ties.
+    """The statistics of a voter. ``left``: the share of the left image among decided votes. ``consistency``: the share of hidden
+    repeats with the same answer as before. ``by_chance``: the expected consistency of a voter who guesses, with the same share of
+    ties.
 
-    ``status``: inconsistent if at least 10 repeats do not tell the answers from guesses; unknown with fewer repeats.
+    ``status``: unknown with fewer than 10 repeats; consistent if the interval of ``consistency`` is above ``by_chance``; otherwise
+    inconsistent.
     """
 
     name: str
@@ -146,7 +153,7 @@ class Voter:
 
 
 def voters(votes: Sequence[Vote]) -> list[Voter]:
-    """Every voter, in the order of the names."""
+    """The statistics of each voter, ordered by name."""
     by_name: dict[str, list[Vote]] = defaultdict(list)
     for vote in votes:
         by_name[vote.voter].append(vote)
@@ -178,7 +185,7 @@ def _preferred(vote: Vote) -> str:
 
 
 def voter_agreement(votes: Iterable[Vote]) -> ShareInterval:
-    """How often two voters who both decided on the same pair preferred the same image."""
+    """How often two voters with a decided vote on the same pair preferred the same image."""
     by_pair: dict[str, dict[str, Vote]] = defaultdict(dict)
     for vote in votes:
         if vote.is_decided:

@@ -1,4 +1,4 @@
-"""Voters without people, with a known preference and known noise: for tests, and to try a recipe before people are asked."""
+"""Simulated voters with a known preference and known noise: for tests, and to try out a recipe before people are asked."""
 
 import math
 import random
@@ -35,7 +35,7 @@ class Preference:
 
 
 class SimulatedVoter:
-    """Answers the pairs of a queue by the scores of ``column`` of a reward. ``votes``: how many it has given."""
+    """Votes on the pairs of a queue, by the scores of ``column`` of a reward. ``votes``: number of votes given."""
 
     def __init__(
         self, queue: Path, reward: Reward, column: str, preference: Preference, *, name: str = "simulated", seed: int = 0
@@ -46,7 +46,7 @@ class SimulatedVoter:
         self.votes = 0
 
     def answer(self, *, most: int | None = None) -> int:
-        """Answer the pairs of all open groups that have no vote yet, at most ``most``; returns how many."""
+        """Vote on the pairs of all open groups without a vote, at most ``most`` (None: all); returns the number of votes."""
         given = 0
         for group in self._queue.open_groups():
             for pair in self._queue.unanswered(group):
@@ -58,7 +58,7 @@ class SimulatedVoter:
         return given
 
     def run(self, *, limit: int | None, stop: Callable[[], bool], poll_seconds: float = 0.2) -> None:
-        """Answer until ``stop`` is true or ``limit`` votes are given."""
+        """Vote until ``stop`` returns True or ``limit`` votes are given."""
         while not stop() and (limit is None or self.votes < limit):
             if not self.answer(most=None if limit is None else limit - self.votes):
                 time.sleep(poll_seconds)

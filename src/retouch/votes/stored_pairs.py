@@ -1,4 +1,4 @@
-"""Pairs of a run's stored samples: the same held-out tasks after two steps, or in two runs."""
+"""Pairs of stored samples: the images of the same held-out tasks after two steps of a run, or in two runs."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from retouch.rewards.votes.log import Side, VotePair
 
 
 class StoredPairs:
-    """Makes pairs for the votes in ``folder``. It remembers the hashes of images that have not changed."""
+    """Makes pairs for the votes in ``folder``. The hashes of unchanged images are cached."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._hashes: dict[Path, tuple[int, str]] = {}
 
     def pairs(self, first: "StoredSamples", second: "StoredSamples") -> list[VotePair]:
-        """A pair for each task that both have, unless the two images are equal or one is not there."""
+        """A pair for each task that both sets of samples have, unless the two images are equal or one is missing."""
         others = {line["task"]: line for line in second.lines if _is_file(line.get("image"))}
         found = []
         for line in first.lines:
@@ -65,7 +65,8 @@ class StoredPairs:
 
 
 class StoredSamples:
-    """The held-out samples of a run after a step. ``lines``: those of ``samples.jsonl``, whose images are in ``folder``."""
+    """The held-out samples of a run after a step. ``lines``: the lines of ``samples.jsonl``. ``folder``: the folder with the
+    images."""
 
     def __init__(self, run: str, step: int, folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
         self.arm = f"{run} step {step}"
@@ -74,5 +75,5 @@ class StoredSamples:
 
 
 def _is_file(name: object) -> bool:
-    """Whether it is the name of a file in the samples' own folder."""
+    """Whether ``name`` is the name of a PNG file in the folder of the samples."""
     return isinstance(name, str) and name.endswith(".png") and Path(name).name == name

@@ -1,4 +1,4 @@
-"""What votes say, as JSON for the page of results and as tables for the command line."""
+"""The statistics of votes, as JSON for the page of results and as tables for the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,7 +11,7 @@ from retouch.votes.judged_votes import judged_votes
 
 
 def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:
-    """All statistics of the votes of several files: ``win_rates``, ``arms``, ``judges``, ``voters`` and ``voter_agreement``."""
+    """All statistics of the votes in several logs: ``win_rates``, ``arms``, ``judges``, ``voters`` and ``voter_agreement``."""
     read = [log.read() for log in logs]
     votes = judged_votes(logs)
     return {
@@ -30,7 +30,7 @@ def summarise(logs: Sequence[VoteLog]) -> dict[str, Any]:
 
 
 def as_text(found: Mapping[str, Any]) -> str:
-    """The tables of a summary for people."""
+    """The summary as tables for the command line."""
     lines = [f"{found['votes']} votes on {found['pairs']} pairs of {found['tasks']} tasks"]
     if found["undone"] or found["damaged"]:
         lines.append(f"{found['undone']} votes were taken back, {found['damaged']} lines are damaged")

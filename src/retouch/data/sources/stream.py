@@ -2,7 +2,7 @@
 ``datasets.IterableDataset`` objects of this process.
 
 The data are neither converted nor copied first. Another process decodes the images before the step that needs them
-(``stream_loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never trained
+(``streaming/loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never trained
 on.
 """
 

@@ -40,7 +40,10 @@ def run(
     cache: Cache | None = None,
     layer_features: LayerFeatures | None = None,
 ) -> Float[Tensor, "b k d"]:
-    """The states after the final norm. ``mask`` covers the tokens in the cache and these k tokens, which are added to the cache."""
+    """Return the states after the final norm.
+
+    ``mask`` covers the tokens in the cache and these k tokens, which are added to the cache.
+    """
     visual = {}
     if layer_features is not None:
         visual = {"visual_pos_masks": layer_features.positions, "deepstack_visual_embeds": list(layer_features.features)}
@@ -57,13 +60,13 @@ def run(
 
 
 def select(cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
-    """Reduce the cache to these rows, in place. Keys and values with a gradient keep it."""
+    """Reduce the cache to these rows, in place. Keys and values keep their gradient."""
     cache.batch_select_indices(rows)
     return cache
 
 
 def static_cache(decoder: nn.Module, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
-    """A cache of these rows in tensors that have room for ``room`` more tokens from the start, so that no shape changes.
+    """Copy these rows of the cache into tensors with room for ``room`` more tokens, so that no shape changes during decoding.
 
     Raises ValueError for a decoder with a sliding window.
     """

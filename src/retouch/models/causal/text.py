@@ -1,4 +1,4 @@
-"""The common part of models that are decoders over a single sequence of tokens, in which images are tokens too."""
+"""Base class of models that are decoders over a single sequence of tokens, in which images are tokens too."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class CausalText:
         ...
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
-        """The embeddings of generated tokens. Those of prompts are always the module's input embeddings."""
+        """Return the embeddings of generated tokens. Prompts always use the module's input embeddings."""
         embeds: Tensor = module.get_input_embeddings()(ids)
         return embeds
 
     def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
-        """Prompts of rows of ids, padded on the left."""
+        """Build prompts from rows of token ids, padded on the left."""
         device = next(self.module.parameters()).device
         ids, mask = decoding.padded_left([torch.tensor(row, device=device) for row in rows])
         return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in rows))
@@ -58,7 +58,7 @@ class CausalText:
         return decoding.select(cache, rows)
 
     def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
-        """As ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
+        """See ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
         return decoding.static_cache(self.decoder(self.module), cache, rows, room=room)
 
     def states(

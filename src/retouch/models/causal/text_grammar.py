@@ -11,7 +11,7 @@ from retouch.types import Kind, Prompts
 class TextGrammar:
     """Any text: all tokens of the tokenizer except image and video placeholders (implements ``Grammar``; nothing is forced).
 
-    The output embedding has more rows than the tokenizer has tokens; these ids have no text and are excluded too.
+    The output embedding has more rows than the tokenizer has tokens; the ids of the additional rows are excluded too.
     """
 
     kinds = (Kind.TEXT_TOKEN,)

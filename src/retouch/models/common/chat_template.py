@@ -1,4 +1,4 @@
-"""A Qwen chat template, filled with the text and images of tasks, as token ids and pixels.
+"""Fills a Qwen chat template with the text and images of tasks, and converts the result to token ids and pixels.
 
 The template has one placeholder ``{}``. Images are vision blocks in the template or in the text that replaces the placeholder; each
 becomes a run of image tokens, one for each merged patch.
@@ -44,9 +44,9 @@ class QwenTemplate:
                 raise ValueError(f"the instruction of task {task!r} contains the special token {token}; remove it")
 
     def resized(self, image: Image) -> Image:
-        """The image as the image processor resizes it, in RGB; the processor leaves the result at its size.
+        """Resize the image as the image processor does, and convert it to RGB; the processor does not resize the result again.
 
-        A server with the same processor, but torchvision's resizing in place of PIL's, then reads the same pixels. Raises
+        So a server that has the same processor, but resizes with torchvision instead of PIL, reads the same pixels. Raises
         ValueError if one side is 200 times as long as the other.
         """
         if self.image_processor is None:
@@ -58,10 +58,10 @@ class QwenTemplate:
         return fromarray(np.ascontiguousarray(made.transpose(1, 2, 0)))
 
     def tokenise(self, bodies: Sequence[str], images: Sequence[Sequence[Image]]) -> Tokens:
-        """The model's inputs for these texts, which replace the placeholder, and each row's images, in order.
+        """Return the model's inputs for the texts ``bodies``, which replace the placeholder, and the ``images`` of each row.
 
-        input_ids and attention_mask (r, l), padded on the right; with images also pixel_values (patches of all images) and
-        image_grid_thw (images, 3).
+        The inputs are input_ids and attention_mask (r, l), padded on the right; with images also pixel_values (patches of all
+        images) and image_grid_thw (images, 3).
         """
         texts = [self.head + body + self.tail for body in bodies]
         flat = [image for row in images for image in row]
@@ -78,7 +78,10 @@ class QwenTemplate:
 
 
 def _expand(texts: Sequence[str], images: Sequence[int], counts: Sequence[int]) -> list[str]:
-    """Each image placeholder, repeated once for every merged patch of its image. ``images``: images per row."""
+    """Repeat each image placeholder once for every merged patch of its image.
+
+    ``images``: number of images per row. ``counts``: number of merged patches per image.
+    """
     remaining = iter(counts)
     expanded = []
     for text, number in zip(texts, images, strict=True):

@@ -1,7 +1,7 @@
 """The names that ComfyUI gives to the tensors of a LoRA, per model family.
 
-ComfyUI takes a LoRA's tensors by the names of its own model's modules (``diffusion_model.<module>``, or ``lora_unet_<module>`` with
-underscores, as kohya's sd-scripts writes them), and for some families also by the names of diffusers' transformer
+ComfyUI identifies a LoRA's tensors by the module names of its own models (``diffusion_model.<module>``, or ``lora_unet_<module>``
+with underscores, as kohya's sd-scripts writes them), and for some families also by the names of diffusers' transformer
 (``transformer.<module>``). It does not read the metadata in which diffusers stores alpha, so each module has a tensor
 ``<name>.alpha`` here; the adapter's output is scaled by alpha / rank.
 """
@@ -20,11 +20,11 @@ FILE = "comfyui_lora.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComfyUINames:
-    """How a family's modules are named.
+    """ComfyUI's names of a family's modules.
 
-    ``prefix``: what precedes the path that a module has in diffusers' transformer. ``joined``: instead of this, for models whose
-    modules ComfyUI joins otherwise: ComfyUI's module to those modules of diffusers whose outputs it computes, in this order. ``*``
-    is the number of a block. These names are written with underscores after ``lora_unet_``.
+    ``prefix``: the text in front of a module's path in diffusers' transformer. ``joined``: used instead of ``prefix`` if one module
+    of ComfyUI computes the outputs of several modules of diffusers; maps ComfyUI's module to the modules of diffusers, in the order
+    of their outputs. ``*`` is the number of a block. The names in ``joined`` are written with underscores after ``lora_unet_``.
     """
 
     prefix: str = ""
@@ -32,11 +32,11 @@ class ComfyUINames:
 
 
 def comfyui_tensors(tensors: Mapping[str, Tensor], module: nn.Module, names: ComfyUINames, *, alpha: float) -> dict[str, Tensor]:
-    """A LoRA under ComfyUI's names.
+    """Return the tensors of a LoRA under ComfyUI's names.
 
-    ``tensors``: ``<path>.lora_A.weight`` (rank, in) and ``<path>.lora_B.weight`` (out, rank) by the paths of the modules in
-    ``module``. Where ComfyUI joins modules, their adapters become one, whose rank is the sum of theirs. Raises ValueError for a
-    module that has no name in ComfyUI.
+    ``tensors``: ``<path>.lora_A.weight`` (rank, in) and ``<path>.lora_B.weight`` (out, rank), by the path of each adapted module in
+    ``module``. If ComfyUI joins several modules, their adapters become one adapter, whose rank is the sum of their ranks. Raises
+    ValueError for a module that has no name in ComfyUI.
     """
     import torch
 
@@ -63,7 +63,7 @@ def comfyui_tensors(tensors: Mapping[str, Tensor], module: nn.Module, names: Com
 
 
 def _groups(paths: Mapping[str, Any], joined: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """ComfyUI's modules that have an adapter, and the modules of diffusers that each is made of."""
+    """Return ComfyUI's modules that have an adapter, each with the modules of diffusers that it joins."""
     owners = {part: (name, parts) for name, parts in joined.items() for part in parts}
     found: dict[str, list[str]] = {}
     for path in paths:
@@ -82,7 +82,10 @@ def _outputs(module: nn.Module, path: str) -> int:
 
 
 def _join(pairs: Sequence[tuple[Tensor, Tensor] | None], outputs: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """One adapter of several modules with the same input, some of which may have none: (down, up, how many have one)."""
+    """Join the adapters of several modules with the same input into one: (down, up, number of adapters).
+
+    ``pairs``: the (down, up) matrices of each module, or None for a module without an adapter. ``outputs``: their output widths.
+    """
     import torch
 
     if len(pairs) == 1 and pairs[0] is not None:

@@ -1,4 +1,4 @@
-"""PIL images to the tensors of image tokenizers, (r, 3, h, w) in fp32 from -1 to 1, and back."""
+"""Converts PIL images to the tensors that image tokenizers read, (r, 3, h, w) in fp32 from -1 to 1, and back."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def to_pixels(images: Sequence[Image], size: tuple[int, int], device: torch.device) -> Float[Tensor, "r 3 h w"]:
-    """RGB tensors of images, resized to ``size``, (height, width) in pixels (Lanczos)."""
+    """Convert images to RGB tensors, resized to ``size``, (height, width) in pixels (Lanczos)."""
     height, width = size
     resized = [image.convert("RGB").resize((width, height), Resampling.LANCZOS) for image in images]
     levels = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in resized])
@@ -17,6 +17,6 @@ def to_pixels(images: Sequence[Image], size: tuple[int, int], device: torch.devi
 
 
 def to_images(pixels: Float[Tensor, "r 3 h w"]) -> list[Image]:
-    """PIL images of tensors; values outside -1 to 1 are clipped."""
+    """Convert tensors to PIL images; values outside -1 to 1 are clipped."""
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     return [fromarray(each) for each in levels]

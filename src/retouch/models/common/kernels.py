@@ -1,4 +1,4 @@
-"""How a model computes: the attention kernels of diffusers, and compiled blocks."""
+"""Sets the attention backend of diffusers models, and compiles the repeated blocks of a model."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -17,17 +17,17 @@ _GRAPHS = 64
 
 
 def trains_with(name: str, *, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a model in ``dtype`` on ``device`` cannot train with an attention backend of diffusers; None if it can.
+    """Return why a model in ``dtype`` on ``device`` cannot train with a diffusers attention backend; None if it can.
 
-    Attention to a few random tokens is computed with it: output and gradients must be those of torch's own attention to the
-    rounding of ``dtype``. So a backend for inference, without gradients or in 8 bits, is found out. Kernels that come from the
+    The backend computes attention between a few random tokens: its output and gradients must equal those of torch's own attention
+    up to the rounding of ``dtype``. So backends for inference only (without gradients, or in 8 bits) are rejected. Kernels from the
     Hugging Face Hub are downloaded.
     """
     if name not in {each.value for each in AttentionBackendName}:
         return "diffusers has no such backend"
     try:
         made = _attend(AttentionBackendName(name), device=device, dtype=dtype)
-    # What a missing package, a wrong device and a wrong dtype raise is up to each backend.
+    # Each backend raises its own exceptions for a missing package, a wrong device and a wrong dtype.
     except (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError, OSError) as error:
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     expected = _attend(AttentionBackendName.NATIVE, device=device, dtype=dtype)
@@ -41,7 +41,10 @@ def trains_with(name: str, *, device: torch.device, dtype: torch.dtype) -> str |
 
 
 def _attend(backend: AttentionBackendName, *, device: torch.device, dtype: torch.dtype) -> list[Tensor | None]:
-    """The output of attention to a few tokens, and its gradients to queries, keys and values."""
+    """Compute attention between a few random tokens; return the output and its gradients for queries, keys and values.
+
+    A gradient is None if the backend does not compute it.
+    """
     generator = torch.Generator().manual_seed(0)
     draws = [torch.randn(1, _TOKENS, _HEADS, _WIDTH, generator=generator) for _ in range(4)]
     inputs = [draw.to(device, dtype).requires_grad_() for draw in draws[:3]]
@@ -54,11 +57,11 @@ def _attend(backend: AttentionBackendName, *, device: torch.device, dtype: torch
 
 
 def require_backend(name: str, *, device: torch.device, dtype: str) -> None:
-    """Raise ValueError, with the names of those that can, if a model cannot train with an attention backend of diffusers here."""
+    """Raise ValueError if a model cannot train with this diffusers attention backend; the message lists the backends that work."""
     check = partial(trains_with, device=device, dtype=getattr(torch, dtype))
     if (reason := check(name)) is None:
         return
-    others = [each.value for each in AttentionBackendName if not each.value.endswith("_hub")]  # those would be downloaded
+    others = [each.value for each in AttentionBackendName if not each.value.endswith("_hub")]  # these are downloaded
     usable = ", ".join(each for each in others if check(each) is None)
     raise ValueError(f"{KEY}: {name} cannot train a model in {dtype} on {device}: {reason}. Use one of {usable}, or null")
 
@@ -77,28 +80,28 @@ def require_compiler(device: torch.device) -> None:
 
 
 def set_attention(module: nn.Module, name: str) -> None:
-    """Compute all attention of a diffusers transformer with this backend. Other models in this process keep theirs.
+    """Set the attention backend of a diffusers transformer. Other models in this process keep their backend.
 
-    Raises ValueError if the model's attention has no choice of backend.
+    Raises ValueError if the model does not support attention backends.
     """
     processors = [each.processor for each in module.modules() if hasattr(each, "processor")]
     if not isinstance(module, ModelMixin) or not any(hasattr(each, "_attention_backend") for each in processors):
         raise ValueError(
-            f"{KEY}: {type(module).__name__} has no choice of attention backend; use null: torch then takes its fastest kernel"
+            f"{KEY}: {type(module).__name__} does not support attention backends; use null: torch then chooses its fastest kernel"
         )
-    # set_attention_backend also changes the backend of models without a choice of their own; the context restores it.
+    # set_attention_backend also changes the default backend, which all models without a setting use; the context restores it.
     with attention_backend(AttentionBackendName(name)):
         module.set_attention_backend(name)
 
 
 def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile the repeated blocks of a transformer, or the decoder layers of a language model, one graph for all that are alike.
+    """Compile the repeated blocks of a transformer, or the decoder layers of a language model; equal blocks share one graph.
 
-    Only the forward of a block is compiled, so names of weights, checkpoints and exports stay as they are, and so do the hooks of
-    sharding and of gradient checkpointing around it. Sampling runs the same graph as the update, with gradient, and then drops
-    what was kept for the backward pass: a graph without gradient rounds otherwise, and the ratio would not be 1. For the same
-    reason sizes are symbolic: one graph serves all batches. Layers of a language model that are called with a cache, in decoding
-    and for shared prompts, are not compiled. Raises ValueError if the blocks are unknown.
+    Only the ``forward`` of a block is compiled. So the names of weights, checkpoints and exports do not change, and the hooks for
+    sharding and gradient checkpointing around a block still work. Sampling runs the same graph as the update, with gradient, and
+    then drops the tensors that are saved for the backward pass: a graph without gradient rounds differently, and the ratio would
+    not be 1. For the same reason sizes are symbolic: one graph serves all batches. Layers of a language model that are called with
+    a KV cache (in decoding and for shared prompts) are not compiled. Raises ValueError if the blocks are unknown.
 
     Source: regional compilation, PyTorch's recipe and diffusers' ``compile_repeated_blocks``.
     """
@@ -107,7 +110,7 @@ def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "in
     blocks = [inner for inner in root.modules() if type(inner).__name__ in names]
     if not blocks:
         raise ValueError(f"policy.compile: the repeated blocks of {type(module).__name__} are unknown; use null")
-    # All blocks of a class share one list of graphs; blocks with other parts or other adapters have graphs of their own.
+    # All blocks of a class share one list of graphs; blocks with different submodules or adapters need separate graphs in it.
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     compiled = {kind: _compiled(kind.forward, backend) for kind in {type(block) for block in blocks}}
     for block in blocks:

@@ -22,7 +22,7 @@ Area: TypeAlias = int | Literal["as_is"]
 
 
 def pack(latents: Float[Tensor, "r c h w"], side: int = 2) -> Float[Tensor, "r s d"]:
-    """Latents to tokens, row by row of ``side`` x ``side`` patches.
+    """Pack latents into tokens: each ``side`` x ``side`` patch becomes one token, row by row.
 
     Source: ``_pack_latents`` of diffusers' Flux and Qwen-Image pipelines.
     """
@@ -32,7 +32,7 @@ def pack(latents: Float[Tensor, "r c h w"], side: int = 2) -> Float[Tensor, "r s
 
 
 def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int, side: int = 2) -> Float[Tensor, "r c h w"]:
-    """Tokens to latents; ``height`` and ``width`` in tokens.
+    """Unpack tokens into latents; ``height`` and ``width`` are in tokens.
 
     Source: ``_unpack_latents`` of diffusers' Flux and Qwen-Image pipelines.
     """
@@ -42,7 +42,9 @@ def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int, side: int
 
 
 def fit(image: Image, area: Area) -> Size:
-    """(height, width) to resize an image to: about ``area`` px with its aspect ratio and sides of multiples of 32, or as it is.
+    """Return the (height, width) to which an image is resized.
+
+    The size has about ``area`` px, the image's aspect ratio, and sides that are multiples of 32. "as_is" keeps the image's size.
 
     Source: diffusers' Qwen-Image-Edit pipelines.
     """
@@ -54,11 +56,11 @@ def fit(image: Image, area: Area) -> Size:
 
 
 class Latents:
-    """Images to x and back, through a frozen AutoencoderKL; x is its latents (r, c, h, w), shifted and scaled.
+    """Converts images to x and back with a frozen AutoencoderKL; x is the autoencoder's latents (r, c, h, w), shifted and scaled.
 
-    ``channels``: of a latent. ``latent_pixels``, ``token_pixels``: side in px of a latent, and of a token of ``token_latents`` x
-    ``token_latents`` of them. Sizes are (height, width) in px. Subclasses replace ``pack`` and ``unpack``, or ``normalise`` and
-    ``denormalise``.
+    ``channels``: number of channels of a latent. ``latent_pixels``: side of a latent in px. ``token_pixels``: side in px of a
+    token, which has ``token_latents`` x ``token_latents`` latents. Sizes are (height, width) in px. Subclasses override ``pack``
+    and ``unpack``, or ``normalise`` and ``denormalise``.
     """
 
     def __init__(self, vae: Any, *, token_latents: int = 2) -> None:
@@ -69,88 +71,91 @@ class Latents:
 
     @staticmethod
     def geometry(config: Mapping[str, Any]) -> tuple[int, int]:
-        """Channels of a latent and its side in px, from the autoencoder's configuration."""
+        """Return the number of channels of a latent and its side in px, from the autoencoder's configuration."""
         return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
 
     def grid(self, size: Size) -> tuple[int, int]:
-        """(height, width) in tokens. Raises ``ValueError`` for sides that are no multiples of ``token_pixels``."""
+        """Convert a size to (height, width) in tokens. Raises ``ValueError`` if a side is not a multiple of ``token_pixels``."""
         side = self.token_pixels
         if size[0] % side or size[1] % side or min(size) < side:
             raise ValueError(
                 f"an image of {size[0]} x {size[1]} px (height x width) does not divide into tokens of {side} px; "
-                "use sides that are multiples of it"
+                "use sides that are multiples of this number"
             )
         return size[0] // side, size[1] // side
 
     def resize(self, image: Image, size: Size) -> Image:
-        """The image at ``size``, as the pipelines resize (Lanczos)."""
+        """Resize the image to ``size`` as the diffusers pipelines do (Lanczos)."""
         return image if (image.height, image.width) == size else self._images.resize(image, *size)
 
     def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r k h w"]:
-        """-1 to 1, resized as the pipelines resize (Lanczos)."""
+        """Convert images to tensors from -1 to 1, resized to ``size`` as in the diffusers pipelines (Lanczos)."""
         self.grid(size)
         return torch.cat([self._images.preprocess(image, *size) for image in images])
 
     def encode(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r ..."]:
-        """Clean x: the mode of the posterior, normalised, fp32, on the autoencoder's device."""
+        """Encode pixels to clean x: the mode of the posterior, normalised, in fp32, on the autoencoder's device."""
         with evaluating(self.vae):
             latents = self.latents_of(pixels.to(self.vae.device, self.vae.dtype)).float()
         return self.normalise(self.pack(latents))
 
     def encode_sources(self, images: Sequence[Sequence[Image]], sizes: Sequence[Size]) -> Float[Tensor, "r s d"]:
-        """Clean x of the source images of each row, resized to ``sizes``: the tokens of one image after those of the other."""
+        """Encode the source images of each row, resized to ``sizes``, to clean x; the tokens of a row's images are concatenated."""
         columns = zip(sizes, zip(*images, strict=True), strict=True)
         return torch.cat([self.encode(self.pixels(column, size)) for size, column in columns], dim=1)
 
     def decode(self, x: Float[Tensor, "r ..."], size: Size) -> list[Image]:
-        """The images of clean x."""
+        """Decode clean x to images."""
         with evaluating(self.vae):
             pixels = self._decoded(x, size)
         images: list[Image] = self._images.postprocess(pixels)
         return images
 
     def decode_tensors(self, x: Float[Tensor, "r ..."], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
-        """The images of clean x, 0 to 1, with gradient in x. ``recompute``: gradient checkpointing, if the autoencoder has it."""
+        """Decode clean x to images from 0 to 1, with gradient in x.
+
+        ``recompute``: use gradient checkpointing if the autoencoder supports it.
+        """
         if recompute and getattr(self.vae, "_supports_gradient_checkpointing", False):
             self.vae.enable_gradient_checkpointing()
         return (self._decoded(x, size) / 2 + 0.5).clamp(0, 1)
 
     def _decoded(self, x: Float[Tensor, "r ..."], size: Size) -> Float[Tensor, "r k h w"]:
-        """The pixels of clean x, -1 to 1 if the autoencoder is right."""
+        """Decode clean x to pixels, nominally from -1 to 1; values are not clipped."""
         latents = self.unpack(self.denormalise(x.to(self.vae.device, torch.float32)), size)
         return self.pixels_of(latents.to(self.vae.dtype)).float()
 
     def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r ..."]:
-        """x at sigma 1, one row per generator, drawn as the pipelines draw it."""
+        """Draw x at sigma 1, one row per generator, in the same way as the diffusers pipelines."""
         self.grid(size)
         shape = (1, self.channels, size[0] // self.latent_pixels, size[1] // self.latent_pixels)
         rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
         return self.pack(torch.cat(rows))
 
     def latents_of(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r c y x"]:
-        """The mode of the posterior."""
+        """Encode pixels to the autoencoder's latents: the mode of the posterior."""
         latents: Tensor = self.vae.encode(pixels).latent_dist.mode()
         return latents
 
     def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r k h w"]:
-        """The decoded pixels."""
+        """Decode the autoencoder's latents to pixels."""
         pixels: Tensor = self.vae.decode(latents).sample
         return pixels
 
     def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r ..."]:
-        """From the autoencoder's layout to the transformer's."""
+        """Convert from the autoencoder's layout to the transformer's."""
         return latents
 
     def unpack(self, x: Float[Tensor, "r ..."], size: Size) -> Float[Tensor, "r c y x"]:
-        """From the transformer's layout to the autoencoder's."""
+        """Convert from the transformer's layout to the autoencoder's."""
         return x
 
     def normalise(self, x: Float[Tensor, "r ..."]) -> Float[Tensor, "r ..."]:
-        """From the autoencoder's scale to the transformer's."""
+        """Convert from the autoencoder's scale to the transformer's."""
         return (x - self.vae.config.shift_factor) * self.vae.config.scaling_factor
 
     def denormalise(self, x: Float[Tensor, "r ..."]) -> Float[Tensor, "r ..."]:
-        """From the transformer's scale to the autoencoder's."""
+        """Convert from the transformer's scale to the autoencoder's."""
         return x / self.vae.config.scaling_factor + self.vae.config.shift_factor
 
 
@@ -166,7 +171,7 @@ class PackedLatents(Latents):
 
 
 class FrameLatents(PackedLatents):
-    """Packed latents of a video autoencoder, for which an image is one frame; normalised channel by channel."""
+    """Packed latents of a video autoencoder, for which an image is one frame; each channel has its own mean and deviation."""
 
     def latents_of(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r c y x"]:
         latents: Tensor = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]

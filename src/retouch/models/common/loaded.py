@@ -1,5 +1,5 @@
-"""Models that a script has loaded: the parts of a diffusers pipeline, as ``parts.load_parts`` returns those of a folder, and a
-language model of transformers with its tokenizer."""
+"""Models that a script has already loaded: the parts of a diffusers pipeline, in the form in which ``parts.load_parts`` returns the
+parts of a folder, and a transformers language model with its tokenizer."""
 
 import copy
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from retouch.models.common.pretrained import fetch_writer
 
 
 def pipeline_parts(pipeline: DiffusionPipeline, device: torch.device | str, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts by their names, and the configurations "scheduler" and "index" (``model_index.json``).
+    """Return the parts of a loaded pipeline by name, and the configurations "scheduler" and "index" (``model_index.json``).
 
-    Modules are moved to ``device`` and keep their dtype; all but the transformer are frozen. Raises ValueError for a part that is
-    missing or of another class than ``kinds`` says.
+    ``kinds``: the class of each part. Modules are moved to ``device`` and keep their dtype; all modules except the transformer are
+    frozen. Raises ValueError if a part is missing, or if a module is not an instance of its class.
     """
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
@@ -52,7 +52,7 @@ def pil_image_processor(processor: Any) -> Qwen2VLImageProcessorPil:
 class LoadedLanguageModel:
     """A language model of transformers with its tokenizer.
 
-    ``processor``: the tokenizer, or a processor that contains it; None takes those in the folder or repository of the model.
+    ``processor``: the tokenizer, or a processor that contains it; None loads them from the model's folder or repository.
     """
 
     module: Any
@@ -61,14 +61,14 @@ class LoadedLanguageModel:
     def base(self) -> Any:
         """The module, without the LoRA that an earlier run in this process added.
 
-        Raises ValueError for a LoRA of another origin.
+        Raises ValueError if the module has a LoRA that Retouch did not add.
         """
         remove_lora(self.module, key="model")
         return self.module
 
     @property
     def tokenizer(self) -> Any:
-        """Its tokenizer."""
+        """The model's tokenizer."""
         if self.processor is None:
             return AutoTokenizer.from_pretrained(fetch_writer(self.module.name_or_path), local_files_only=True)
         return getattr(self.processor, "tokenizer", self.processor)
@@ -84,5 +84,5 @@ class LoadedLanguageModel:
 
     @staticmethod
     def in_fp32(autoencoder: nn.Module) -> Any:
-        """The autoencoder of image tokens in fp32, because codes are nearest neighbours; a copy if it has another dtype."""
+        """The image tokenizer in fp32, because codes come from a nearest-neighbour search; a copy if it has another dtype."""
         return autoencoder if next(autoencoder.parameters()).dtype == torch.float32 else copy.deepcopy(autoencoder).float()

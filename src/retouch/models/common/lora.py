@@ -20,17 +20,18 @@ from retouch.models.common.comfyui_lora import FILE, ComfyUINames, comfyui_tenso
 log = logging.getLogger("retouch")
 
 _ADDED: WeakSet[nn.Module] = WeakSet()
-"""Layers that have adapters from here: those of another origin are never removed."""
+"""Layers whose adapters ``add_lora`` added; adapters that other code added are never removed."""
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
 def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int, in_fp32: bool = False) -> None:
     """Add LoRA weights to the module. They are the only trainable weights.
 
-    They are in fp32, or in bfloat16 next to weights in bfloat16 unless ``in_fp32``; the stepper has fp32 master weights of those.
+    The LoRA weights are in fp32; unless ``in_fp32``, those of bfloat16 layers are in bfloat16, and the stepper keeps fp32 master
+    weights for them.
 
-    Their initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from
-    the folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets.
+    The initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from the
+    folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
     """
@@ -39,7 +40,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         try:
             module.add_adapter(config)  # type: ignore[operator]
         except ValueError as error:
-            module._hf_peft_config_loaded = False  # set before the layers were found
+            module._hf_peft_config_loaded = False  # add_adapter sets it before it looks for the layers
             raise ValueError(f"policy.train.targets: {error}") from error
     _ADDED.update(_adapted(module))
     for name, parameter in module.named_parameters():
@@ -53,7 +54,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
 def remove_lora(module: nn.Module, *, key: str) -> None:
     """Remove the adapters that an earlier run in this process added, so that the module has the weights from before that run.
 
-    ``key``: the module, for the message. Raises ValueError if it has adapters of another origin.
+    ``key``: the module's name in the message. Raises ValueError if the module has adapters that ``add_lora`` did not add.
     """
     layers = _adapted(module)
     if any(layer not in _ADDED for layer in layers):
@@ -94,11 +95,11 @@ def write_lora(
     comfyui: ComfyUINames | None = None,
     format: Literal["all", "diffusers", "peft", "comfyui"] = "all",
 ) -> None:
-    """Write the module's LoRA into the folder ``to``: for PEFT, for the diffusers pipeline of the name ``pipeline``, and under the
-    names ``comfyui`` for ComfyUI.
+    """Write the module's LoRA into the folder ``to``: for PEFT, for the diffusers pipeline named ``pipeline``, and for ComfyUI with
+    the names ``comfyui``.
 
-    ``format``: ``all`` writes those for which there is a pipeline or there are names; if one of the adapted modules has no name in
-    ComfyUI, its file is left out with a warning. Raises ValueError for a ``comfyui`` that cannot be written.
+    ``format``: ``all`` writes PEFT's format, diffusers' if ``pipeline`` is given, and ComfyUI's if ``comfyui`` is given. If an
+    adapted module has no name in ComfyUI, ``all`` skips ComfyUI's file with a warning, and ``comfyui`` raises ValueError.
     """
     config = module.peft_config["default"]
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}

@@ -1,5 +1,5 @@
-"""Parts of models: from local folders (safetensors only, known classes only, no code from the folder) or from loaded pipelines; how
-frozen parts compute; and copies from the host to a device."""
+"""Loads the parts of models from local folders (safetensors only, known classes only, no code from the folder) or takes them from
+loaded pipelines; runs frozen parts; and copies tensors from the host to a device."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 
 
 def diffusers_folder(path: Path | str) -> Path:
-    """The folder of a diffusers pipeline. Raises ValueError for another folder."""
+    """Return the folder as a ``Path``. Raises ValueError if it is not the folder of a diffusers pipeline."""
     root = Path(path)
     if not (root / "model_index.json").is_file():
         raise ValueError(f"{root} is not a diffusers folder (no model_index.json); download the model and set its local path")
@@ -30,11 +30,11 @@ def diffusers_folder(path: Path | str) -> Path:
 
 
 def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
-    """The parts of a pipeline by their names, and the configurations "scheduler" and "index" (``model_index.json``).
+    """Return the parts of a pipeline by name, and the configurations "scheduler" and "index" (``model_index.json``).
 
-    ``kinds``: the class of each part. Modules of a folder are loaded in ``dtype``; those of a loaded pipeline keep theirs. All are
-    put on ``device``; all but the transformer are frozen. Raises ValueError if the folder is not a diffusers folder, or if the
-    pipeline lacks a part.
+    ``kinds``: the class of each part. Modules from a folder are loaded in ``dtype``; modules of a loaded pipeline keep their dtype.
+    All modules are moved to ``device``; all except the transformer are frozen. Raises ValueError if the folder is not a diffusers
+    folder, or if the pipeline lacks a part.
     """
     if not isinstance(source, Path | str):
         from retouch.models.common.loaded import pipeline_parts
@@ -56,7 +56,7 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
 
 
 def load_image_processor(source: Source) -> Any:
-    """The image processor of a pipeline with a Qwen vision-language model, in its PIL version, which needs no torchvision."""
+    """The PIL version of the image processor of a pipeline with a Qwen vision-language model; it needs no torchvision."""
     if not isinstance(source, Path | str):
         from retouch.models.common.loaded import pil_image_processor
 
@@ -75,7 +75,7 @@ def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout) and no gradient inside the block; each module's mode is restored at its end."""
+    """Inside the block, the modules are in eval mode (no dropout), without gradient; at its end, their modes are restored."""
     training = [module for module in modules if module.training]
     for module in training:
         module.eval()
@@ -88,16 +88,19 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def page_locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """The CPU tensor in page-locked memory, from which a copy to a GPU is several times faster; itself if ``device`` is no GPU."""
+    """Return the CPU tensor in page-locked memory, from which a copy to a GPU is several times faster.
+
+    The tensor is returned unchanged if ``device`` is not a CUDA GPU.
+    """
     return tensor if device.type != "cuda" or tensor.is_pinned() else tensor.pin_memory()
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on ``device``, copied from page-locked memory, so that the host does not wait for the copy.
+    """Copy the tensor to ``device`` from page-locked memory, so that the host does not wait for the copy.
 
-    Whatever the device computes next on the current stream waits for the copy. The host may release the tensor at once, because
-    torch reuses page-locked memory only when the copies from it are finished. But the host must never write to it again: the device
-    might not have read it yet. Copies in the other direction always wait, so the host never reads a value before it has arrived.
+    Later computations on the device's current stream wait for the copy. The host may release the tensor immediately, because torch
+    reuses page-locked memory only when the copies from it are finished. But the host must never write to the tensor again, because
+    the device might not have read it yet. The host always waits for copies from the device, so it never reads a value too early.
     """
     ahead = tensor.device.type == "cpu" and device.type not in ("cpu", "mps")
     source = page_locked(tensor, device) if ahead else tensor
@@ -105,7 +108,7 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
 
 def compute_device(module: nn.Module) -> torch.device:
-    """The device on which a module computes. Sharded weights may wait for it in CPU memory."""
+    """The device on which a module computes; its sharded weights may be stored in CPU memory."""
     weight = next(module.parameters())
     mesh = getattr(weight, "device_mesh", None)
     if mesh is None or mesh.device_type == weight.device.type:
@@ -115,7 +118,7 @@ def compute_device(module: nn.Module) -> torch.device:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Inside the block, a GPU computes products and convolutions of fp32 in fp32, because a nearest neighbour can depend on it."""
+    """Inside the block, a GPU computes fp32 products and convolutions without TF32, which can change a nearest neighbour."""
     kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:

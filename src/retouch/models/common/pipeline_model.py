@@ -1,4 +1,4 @@
-"""The common part of the adapters of diffusers pipelines: prompts, guidance, schedule, noise, and images."""
+"""The base class of models in the layout of a diffusers pipeline: prompts, guidance, schedule, noise, and images."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class PromptEncoder(Protocol):
 
     @property
     def encoders(self) -> list[nn.Module]:
-        """Its modules."""
+        """The modules of the text encoder."""
         ...
 
     def check(self, prompt: str, task: str) -> None:
@@ -32,18 +32,18 @@ class PromptEncoder(Protocol):
 
 
 class ReadsPrompts(Protocol):
-    """What gives prompt embeddings in place of the text encoders."""
+    """A source of prompt embeddings that replaces the text encoders, such as a cache."""
 
     def __call__(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
-        """As ``PipelineModel.read_prompts``."""
+        """Return what ``PipelineModel.embed_prompts`` returns, without gradient."""
         ...
 
 
 class PipelineModel(ABC):
-    """A ``retouch.protocols.DenoisingModel``; subclasses give ``condition`` and ``velocity``, and ``embed_prompts`` if
+    """A ``retouch.protocols.DenoisingModel``; subclasses define ``condition`` and ``velocity``, and ``embed_prompts`` if
     ``condition`` calls ``read_prompts``.
 
-    ``size``: (height, width) of the output in px; None leaves it to ``condition``. ``NEGATIVE``: the negative prompt. Raises
+    ``size``: (height, width) of the output in px; None: ``condition`` chooses it. ``NEGATIVE``: the negative prompt. Raises
     ValueError for a size that does not divide into tokens.
     """
 
@@ -69,7 +69,7 @@ class PipelineModel(ABC):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """All its modules, the transformer first."""
+        """All modules of the model, the transformer first."""
         return [self.module, self.latents.vae, *self.text.encoders]
 
     def check_prompt(self, prompt: str, task: str) -> None:
@@ -78,17 +78,21 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        """The conditioning of the tasks with these prompts instead of their own; without gradient."""
+        """Return the conditioning of the tasks, with ``prompts`` instead of their instructions; without gradient."""
 
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
-        """What the text encoders make of prompts, by the names of a conditioning's tensors; sequences are padded on the right.
+        """Return the text encoders' outputs for prompts, by the names of a conditioning's tensors; sequences are padded on the
+        right.
 
-        ``images``: those that the encoders read with each prompt, as they see them. With gradient where it is enabled.
+        ``images``: the images that the encoders read with each prompt, already resized. Has gradient if gradients are enabled.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no embed_prompts")
 
     def read_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> dict[str, Tensor]:
-        """``embed_prompts`` without gradient, by ``prompt_embeddings`` if that is set; None: the encoders read no images."""
+        """Return the result of ``embed_prompts`` without gradient, from ``prompt_embeddings`` if that is set.
+
+        ``images``: None if the encoders read no images.
+        """
         seen: Sequence[Sequence[Image]] = [()] * len(prompts) if images is None else images
         if self.prompt_embeddings is not None:
             return self.prompt_embeddings(prompts, seen)
@@ -109,9 +113,9 @@ class PipelineModel(ABC):
         sizes: Sequence[Size] = (),
         padded: frozenset[str] = frozenset(),
     ) -> Conditioning:
-        """A conditioning on the transformer's device, with "size" and "sources", the ``sizes`` of source images, in ``shared``.
+        """Build a conditioning on the transformer's device; ``shared`` has "size" and "sources" (the ``sizes`` of source images).
 
-        ``images``: the source images of each row; their tokens, one image after the other, become "source" (r, s, d).
+        ``images``: the source images of each row; their concatenated tokens become the tensor "source" (r, s, d).
         """
         if sizes:
             tensors = {**tensors, "source": self.latents.encode_sources(images, sizes)}
@@ -120,17 +124,17 @@ class PipelineModel(ABC):
         return Conditioning(tensors, padded, {"size": size, "sources": tuple(sizes)})
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        """``start``, shifted for the number of tokens of the output, then 0."""
+        """Return the sigmas of ``start``, shifted for the number of output tokens, and a final 0."""
         tokens = math.prod(self.latents.grid(conditioning.shared["size"]))
         start, shift = self.start(max(num_steps, 1)), self.shift(tokens, num_steps)
         return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=tokens, start=start, shift=shift)
 
     def start(self, num_steps: int) -> list[float] | None:
-        """The sigmas that the pipeline gives its scheduler: 1 to 1 / num_steps in equal steps. None: the scheduler's own."""
+        """The sigmas that the pipeline passes to its scheduler: 1 to 1 / num_steps in equal steps. None: the scheduler's own."""
         return list(np.linspace(1.0, 1 / num_steps, num_steps).tolist())
 
     def shift(self, tokens: int, num_steps: int) -> float | None:
-        """mu of the time shift where the pipeline computes it itself; None leaves it to the scheduler's configuration."""
+        """mu of the time shift if the pipeline computes it; None: mu follows from the scheduler's configuration."""
         return None
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
@@ -139,7 +143,7 @@ class PipelineModel(ABC):
         return self.condition(tasks, [task.instruction for task in tasks])
 
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The negative prompt, with the tasks' own images."""
+        """Return the conditioning of the negative prompt with the tasks' images."""
         return self.condition(tasks, [self.NEGATIVE] * len(tasks))
 
     def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
@@ -174,8 +178,9 @@ def common_size(sizes: Sequence[Any]) -> Any:
 
 
 def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
-    """The attention's keyword arguments for rows with reference images, which an IP-Adapter on the transformer reads; None for rows
-    without. diffusers' Flux and Qwen-Image transformers take them under other names."""
+    """Return the attention's keyword arguments with the tokens of reference images, for an IP-Adapter on the transformer; None for
+    rows without reference images. They are the argument ``joint_attention_kwargs`` of diffusers' Flux transformer and
+    ``attention_kwargs`` of its Qwen-Image transformer."""
     embeds = conditioning.tensors.get(Conditioning.REFERENCE)
     if embeds is None:
         return None

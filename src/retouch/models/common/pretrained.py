@@ -21,7 +21,7 @@ _IGNORED_FILES = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
 def find_weights(path: str) -> Path | None:
     """The folder ``path``, or the cached copy of the Hub id ``path``; None if the weights are not on this machine.
 
-    Does not use the network. Raises ValueError for a text that is neither a folder nor an id.
+    Does not use the network. Raises ValueError if ``path`` is neither a folder nor a Hub id.
     """
     return _find(path, _PIPELINE_FILES)
 

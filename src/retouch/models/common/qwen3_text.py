@@ -14,8 +14,8 @@ from retouch.models.common.chat_template import QwenTemplate
 class ChatPrompts:
     """Base class of text encoders that read a prompt in a chat template.
 
-    ``FAMILY``: name of the models, for messages. ``max_sequence_length``: maximum number of tokens of a prompt in its template,
-    without the first ``prefix``, whose states are dropped."""
+    ``FAMILY``: name of the models, for messages. ``max_sequence_length``: maximum number of tokens of a prompt in its template, not
+    counting the first ``prefix`` tokens, whose states are dropped."""
 
     FAMILY: ClassVar[str]
 
@@ -44,7 +44,8 @@ class ChatPrompts:
 class Qwen3Text(ChatPrompts):
     """Base class of Qwen3 text encoders; the prompt is the only user turn of the tokenizer's chat template.
 
-    ``LAYERS``: the hidden states that are concatenated (0 is the embedding). ``THINKING``: the template's ``enable_thinking``.
+    ``LAYERS``: indices of the hidden states that are concatenated (0 is the embedding). ``THINKING``: the template's
+    ``enable_thinking``.
     ``PADDING``: a batch is padded to its longest prompt or to ``max_sequence_length``.
 
     Raises ValueError if the tokenizer has no chat template that contains the prompt unchanged.
@@ -61,7 +62,7 @@ class Qwen3Text(ChatPrompts):
         super().__init__(encoder, QwenTemplate(tokenizer, template=str(made)), max_sequence_length=max_sequence_length)
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
-        """Embeddings and their mask, on the encoder's device. The embeddings of padding are not defined.
+        """Return embeddings and their mask, on the encoder's device. The embeddings of padding are undefined.
 
         A batch is padded to its longest prompt on the right, or to ``max_sequence_length`` on the tokenizer's side.
         """

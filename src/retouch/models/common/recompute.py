@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @contextmanager
 def recomputing(module: nn.Module, *, on: bool) -> Iterator[None]:
-    """With ``on``, forward passes inside the block keep only each layer's input. The backward pass may run outside of it.
+    """If ``on``, forward passes inside the block keep only each layer's input. The backward pass may run outside of the block.
 
     Source: Chen et al. 2016 (arXiv 1604.06174).
     """

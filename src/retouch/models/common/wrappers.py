@@ -1,4 +1,4 @@
-"""Flow-matching models around another one: what they do not override, the inner model does."""
+"""Wrappers of flow-matching models: the inner model handles every method that a wrapper does not override."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ Inner = TypeVar("Inner", bound=DenoisingModel)
 
 
 class ModelWrapper(Generic[Inner]):
-    """Hands every call on to ``model``; a base for models that override some of them. It is itself a ``DenoisingModel``."""
+    """Base class of wrappers: passes every call to ``model`` unless a subclass overrides it. It is itself a ``DenoisingModel``."""
 
     def __init__(self, model: Inner) -> None:
         self.model = model
@@ -55,9 +55,9 @@ class ModelWrapper(Generic[Inner]):
 class Guided(ModelWrapper[DenoisingModel]):
     """A model whose velocity is guided at ``guidance_scale`` (above 1); it is itself a ``DenoisingModel``.
 
-    Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598).
-    How they are combined is the model's own. Texts of unequal length need a mask in one forward, and with a mask attention in 16
-    bits has no flash kernel, so a model in 16 bits whose texts are padded computes the branches one after the other.
+    Both branches are computed in one forward pass with twice the rows, and both have gradient (Ho & Salimans 2022, arXiv
+    2207.12598). The model's own ``combine`` combines them. Texts of unequal length need a mask in a joint forward pass, and 16-bit
+    attention with a mask has no flash kernel; so a 16-bit model with padded texts computes the branches one after the other.
     """
 
     def __init__(self, model: DenoisingModel, guidance_scale: float) -> None:

@@ -1,4 +1,4 @@
-"""Emu3 in a recipe, as a policy that reads and generates images as tokens."""
+"""The recipe's section of Emu3, a policy that reads and generates images as tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from retouch.protocols import AutoregressiveModel
 
 _FORM_TOKENS = 16
-"""Tokens of a prompt that are neither codes nor text: those that begin and end an image, and its size."""
+"""Number of tokens of a prompt that are neither codes nor text: the begin, the size and the end of an image."""
 
 
 class Emu3Family(PretrainedLanguageModel):
-    """What Emu3 and the playground's small one have in common."""
+    """Base class of the sections of Emu3 and of the playground's tiny Emu3."""
 
     think: bool = False
     """Allow text before the image ("Let's think step by step")."""
     grammar: bool = True
-    """Only complete images of the model's size can be generated; with false the model may generate malformed images, which get the
+    """Only complete images of the model's size can be generated; with false, the model may generate malformed images, which get the
     lowest reward."""
 
     takes = Takes(images=(1, 1))
@@ -41,7 +41,7 @@ class Emu3Family(PretrainedLanguageModel):
         return self.grammar
 
     def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
-        """The model in local folders, or a loaded one. ``options``: of ``load_emu3``."""
+        """Load the model from local folders, or take a loaded one. ``options``: further arguments of ``load_emu3``."""
         from retouch.models.emu3.load import load_emu3
         from retouch.models.emu3.model import DRAW, THINK
 
@@ -58,7 +58,7 @@ class Emu3Family(PretrainedLanguageModel):
         return editor
 
     def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> Described:
-        """``writer`` and ``autoencoder`` as their folders say; as published if one of them is not on this machine."""
+        """Describe ``writer`` and ``autoencoder`` from their folders, or as published if one of them is not on this machine."""
         from retouch.models.emu3.load import parts_of_emu3
 
         if folder is None or autoencoder is None:
@@ -83,7 +83,7 @@ class Emu3Family(PretrainedLanguageModel):
 
 
 class Emu3Model(Emu3Family):
-    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited one as tokens.
+    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited image as tokens.
 
     Source: Emu3 (arXiv 2409.18869) and EARL (arXiv 2508.01119); weights BAAI/Emu3-Gen.
     """
@@ -95,10 +95,10 @@ class Emu3Model(Emu3Family):
     """Folder or id of the tokenizer; null takes the model's. The original tokenizer is Python code, which is never executed;
     Emu3-community/Emu3-Gen-hf has a converted one."""
     autoencoder: str | None = None
-    """Folder or id of the autoencoder, which is a separate repository in the original layout: BAAI/Emu3-VisionTokenizer. Its codes
-    are computed in fp32, whatever the dtype."""
+    """Folder or id of the autoencoder; null takes the model's. In the original layout, it is a separate repository:
+    BAAI/Emu3-VisionTokenizer. Its codes are always computed in fp32."""
     size: Pixels = (256, 256)
-    """Height and width of its images in pixels."""
+    """Height and width of the images in pixels."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch.models.common.pretrained import fetch_writer

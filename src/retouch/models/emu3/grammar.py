@@ -17,8 +17,8 @@ TEXT, VISUAL = 0, 1
 class GridGrammar:
     """Images of ``height`` x ``width`` codes (implements ``Grammar``). ``vocabulary``: rows of the output embedding.
 
-    A prompt that ends with boi (begin of image) has started the image already. Text may also end without an image.
-    ``begin``: id of boi. ``form``: by number of tokens since boi, the forced id, or -1 where a visual token is sampled.
+    A prompt that ends with boi (begin of image) has already started the image. Text may also end without an image.
+    ``begin``: id of boi. ``form``: for each number of tokens since boi, the forced id, or -1 if a visual token is sampled.
 
     Source: the image format of Emu3 (arXiv 2409.18869).
     """

@@ -1,7 +1,7 @@
 """Loads Emu3 (arXiv 2409.18869) from local folders in transformers' layout or the original one of BAAI and EARL: safetensors only,
 no code.
 
-In the original layout, language model and autoencoder are separate folders, and the autoencoder's weights have other names.
+In the original layout, language model and autoencoder have separate folders, and the autoencoder's weights have other names.
 """
 
 import json
@@ -39,7 +39,8 @@ KEYS = (
     (r"\.up\.(?=\d)", ".up_block.up."),
     (r"\.mid\.", ".middle_block."),
 )
-"""Patterns from the original names of the autoencoder's weights to those of transformers. The language model's are the same."""
+"""Patterns that change the original names of the autoencoder's weights into transformers' names. The language model's weights have
+the same names in both layouts."""
 _OWN_FIELDS = ("model_type", "architectures", "transformers_version")
 _AUTOENCODER_FIELDS = {
     "ch": "base_channels",
@@ -62,12 +63,12 @@ def load_emu3(
     attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
 ) -> Emu3Editor:
-    """The editor with all weights frozen: the language model in ``dtype``, the autoencoder in fp32, because codes are nearest
-    neighbours.
+    """Load the editor with all weights frozen: the language model in ``dtype``, the autoencoder in fp32, because codes come from a
+    nearest-neighbour search.
 
-    ``source``: a folder, or a whole Emu3 that is loaded, which keeps its dtype. ``size``: (height, width) of images in pixels.
-    ``tokenizer``, ``autoencoder``: their folders; None is ``source``. In the original layout both are separate. Raises ValueError
-    for a folder with another model, and for missing or unexpected weights.
+    ``source``: a folder, or a loaded complete Emu3, which keeps its dtype. ``size``: (height, width) of images in pixels.
+    ``tokenizer``, ``autoencoder``: their folders; None is ``source``. In the original layout both have separate folders. Raises
+    ValueError for a folder with another model, and for missing or unexpected weights.
     """
     if isinstance(source, LoadedLanguageModel):
         module, words, vq = language_model(source.base()), source.tokenizer, source.in_fp32(source.module.model.vqmodel)
@@ -101,7 +102,7 @@ def parts_of_emu3(path: Path, *, autoencoder: Path) -> dict[str, dict[str, Any]]
 
 
 def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
-    """The language model: from a whole Emu3, or alone with transformers' configuration or the original one."""
+    """Load the language model from a complete Emu3, or from its own folder with transformers' configuration or the original one."""
     config = _json(path / "config.json")
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     match config.get("model_type"):
@@ -130,7 +131,7 @@ def _no_model(path: Path, config: Mapping[str, Any]) -> str:
 
 
 def load_autoencoder(path: Path) -> Emu3VQVAE:
-    """The autoencoder in fp32, from the folder of a whole Emu3 or its own."""
+    """Load the autoencoder in fp32, from the folder of a complete Emu3 or from its own folder."""
     fields, weights = _autoencoder_config(path), _weights(path)
     match _json(path / "config.json")["model_type"]:
         case "emu3":
@@ -144,7 +145,7 @@ def load_autoencoder(path: Path) -> Emu3VQVAE:
 
 
 def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
-    """The language model of a whole Emu3, with shared weights."""
+    """Return the language model of a complete Emu3; both share their weights."""
     with torch.device("meta"):
         module = Emu3ForCausalLM(whole.config.text_config)
     module.model, module.lm_head = whole.model.text_model, whole.lm_head
@@ -154,7 +155,7 @@ def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
 def save_for_vllm(editor: Emu3Editor, folder: Path | str) -> None:
     """Write the language model and its tokenizer for ``vllm serve``, as a Llama.
 
-    Emu3's language model has the layers and the weights' names of Llama, and vLLM does not know the class of Emu3's own
+    Emu3's language model has the layers and the weight names of Llama, and vLLM does not know the class of Emu3's own
     configuration. The logits are the same, and so are the names in a LoRA.
     """
     module = editor.module
@@ -174,7 +175,7 @@ def _check(path: Path, found: Set[str], expected: Set[str]) -> None:
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The autoencoder's weights with transformers' names; the 1 x 1 convolutions of attention become linear layers."""
+    """Rename the autoencoder's weights to transformers' names; the 1 x 1 convolutions of attention become linear layers."""
     found = {}
     for name, tensor in weights.items():
         for pattern, replacement in KEYS:
@@ -185,7 +186,7 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _own(weights: Mapping[str, Tensor], begin: str) -> dict[str, Tensor]:
-    """The weights of one part, without its prefix ``begin``."""
+    """Return the weights of one part without its prefix, which the pattern ``begin`` matches."""
     return {re.sub(begin, "", name): tensor for name, tensor in weights.items() if re.match(begin, name)}
 
 

@@ -33,7 +33,7 @@ class Emu3Editor(CausalText):
 
     ``size``: (height, width) of all images in pixels, multiples of the autoencoder's factor (8). ``prefill``: ``DRAW`` starts the
     image at once, ``THINK`` generates text first. ``grammar``: False does not enforce the structure of an image.
-    Raises ValueError if the tokenizer has not exactly one visual token for each code.
+    Raises ValueError if the tokenizer does not have exactly one visual token for each code.
 
     Source: Emu3 (arXiv 2409.18869) and EARL (arXiv 2508.01119).
     """
@@ -73,7 +73,7 @@ class Emu3Editor(CausalText):
     image_token: int | None = None
 
     def resized_images(self, task: Task) -> tuple[Image, ...]:
-        """None: source images are part of the prompt's token ids, so an engine gets no images in addition."""
+        """Empty: source images are part of the prompt's token ids, so an engine gets no images in addition."""
         return ()
 
     @staticmethod
@@ -82,8 +82,10 @@ class Emu3Editor(CausalText):
         return decoder
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. Raises ValueError for a task without exactly one image, or with a special token in its
-        instruction."""
+        """Encode the tasks' prompts.
+
+        Raises ValueError for a task without exactly one image, or with a special token in its instruction.
+        """
         require_no_special_tokens(tasks, self.words.tokenizer)
         for task in tasks:
             if len(task.images) != 1 and Codes.SOURCE not in task.meta:
@@ -96,7 +98,7 @@ class Emu3Editor(CausalText):
         return self.prompts(rows)
 
     def _codes(self, tasks: Sequence[Task], key: str) -> list[Int[Tensor, "h w"]]:
-        """The codes of each task; where a task has none, its image is encoded, all of them in one batch."""
+        """Return each task's codes from ``task.meta[key]``; the images of tasks without stored codes are encoded in one batch."""
         codes = {row: self._checked(task, key) for row, task in enumerate(tasks) if key in task.meta}
         to_encode = {
             row: task.images[0] if key == Codes.SOURCE else task.target for row, task in enumerate(tasks) if row not in codes
@@ -115,11 +117,11 @@ class Emu3Editor(CausalText):
         return codes
 
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """The codes of images, which are first resized to ``size`` (Lanczos)."""
+        """Encode images, which are first resized to ``size`` (Lanczos), to codes."""
         return self.image_tokenizer.encode(images)
 
     def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """The images of codes."""
+        """Decode codes to images."""
         return self.image_tokenizer.decode(codes)
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
@@ -128,8 +130,8 @@ class Emu3Editor(CausalText):
         return self.words.codes([*begun, *ids], height=self.grid[0], width=self.grid[1])
 
     def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]:
-        """The completion of each task to imitate: its target image, with ``THINK`` after the reasoning text in its meta
-        (``thought``).
+        """Return the completion that each task demonstrates: the target image. With ``THINK``, the reasoning text in the task's
+        meta (``thought``) comes before the image.
 
         Raises ValueError for a task without a target, or without the reasoning text.
         """

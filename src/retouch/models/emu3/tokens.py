@@ -17,7 +17,7 @@ _VISUAL = re.compile(r"<\|visual token (\d{6})\|>")
 
 
 class Emu3Tokens:
-    """The ids of Emu3's special tokens. Raises ValueError if the tokenizer lacks one of them, or visual tokens have gaps."""
+    """The ids of Emu3's special tokens. Raises ValueError if the tokenizer lacks one, or the visual tokens' numbers have gaps."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         known = tokenizer.get_vocab()

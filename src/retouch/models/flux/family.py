@@ -1,4 +1,4 @@
-"""FLUX.1, its inpainting and its editing model in a recipe."""
+"""The recipe's sections of FLUX.1, FLUX.1-Fill (inpainting) and FLUX.1-Kontext (editing)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from retouch.models.common.comfyui_lora import ComfyUINames
 
 
 class FluxFamily(DiffusersModel):
-    """What FLUX.1's models have in common."""
+    """Base class of the sections of FLUX.1's models."""
 
     guidance: NonNegative | None = Field(default=None, exclude_if=lambda guidance: guidance is None)
     """Guidance input of a guidance-distilled model; it needs no second forward pass. Null takes the pipeline's default: 3.5, and 30
     for ``flux-fill``."""
 
-    # Flow-GRPO's adapters for Flux (rank 32, alpha 64): attention, of the single blocks too, and the feed-forward layers of the
-    # double blocks.
+    # Flow-GRPO's LoRA targets for Flux (rank 32, alpha 64): the attention of double and single blocks, and the feed-forward layers
+    # of double blocks.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),

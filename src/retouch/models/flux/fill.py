@@ -1,6 +1,7 @@
-"""FLUX.1-Fill: the masked part of an image is painted anew.
+"""FLUX.1-Fill generates the masked part of an image anew.
 
-With each token of the noise (64 channels) the transformer reads the image without its masked part (64) and the mask (256).
+With each token of the noise (64 channels), the transformer reads the image without its masked part (64 channels) and the mask (256
+channels).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from retouch.types import Conditioning, Task
 
 
 class FillLatents(PackedLatents):
-    """Packed latents, and masks. A mask is not shrunk as images are: each of its pixels becomes a channel, 256 per token.
+    """Packed latents, and packed masks. A mask is not encoded like an image: each of its pixels becomes a channel, 256 per token.
 
     Source: diffusers' FluxFillPipeline (``prepare_mask_latents``).
     """
@@ -32,18 +33,18 @@ class FillLatents(PackedLatents):
         )
 
     def mask(self, masks: Sequence[Image], size: Size) -> Float[Tensor, "r 1 h w"]:
-        """1 where the image is to change, 0 where it is to stay."""
+        """Convert masks to tensors: 1 where the image changes, 0 where it is kept."""
         return torch.cat([self._masks.preprocess(mask, *size) for mask in masks])
 
     def pack_mask(self, mask: Float[Tensor, "r 1 h w"]) -> Float[Tensor, "r s d"]:
-        """The pixels of each latent become channels, and these are packed like latents."""
+        """Pack a mask: the pixels of each latent become channels, and these are packed like latents."""
         return pack(torch.nn.functional.pixel_unshuffle(mask, self.latent_pixels))
 
 
 class FluxFill(Flux):
-    """FLUX.1-Fill. ``size``: (height, width) in px that source and mask are resized to; None takes the source's own.
+    """FLUX.1-Fill. ``size``: (height, width) in px to which source and mask are resized; None takes the source's size.
 
-    Raises ``ValueError`` for a task without exactly one image or without a mask, and where sizes differ between tasks.
+    Raises ``ValueError`` for a task without exactly one image or without a mask, and if sizes differ between tasks.
 
     Source: diffusers' FluxFillPipeline.
     """

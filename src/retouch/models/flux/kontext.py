@@ -1,4 +1,4 @@
-"""FLUX.1-Kontext: an image is edited as the instruction says. The source's tokens follow the noise, as image 1."""
+"""FLUX.1-Kontext edits an image by an instruction. The source's tokens come after the noise and have image index 1."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -16,10 +16,10 @@ from retouch.types import Conditioning, Task
 
 
 class FluxKontext(Flux):
-    """FLUX.1-Kontext. ``size``: (height, width) of the output in px; None takes the source's, at the nearest size of training.
+    """FLUX.1-Kontext. ``size``: (height, width) of the output in px; None takes the size to which the source is resized (``fit``).
 
     ``source_as_is``: the source keeps its own size, rounded down to whole tokens. Raises ``ValueError`` for a task without exactly
-    one image, and where sizes differ between tasks.
+    one image, and if sizes differ between tasks.
 
     Source: FLUX.1 Kontext (arXiv 2506.15742) and diffusers' FluxKontextPipeline.
     """
@@ -36,7 +36,7 @@ class FluxKontext(Flux):
         return self.conditioning(tensors, size=size, images=[task.images for task in tasks], sizes=[source])
 
     def fit(self, image: Image) -> Size:
-        """The size of training that is nearest to the image's in aspect ratio, rounded down to whole tokens."""
+        """Return the training size with the nearest aspect ratio (``source_as_is``: the image's size), rounded to whole tokens."""
         width, height = image.size
         if not self.source_as_is:
             _, width, height = min((abs(width / height - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)

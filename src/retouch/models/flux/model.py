@@ -1,7 +1,8 @@
 """FLUX.1, text to image, as diffusers runs it; its inpainting and editing models derive from it.
 
-x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 768) for the text, "source" where
-there is an image to work on, and in ``shared`` "size", the output's (height, width) in px, and "sources", those of source images.
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 768) for the text, and "source" for
+models that read a source image. ``shared`` has "size", the output's (height, width) in px, and "sources", the sizes of the source
+images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,10 @@ from retouch.types import Conditioning, Task
 
 
 class Flux(PipelineModel):
-    """FLUX.1-dev or -schnell: an image from a prompt alone.
+    """FLUX.1-dev or -schnell, text to image.
 
-    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ``guidance``: the input
-    of a guidance-distilled transformer, which needs no second forward; None is ``GUIDANCE``, the pipeline's default.
+    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents per side). ``guidance``: the
+    input of a guidance-distilled transformer, which needs no second forward pass; None is ``GUIDANCE``, the pipeline's default.
 
     Source: diffusers' FluxPipeline.
     """
@@ -91,19 +92,19 @@ class Flux(PipelineModel):
 
     @classmethod
     def _check(cls, config: Mapping[str, Any], vae: Mapping[str, Any], guidance: float | None) -> None:
-        """Raises ValueError if a transformer of this configuration is another model's, or takes no guidance."""
+        """Raise ValueError if the transformer belongs to another model, or if it has no guidance input and guidance is given."""
         given, taken = cls._channels(vae), config["in_channels"]
         if given != taken:
             raise ValueError(
-                f"{cls.__name__} gives its transformer {given} channels a token, and this one takes {taken}; "
-                "FLUX.1-Fill's transformer is another than that of FLUX.1 and Kontext"
+                f"{cls.__name__} gives its transformer {given} channels per token, but this transformer takes {taken}; "
+                "FLUX.1-Fill has another transformer than FLUX.1 and FLUX.1-Kontext: use the weights of the right model"
             )
         if guidance is not None and not config["guidance_embeds"]:
-            raise ValueError(f"guidance {guidance:g}: this transformer takes no guidance, as FLUX.1-schnell's; remove it")
+            raise ValueError(f"guidance {guidance:g}: this transformer takes no guidance (like FLUX.1-schnell's); remove the key")
 
     @classmethod
     def _channels(cls, vae: Mapping[str, Any]) -> int:
-        """Input channels of a token, with an autoencoder of this configuration."""
+        """Number of the transformer's input channels per token, with an autoencoder of this configuration."""
         return 4 * int(vae["latent_channels"])
 
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
@@ -114,7 +115,7 @@ class Flux(PipelineModel):
         return self.with_images(tasks, self.read_prompts(prompts))
 
     def with_images(self, tasks: Sequence[Task], tensors: Mapping[str, Tensor]) -> Conditioning:
-        """The conditioning of these text tensors, with what the model reads of the tasks' images."""
+        """Build the conditioning from the text tensors and from the images of the tasks that the model reads."""
         return self.conditioning(tensors, size=(128 * self.latents.latent_pixels,) * 2 if self.size is None else self.size)
 
     def velocity(
@@ -124,7 +125,7 @@ class Flux(PipelineModel):
         dtype, tensors = next(module.parameters()).dtype, conditioning.tensors
         output: Tensor = module(
             hidden_states=tokens.to(dtype),
-            # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+            # The pipelines also multiply sigma by 1000 and divide again; the rounding changes high frequencies of the embedding.
             timestep=sigma * 1000 / 1000,
             guidance=torch.full((len(x),), self.guidance, device=x.device) if self._distilled else None,
             pooled_projections=tensors["pooled"].to(dtype),
@@ -137,7 +138,7 @@ class Flux(PipelineModel):
         return output[:, : x.shape[1]].float()
 
     def _input(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> tuple[Float[Tensor, "r t e"], Float[Tensor, "t 3"]]:
-        """The transformer's tokens, those of x first, and their positions (image, row, column)."""
+        """The transformer's input tokens, with the tokens of x first, and their positions (image, row, column)."""
         return x, positions(self.latents.grid(conditioning.shared["size"]))
 
 

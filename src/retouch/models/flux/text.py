@@ -1,6 +1,6 @@
-"""What Flux knows of a prompt: T5's last hidden states, padded to one length, and CLIP's pooled summary.
+"""Flux's text encoding of a prompt: T5's last hidden states, padded to a fixed length, and CLIP's pooled output.
 
-embeds (r, max_sequence_length, 4096), without a mask: the padding is read too, as in the pipelines. pooled (r, 768).
+embeds (r, max_sequence_length, 4096), without a mask: the transformer also reads the padding, as in the pipelines. pooled (r, 768).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
 
 
 class FluxText:
-    """CLIP and T5 with their tokenizers. ``max_sequence_length``: T5's, up to 512.
+    """CLIP and T5 with their tokenizers. ``max_sequence_length``: T5's number of tokens, up to 512.
 
     Source: diffusers' FluxPipeline (``encode_prompt``).
     """
@@ -38,26 +38,26 @@ class FluxText:
         return [self.clip, self.t5]
 
     def check(self, prompt: str, task: str) -> None:
-        """Raises ValueError if T5 does not read the prompt to its end. (CLIP may cut it off, as in the pipelines.)"""
+        """Raise ValueError if the prompt is longer than T5 reads. (CLIP may truncate it, as in the pipelines.)"""
         tokens = len(self.t5_tokenizer(prompt, verbose=False)["input_ids"])
         if tokens > self.max_sequence_length:
             raise ValueError(
-                f"the prompt of task {task!r} has {tokens} tokens, and T5 reads {self.max_sequence_length}; shorten it"
+                f"the prompt of task {task!r} has {tokens} tokens, but T5 reads at most {self.max_sequence_length}; shorten it"
             )
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
-        """embeds and pooled, fp32, with gradient where the caller has not turned it off; each on its encoder's device."""
+        """Return embeds and pooled in fp32, each on its encoder's device; with gradient if gradients are enabled."""
         return self.read(*self.tokenise(prompts))
 
     def tokenise(self, prompts: Sequence[str]) -> tuple[Int[Tensor, "r k"], Int[Tensor, "r l"]]:
-        """CLIP's ids and T5's."""
+        """Return CLIP's token ids and T5's token ids."""
         return (
             _ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length),
             _ids(self.t5_tokenizer, prompts, self.max_sequence_length),
         )
 
     def read(self, clip_ids: Int[Tensor, "r k"], t5_ids: Int[Tensor, "r l"]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
-        """embeds and pooled of what ``tokenise`` gives."""
+        """Return embeds and pooled for the ids that ``tokenise`` returns."""
         pooled: Tensor = self.clip(clip_ids.to(self.clip.device)).pooler_output.float()
         embeds: Tensor = self.t5(t5_ids.to(self.t5.device)).last_hidden_state.float()
         return embeds, pooled

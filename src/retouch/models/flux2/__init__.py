@@ -1,1 +1,4 @@
-"""FLUX.2-klein: its adapter, its class in a recipe and its published configurations. Imports `models.base` and `models.common`."""
+"""FLUX.2-klein: its model class, its section of a recipe and its published configurations.
+
+It may import ``models.base``, ``models.common`` and what these may import. Only ``family.py`` is imported when a recipe is read.
+"""

@@ -1,4 +1,4 @@
-"""FLUX.2-klein in a recipe."""
+"""The recipe's section of FLUX.2-klein."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Flux2KleinModel(DiffusersModel):
     takes = Takes(images=(0, 10))
     adapter = "retouch.models.flux2.model:Flux2Klein"
     pipeline = "Flux2KleinPipeline"
-    # All linear layers of the double blocks, and the fused input projection of the single blocks. Their output projection has the
-    # name of a list in the double blocks, "attn.to_out", which no adapter can be put on.
+    # All linear layers of the double blocks, and the fused input projection of the single blocks. The output projection of the
+    # single blocks, "attn.to_out", has the same name as a list in the double blocks, which cannot have an adapter.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_qkv_mlp_proj"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),

@@ -1,8 +1,8 @@
 """FLUX.2-klein, text to image and editing, as diffusers' Flux2KleinPipeline runs it.
 
 x is (r, s, 128) packed tokens in fp32. A conditioning has "embeds" (r, L, d) for the text and, for tasks with images, "source"
-(r, S, 128), the latents of these references. ``shared`` has "size", the output's (height, width) in px, and "sources", those of the
-references.
+(r, S, 128), the latents of these reference images. ``shared`` has "size", the output's (height, width) in px, and "sources", the
+sizes of the reference images.
 """
 
 import math
@@ -25,11 +25,11 @@ from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
 
 REFERENCE_AREA = 1024 * 1024
-"""Most px of a reference image; a larger one is resized."""
+"""Maximum area of a reference image in px; a larger image is resized."""
 
 
 class Flux2Text(Qwen3Text):
-    """Three layers of Qwen3 side by side. The transformer attends to the padding too, as in the pipeline."""
+    """The concatenated states of three layers of Qwen3. The transformer attends to the padding too, as in the pipeline."""
 
     FAMILY = "FLUX.2-klein"
     LAYERS = (9, 18, 27)
@@ -55,7 +55,7 @@ class Flux2Latents(PackedLatents):
         return torch.sqrt(self.vae.bn.running_var.float() + self.vae.config.batch_norm_eps)
 
     def reference(self, image: Image) -> Image:
-        """A reference image as the pipeline prepares it: at most ``REFERENCE_AREA`` px, and its center cut to whole tokens."""
+        """Prepare a reference image as the pipeline does: at most ``REFERENCE_AREA`` px, center-cropped to whole tokens."""
         scale = math.sqrt(REFERENCE_AREA / (image.width * image.height))
         if scale < 1:
             image = image.resize((int(image.width * scale), int(image.height * scale)), Resampling.LANCZOS)
@@ -67,8 +67,8 @@ class Flux2Latents(PackedLatents):
 class Flux2Klein(PipelineModel):
     """FLUX.2-klein: an image from a prompt and any number of reference images.
 
-    ``size``: (height, width) of the output in px. None is the size of the first reference image or, without one, the pipeline's
-    1024 x 1024. ``distilled``: the weights are step-distilled, and their pipeline uses no guidance.
+    ``size``: (height, width) of the output in px. None is the size of the first reference image or, without reference images, the
+    pipeline's 1024 x 1024. ``distilled``: the weights are step-distilled, and their pipeline uses no guidance.
 
     Raises ``ValueError`` for FLUX.2-dev's transformer, which takes guidance as an input.
 
@@ -82,7 +82,7 @@ class Flux2Klein(PipelineModel):
         self, *, transformer: Flux2Transformer2DModel, vae: AutoencoderKLFlux2, distilled: bool = False, **rest: Any
     ) -> None:
         if transformer.config.guidance_embeds:
-            raise ValueError("this transformer takes guidance as an input, as FLUX.2-dev's does; give the weights of FLUX.2-klein")
+            raise ValueError("this transformer takes guidance as an input, as FLUX.2-dev's does; use the weights of FLUX.2-klein")
         super().__init__(transformer=transformer, latents=Flux2Latents(vae), **rest)
         self.distilled = distilled
 
@@ -106,7 +106,7 @@ class Flux2Klein(PipelineModel):
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
         """The empty prompt with the same reference images. Raises ``ValueError`` for step-distilled weights."""
         if self.distilled:
-            raise ValueError("step-distilled weights sample without guidance; set guidance_scale to 1, or use FLUX.2-klein's base")
+            raise ValueError("step-distilled weights sample without guidance; set guidance_scale to 1, or use FLUX.2-klein-base")
         return super().encode_negative(tasks)
 
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ class Flux2Klein(PipelineModel):
         grids = [self.latents.grid(size) for size in (shared["size"], *shared["sources"])]
         output: Tensor = module(
             hidden_states=torch.cat([x, tensors["source"]], dim=1).to(dtype) if shared["sources"] else x.to(dtype),
-            # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+            # The pipelines also multiply sigma by 1000 and divide again; the rounding changes high frequencies of the embedding.
             timestep=sigma * 1000 / 1000,
             encoder_hidden_states=tensors["embeds"].to(dtype),
             txt_ids=_places(0, 1, 1, tensors["embeds"].shape[1]).to(x.device),
@@ -141,6 +141,6 @@ class Flux2Klein(PipelineModel):
 
 
 def _places(image: int, height: int, width: int, length: int) -> Float[Tensor, "t 4"]:
-    """(image, row, column, place in the text) of each token: the output is image 0, the references 10, 20 and so on."""
+    """(image, row, column, position in the text) of each token: the output is image 0, the references are 10, 20 and so on."""
     axes = torch.tensor([image]), torch.arange(height), torch.arange(width), torch.arange(length)
     return torch.cartesian_prod(*axes).float()

@@ -75,8 +75,8 @@ class QFormerProjection(nn.Module):
 
 
 class _QFormer(nn.Module):
-    """A learned query for each token attends to ``_KEYS`` vectors that an MLP makes of the embedding. Names of parameters are those
-    of Calligrapher's checkpoint."""
+    """A learned query for each token attends to ``_KEYS`` vectors that an MLP computes from the embedding. The parameters have the
+    names of Calligrapher's checkpoint."""
 
     def __init__(self, embed_width: int, width: int, tokens: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def _processor(
 
 
 def modules(transformer: nn.Module) -> list[nn.Module]:
-    """The modules of the adapter: its projection, then the attention of each block."""
+    """Return the modules of the adapter: the projection, then the attention processor of each block."""
     found: Any = transformer
     processors = found.attn_processors.values()
     return [found.encoder_hid_proj, *(each for each in processors if isinstance(each, nn.Module) and hasattr(each, "to_k_ip"))]

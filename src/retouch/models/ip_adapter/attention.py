@@ -1,6 +1,6 @@
 """Attention of image tokens to the tokens of a reference image with separate keys and values (decoupled cross-attention of
-IP-Adapter, arXiv 2308.06721), in the layout of the larger adapters for FLUX.1: no bias, normed keys, added before the output
-projection.
+IP-Adapter, arXiv 2308.06721), in the layout of the larger adapters for FLUX.1: no bias, normed keys, and an output that is added
+before the output projection.
 
 In single blocks, where text and image are one sequence, text attends to the reference too. The smaller layout, which diffusers can
 load, uses diffusers' own class.
@@ -29,8 +29,8 @@ class Float32Linear(nn.Linear):
 
 
 class ReferenceAttention(nn.Module):
-    """The common part of both families' attention processors. ``base``: the original processor, which is used alone if ``scale`` is
-    0 or there is no reference. A processor gets its attention module as an argument and does not contain its weights.
+    """Base class of both families' attention processors. ``base``: the original processor, which is used alone if ``scale`` is 0 or
+    there is no reference. A processor gets its attention module as an argument and does not contain the module's weights.
 
     Source: IP-Adapter (Ye et al. 2023, arXiv 2308.06721), decoupled cross-attention.
     """
@@ -46,7 +46,7 @@ class ReferenceAttention(nn.Module):
 
     @property
     def _attention_backend(self) -> AttentionBackendName | None:
-        """What diffusers' ``set_attention_backend`` sets of a processor."""
+        """The attribute that diffusers' ``set_attention_backend`` sets on a processor."""
         return self.backend
 
     @_attention_backend.setter
@@ -54,7 +54,7 @@ class ReferenceAttention(nn.Module):
         self.backend = self.base._attention_backend = backend
 
     def attend(self, query: Float[Tensor, "r s h d"], reference: Float[Tensor, "r 1 n w"]) -> Float[Tensor, "r s hd"]:
-        """The scaled attention output for the reference tokens; queries are normed and not rotated."""
+        """Return the scaled attention output for the reference tokens; queries are normed and not rotated."""
         tokens = reference.flatten(1, 2)
         key = rms_norm(self.to_k_ip(tokens).unflatten(-1, self.heads).float(), self.heads[1:], eps=1e-5).to(query.dtype)
         value = self.to_v_ip(tokens).unflatten(-1, self.heads)
@@ -63,7 +63,7 @@ class ReferenceAttention(nn.Module):
 
 
 class FluxReferenceAttention(ReferenceAttention):
-    """Attention to a reference in Flux: of the image stream in double blocks, of the whole sequence in single blocks."""
+    """Attention to a reference in Flux; the queries are the image stream in double blocks, the whole sequence in single blocks."""
 
     def __call__(  # diffusers reads the names of a processor's arguments here
         self,
@@ -95,7 +95,7 @@ class FluxReferenceAttention(ReferenceAttention):
 
 
 class QwenReferenceAttention(ReferenceAttention):
-    """Attention to a reference in Qwen-Image: of the image stream, including the tokens of source images."""
+    """Attention to a reference in Qwen-Image; the queries are the image stream, including the tokens of source images."""
 
     def __call__(  # diffusers reads the names of a processor's arguments here
         self,
@@ -118,7 +118,7 @@ class QwenReferenceAttention(ReferenceAttention):
         values = [attn.add_v_proj(encoder_hidden_states), attn.to_v(hidden_states)]
         found = self.attend(queries[1], ip_hidden_states[0])
         if image_rotary_emb is not None:
-            angles = image_rotary_emb[::-1]  # diffusers has the image's first, then the text's
+            angles = image_rotary_emb[::-1]  # diffusers passes (image, text)
             queries = [apply_rotary_emb_qwen(each, of, use_real=False) for each, of in zip(queries, angles, strict=True)]
             keys = [apply_rotary_emb_qwen(each, of, use_real=False) for each, of in zip(keys, angles, strict=True)]
         mask = None

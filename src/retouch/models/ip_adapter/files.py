@@ -5,7 +5,7 @@
     image_proj.norm.weight, .bias                  LayerNorm of the tokens
     image_proj.mlp. ..., image_proj.qformer. ...   an MLP and a Q-Former, whose tokens are added
     ip_adapter.<k>.to_k_ip.weight, .to_v_ip.weight keys and values of block k: double blocks first, then single ones
-    ip_adapter.<k>.to_k_ip.bias, .to_v_ip.bias     only in the form that diffusers loads
+    ip_adapter.<k>.to_k_ip.bias, .to_v_ip.bias     only in the layout that diffusers loads
 
 An adapter with 4 or 16 tokens, a linear projection and only double blocks can be loaded with ``load_ip_adapter`` of diffusers' Flux
 pipelines. Other adapters have the names of the larger adapters' published checkpoints. Files with the names of XLabs' adapters can
@@ -41,8 +41,8 @@ def write(transformer: nn.Module, folder: Path) -> Path:
 
 @torch.no_grad()
 def read(transformer: nn.Module, path: Path) -> None:
-    """Load the weights of a file, or of ``ip_adapter.safetensors`` in a folder, into the transformer's adapter. An adapter with an
-    MLP takes the MLP of a file that has a Q-Former too.
+    """Load the weights of a file, or of ``ip_adapter.safetensors`` in a folder, into the transformer's adapter. If the adapter has
+    an MLP and the file has an MLP and a Q-Former, only the MLP is loaded.
 
     Raises ValueError for a file of another kind, and for an adapter with other settings.
     """

@@ -47,7 +47,7 @@ class ImageEncoder:
 
     @classmethod
     def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> "ImageEncoder":
-        """From a local folder (safetensors, no remote code). Raises ValueError for another kind of model."""
+        """Load the encoder from a local folder (safetensors, no remote code). Raises ValueError for another kind of model."""
         folder = Path(path)
         model_class, processor_class, field = _KINDS[_kind(folder)]
         settings: dict[str, Any] = {"dtype": dtype}
@@ -59,7 +59,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def embed(self, images: Sequence[Image]) -> Float[Tensor, "r d"]:
-        """One fp32 vector per image. Images may have any size; the encoder's image processor resizes them."""
+        """Return one fp32 vector per image. Images may have any size; the encoder's image processor resizes them."""
         rgb = [image.convert("RGB") for image in images]
         pixels = self._processor(images=rgb, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
         weight = next(self.model.parameters())
@@ -68,15 +68,15 @@ class ImageEncoder:
 
 
 def embed_width(path: Path | str) -> int:
-    """Width of the vectors of the encoder in a folder, from its configuration. Raises ValueError for another kind of model."""
+    """Return the width of the vectors of the encoder in a folder. Raises ValueError for another kind of model."""
     folder = Path(path)
     _kind(folder)
     return width_of(_config(folder))
 
 
 def width_of(config: Mapping[str, Any]) -> int:
-    """Width of the vectors of an encoder with this configuration: CLIP's ``projection_dim``, or the width of SigLIP's vision tower.
-    Missing values are transformers' defaults."""
+    """Return the width of the vectors of an encoder with this configuration: CLIP's ``projection_dim``, or the width of SigLIP's
+    vision tower. Missing values are transformers' defaults."""
     kind = config["model_type"]
     if kind == "clip":
         return int(CLIPConfig(**config).projection_dim)

@@ -16,7 +16,7 @@ from retouch.types import Conditioning, Task
 class ReferenceModel(ModelWrapper[DenoisingModel]):
     """``model``, also conditioned on each task's reference image (implements ``DenoisingModel``).
 
-    The unconditional branch of guidance gets zeros as its reference, like rows with a dropped reference in supervised learning.
+    The negative branch of guidance gets zeros as its reference, like rows with a dropped reference in supervised learning.
     ``encode`` raises ValueError for a task without a reference.
 
     Source: IP-Adapter (Ye et al. 2023, arXiv 2308.06721).

@@ -76,7 +76,7 @@ class IpAdapter(TrainedPart):
                 raise ValueError(f"policy.train.init_from: {error}") from None
 
     def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
-        """The model, also conditioned on each task's reference. Loads the image encoder, in the model's ``dtype``."""
+        """Return the model, also conditioned on each task's reference. Loads the image encoder in ``dtype``."""
         import torch
 
         from retouch.models.common.pretrained import fetch_encoder

@@ -1,4 +1,4 @@
-"""Janus-Pro in a recipe, as a policy that generates images as tokens."""
+"""The recipe's section of Janus-Pro, a policy that generates images as tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class JanusModel(PretrainedLanguageModel):
-    """Janus-Pro, text to image: an image is exactly as many codes as the model's images have.
+    """Janus-Pro, text to image: every completion has exactly as many codes as one image of the model.
 
     Source: Janus-Pro (arXiv 2501.17811); weights deepseek-community/Janus-Pro-1B and -7B.
     """
@@ -47,5 +47,5 @@ class JanusModel(PretrainedLanguageModel):
         )
 
     def describe(self, folder: Path | None) -> Described | None:
-        """None: its memory is not planned."""
+        """None: the model's memory is not planned."""
         return None

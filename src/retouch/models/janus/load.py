@@ -1,5 +1,5 @@
 """Loads Janus-Pro (arXiv 2501.17811) from a local folder in transformers' layout (``deepseek-community/Janus-Pro-1B``; safetensors
-only, no code), or takes one that a script has loaded."""
+only, no code), or takes a model that a script has loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +27,10 @@ def load_janus(
     attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
 ) -> JanusImageModel:
-    """The model with all weights frozen: the trainable modules in ``dtype``, the autoencoder in fp32.
+    """Load the model with all weights frozen: the trainable modules in ``dtype``, the autoencoder in fp32.
 
-    ``source``: a folder, or a whole Janus that is loaded, which keeps its dtype. ``weights``: the folder ``writer`` of an export of
-    full weights, which replaces the weights of the trainable modules. Raises ValueError for a folder with another model.
+    ``source``: a folder, or a loaded complete Janus, which keeps its dtype. ``weights``: the folder ``writer`` of an export of full
+    weights, which replaces the weights of the trainable modules. Raises ValueError for a folder with another model.
     """
     if isinstance(source, LoadedLanguageModel):
         whole, tokenizer = source.base(), source.tokenizer
@@ -52,7 +52,7 @@ def load_janus(
 
 
 def _autoencoder(folder: Path) -> dict[str, Tensor]:
-    """Its stored weights in fp32, because codes are nearest neighbours."""
+    """Read the autoencoder's weights in fp32, because codes come from a nearest-neighbour search."""
     found = {name.removeprefix(_AUTOENCODER): tensor.float() for name, tensor in _stored(folder, _AUTOENCODER)}
     if not found:
         raise ValueError(f"{folder} contains no weights of Janus' autoencoder ({_AUTOENCODER}*) in safetensors")
@@ -72,7 +72,7 @@ def _load(module: JanusImageModules, folder: Path) -> None:
 
 
 def _stored(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of everything with this prefix in the folder's safetensors."""
+    """Yield (name, tensor) of all tensors in the folder's safetensors files whose names have this prefix."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if name.startswith(prefix)]  # noqa: SIM118, not a mapping

@@ -1,8 +1,9 @@
 """Janus-Pro (arXiv 2501.17811) as a text-to-image policy: it reads a prompt and generates an image as codes, without text.
 
-Codes have their own embeddings and output head, so completions have their own ids: the codes from 0, and one more that ends the
-image, which is forced after the last code and has no embedding. The published sampler uses classifier-free guidance. Here guidance
-is off in sampling and evaluation: the policy is the model's conditional distribution, whose gradient needs one forward pass.
+Codes have their own embeddings and output head, so completions have their own ids: the codes from 0, and one additional id that
+ends the image; it is forced after the last code and has no embedding. The published sampler uses classifier-free guidance. Here
+guidance is off in sampling and evaluation: the policy is the model's conditional distribution, whose gradient needs one forward
+pass.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ BEGIN = "<begin_of_image>"
 
 
 class JanusImageModules(JanusPreTrainedModel):
-    """The modules of a Janus model that generate images, with their own names: language model, embeddings and head of the codes."""
+    """The modules of a Janus model that generate images, with unchanged names: language model, embeddings and head of the codes."""
 
     def __init__(self, whole: JanusForConditionalGeneration) -> None:
         super().__init__(whole.config)
@@ -89,7 +90,7 @@ class JanusImageModel(CausalText):
         return decoder
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
-        """The embeddings of codes. The token that ends an image gets that of the last code, which is never used."""
+        """The embeddings of codes. The id that ends an image gets the embedding of the last code, which is never used."""
         parts: Any = module.get_submodule("model")
         embeds: Tensor = parts.generation_aligner(parts.generation_embeddings(ids.clamp(max=self.pad - 1)))
         return embeds
@@ -100,7 +101,7 @@ class JanusImageModel(CausalText):
         return logits.float()
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. Raises ValueError for a task with an image, or with a special token in its instruction."""
+        """Encode the tasks' prompts. Raises ValueError for a task with an image, or with a special token in its instruction."""
         require_no_special_tokens(tasks, self.tokenizer)
         for task in tasks:
             if task.images:
@@ -112,18 +113,18 @@ class JanusImageModel(CausalText):
         return [self.tokenizer.bos_token_id, *ids]
 
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """The codes of images, which are first resized to ``size`` (Lanczos)."""
+        """Encode images, which are first resized to ``size`` (Lanczos), to codes."""
         with evaluating(self.vq):
             codes = self.vq.encode(to_pixels(images, self.size, self.vq.device), return_dict=True).image_tokens
         return codes.reshape(-1, *self.grid)
 
     def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """The images of codes."""
+        """Decode codes to images."""
         with evaluating(self.vq):
             return to_images(self.vq.decode(codes.flatten(1).to(self.vq.device)))
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
-        """The codes of the image in a completion; None if it is not complete."""
+        """The codes of the image in a completion; None if the image is not complete."""
         height, width = self.grid
         if len(ids) != height * width or not all(0 <= each < self.pad for each in ids):
             return None

@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 class OffloadedModel(ModelWrapper[DenoisingModel]):
-    """``model``, of which frozen parts wait in CPU memory (implements ``DenoisingModel``). It gives the same bits as ``model``.
+    """Keeps frozen parts of ``model`` in CPU memory while they are not used (implements ``DenoisingModel``).
+
+    It returns the same bits as ``model``.
 
     ``encoders``: the parts that encode tasks. ``autoencoder``: the parts that encode and decode images, and the sources of tasks.
     """
@@ -51,10 +53,10 @@ class OffloadedModel(ModelWrapper[DenoisingModel]):
 
 
 def build_offloaded(section: ImageModel, *, device: torch.device, offload: bool, cache_prompts: bool) -> DenoisingModel:
-    """The model of a recipe's section with its transformer on ``device`` and its text encoders in CPU memory.
+    """Build the model of a recipe's section with its transformer on ``device`` and its text encoders in CPU memory.
 
-    ``offload``: its autoencoder waits in CPU memory too. ``cache_prompts``: prompt embeddings are kept on disk, so that the text
-    encoders are needed for new prompts only. Raises ValueError for a model whose parts are not known.
+    ``offload``: the autoencoder is in CPU memory too while it is not used. ``cache_prompts``: prompt embeddings are cached on disk,
+    so that only new prompts need the text encoders. Raises ValueError for a model whose parts are not known.
     """
     key = "devices.offload" if offload else "policy.prompt_embeddings"
     model = section.build(device=CPU)

@@ -1,4 +1,4 @@
-"""Frozen modules that wait in CPU memory and are on a device only while they are used."""
+"""Frozen modules that are stored in CPU memory and copied to a device only while they are used."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,10 @@ _ALIGNMENT = 256
 
 @contextmanager
 def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block the parts' parameters and buffers are copies on ``device``; after it they are the same tensors as before.
+    """Inside the block, the parts' parameters and buffers are copies on ``device``; after it, they are the same tensors as before.
 
-    Changes of a copy are lost, so this is for frozen weights: they wait in the CPU's memory, and a device holds a policy and them
-    in turn. The host does not wait for copies from page-locked memory; it never writes to what it copies from (``to_device``).
+    Changes of a copy are lost, so use this for frozen weights only: they stay in CPU memory, and occupy device memory only inside
+    the block. The host does not wait for copies from page-locked memory; it never writes to the tensors it copies (``to_device``).
     """
     waiting: list[tuple[dict[str, Any], str, Tensor]] = []
     copies: dict[int, Tensor] = {}
@@ -36,18 +36,19 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
 
 
 def page_lock(parts: Sequence[nn.Module], device: torch.device) -> None:
-    """Move the parts' weights to page-locked memory, from which ``on_device`` copies them to a GPU; nothing for another ``device``.
+    """Move the parts' weights to page-locked memory, from which ``on_device`` copies them to a GPU.
 
-    They share large buffers, because torch rounds every piece of page-locked memory up to a power of two.
+    Does nothing if ``device`` is not a CUDA GPU. The weights share large buffers, because torch rounds every piece of page-locked
+    memory up to a power of two.
     """
     if device.type == "cuda":
         repack(parts, lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
 
 def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> None:
-    """Move the parts' parameters and buffers into buffers of ``BUFFER_BYTES``, or of their own size if they are larger.
+    """Move the parts' parameters and buffers into shared buffers of ``BUFFER_BYTES``; larger tensors get a buffer of their size.
 
-    ``allocate``: gives a buffer of so many bytes. Tensors that are in page-locked memory stay where they are.
+    ``allocate``: returns a buffer with the given number of bytes. Tensors that are already in page-locked memory are not moved.
     """
     buffer, used, moved = None, 0, set()
     for _, _, tensor in _tensors(parts):
@@ -63,18 +64,18 @@ def repack(parts: Sequence[nn.Module], allocate: Callable[[int], Tensor]) -> Non
 
 
 def parts_of(model: Any, *, key: str = "devices.offload") -> list[nn.Module]:
-    """The modules of an image model, its transformer first. Raises ValueError for a model without a property ``parts``.
+    """Return the modules of an image model, its transformer first. Raises ValueError for a model without a property ``parts``.
 
-    ``key``: the key of the recipe that needs them.
+    ``key``: the recipe key that needs the modules.
     """
     parts: list[nn.Module] | None = getattr(model, "parts", None)
     if parts is None:
-        raise ValueError(f"{key}: what {type(model).__name__} is made of is not known here; remove the key")
+        raise ValueError(f"{key}: the modules of {type(model).__name__} are unknown, it has no property `parts`; remove the key")
     return parts
 
 
 def _tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Each parameter and buffer, with the table of its module that has it, and its name there."""
+    """Yield (table, name, tensor) for each parameter and buffer; ``table`` is the module's dict that contains the tensor."""
     for module in [module for part in parts for module in part.modules()]:
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):

@@ -1,4 +1,4 @@
-"""Prompt embeddings that are computed once: the text encoders are on the device only for prompts that were never seen before."""
+"""Prompt embeddings that are computed once: the text encoders are on the device only for prompts that are not in the store."""
 
 import hashlib
 import json
@@ -24,11 +24,11 @@ _VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 
 
 class CachedPrompts:
-    """The text encoders' output for prompts, from ``store`` where it is known (implements ``ReadsPrompts``).
+    """Returns the text encoders' output for prompts, from ``store`` if it is stored there (implements ``ReadsPrompts``).
 
     An entry is keyed by everything that it depends on: the encoders' weights, configurations and types, the tokenizers, template
     and lengths, the kind of device, the prompt, and the images that the encoders read with it. Each prompt is encoded alone, so an
-    entry does not depend on the batch that it was first met in. Encoded in a batch, it differs by rounding.
+    entry does not depend on the batch in which the prompt occurred first. Embeddings of a whole batch differ from it by rounding.
     """
 
     def __init__(self, model: PipelineModel, store: EmbeddingStore, *, device: torch.device) -> None:
@@ -66,9 +66,9 @@ class CachedPrompts:
 
 
 def describe(value: Any) -> Any:
-    """Everything that decides what a text encoder computes, as JSON: weights, configurations, vocabularies and settings.
+    """Return everything that determines a text encoder's output, as JSON: weights, configurations, vocabularies and settings.
 
-    Raises TypeError for a value that it does not know, so that nothing is left out by accident.
+    Raises TypeError for a value of an unknown type, so that nothing is left out by accident.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -101,7 +101,7 @@ def _config(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def _weights(module: nn.Module) -> list[Any]:
-    """The name, type, shape and two exact sums of the bits of each tensor."""
+    """Return the name, dtype, shape and two exact sums of the bits of each tensor."""
     named = sorted([*module.named_parameters(), *module.named_buffers()], key=itemgetter(0))
     sums = []
     for _, tensor in named:
@@ -121,6 +121,6 @@ def _known(row: dict[str, Tensor] | None) -> dict[str, Tensor]:
 
 
 def _batch(rows: Sequence[Tensor]) -> Tensor:
-    """The rows as one tensor, padded on the right with zeros where they differ in length."""
+    """Stack the rows into one tensor, padded on the right with zeros if their lengths differ."""
     equal = all(row.shape == rows[0].shape for row in rows)
     return torch.stack(list(rows)) if equal else pad_sequence(list(rows), batch_first=True)

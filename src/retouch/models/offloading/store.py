@@ -1,7 +1,7 @@
-"""Prompt embeddings on disk: one safetensors file per entry, named by the digest of what it was computed from.
+"""Prompt embeddings on disk: one safetensors file per entry, whose name is the digest of everything that it was computed from.
 
-Several processes may use one folder. A file gets its name when it is complete, by a rename; two that write the same entry write the
-same content. A damaged file is reported and counts as missing, so nothing is flushed to disk.
+Several processes may use one folder. A complete file gets its name by a rename; two processes that write the same entry write the
+same content. A damaged file is reported and counts as missing, so files are not flushed to disk with fsync.
 """
 
 import json
@@ -27,7 +27,7 @@ DEFAULT_LIMIT_GB = 100.0
 _SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
 _CHECKSUM, _WIDENED = "crc32", "widened"
 _KEPT_SHARE = 0.9
-"""Share of the limit that is kept when it is exceeded."""
+"""When the limit is exceeded, entries are deleted until this share of the limit is left."""
 _ABANDONED_SECONDS = 24 * 3600
 _log = logging.getLogger("retouch")
 
@@ -43,9 +43,10 @@ class EmbeddingStore:
 
     @classmethod
     def of_user(cls) -> "EmbeddingStore":
-        """The store in the folder ``RETOUCH_PROMPT_CACHE``, by default in the user's cache, of ``RETOUCH_PROMPT_CACHE_GB`` GB.
+        """The user's store: in the folder ``RETOUCH_PROMPT_CACHE`` (default: the user's cache folder), with a limit of
+        ``RETOUCH_PROMPT_CACHE_GB`` GB (default: 100).
 
-        Raises ValueError if the limit is not a positive number, or there is no folder.
+        Raises ValueError if the limit is not a positive number, or if there is no folder.
         """
         given = os.environ.get(FOLDER_VARIABLE)
         user = user_folder("XDG_CACHE_HOME", ".cache")
@@ -62,7 +63,7 @@ class EmbeddingStore:
         return cls(folder, limit=int(limit * 1e9))
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of an entry, on the CPU; None if there is none, or if it is damaged."""
+        """Return the tensors of an entry, on the CPU; None if there is no such entry, or if it is damaged."""
         path = self._path(key)
         try:
             with safe_open(path, framework="pt") as file:
@@ -80,7 +81,7 @@ class EmbeddingStore:
         return {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}
 
     def write(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors. A disk that cannot be written is reported once; the entry is then computed again when it is needed."""
+        """Store the tensors. If the disk cannot be written, this is reported once, and the entry is computed again when needed."""
         narrowed = {name: _narrowed(tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()}
         widened = sorted(name for name, tensor in narrowed.items() if tensor.dtype != tensors[name].dtype)
         about = {_CHECKSUM: _checksum(narrowed), _WIDENED: json.dumps(widened)}
@@ -104,7 +105,7 @@ class EmbeddingStore:
             self._failed = True
 
     def usage(self) -> tuple[int, int]:
-        """The number of entries and their bytes."""
+        """Return the number of entries and their total bytes."""
         sizes = [size for _, size, _ in self._entries()]
         return len(sizes), sum(sizes)
 
@@ -133,7 +134,7 @@ class EmbeddingStore:
         if self._bytes <= self.limit:  # another process has deleted some
             return
         _log.warning(
-            "prompt embeddings take %.1f GB in %s and may take %.1f (%s): the least recently used are deleted",
+            "prompt embeddings take %.1f GB in %s; the limit is %.1f GB (%s): the least recently used are deleted",
             self._bytes / 1e9,
             self.folder,
             self.limit / 1e9,
@@ -147,7 +148,7 @@ class EmbeddingStore:
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
-    """The tensor in bfloat16 if it is fp32 and loses nothing: encoders in 16 bits give their states as fp32."""
+    """Return an fp32 tensor in bfloat16 if this is exact: 16-bit encoders return their states in fp32."""
     if tensor.dtype != torch.float32:
         return tensor
     half = tensor.bfloat16()

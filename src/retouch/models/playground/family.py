@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 
 def playground_weights(name: str = "editor") -> Path:
-    """The packaged folder of weights with this name."""
+    """Return the packaged folder of weights with this name."""
     return Path(str(files("retouch.playground"))) / "weights" / name
 
 
 class PlaygroundFamily(DiffusersModel):
-    """The common part of the playground's image models."""
+    """Base class of the sections of the playground's image models."""
 
     path: str | None = None  # type: ignore[assignment]
-    """Folder of other weights of the same shape; null takes the packaged ones."""
+    """Folder of other weights of the same shape; null takes the packaged weights."""
     size: Pixels | None = None
-    """Height and width of its images in pixels; null takes the size of the playground's images."""
+    """Height and width of the output images in pixels; null takes the size of the playground's images."""
     dtype: Dtype = "float32"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
     shipped: ClassVar[str]
-    """The folder of its weights in the package."""
+    """Name of the packaged folder of the model's weights."""
     built_by: ClassVar[tuple[str, str]]
     """The model's name in messages, and the command that builds its weights."""
     stated: ClassVar[tuple[str, ...]]
@@ -41,7 +41,7 @@ class PlaygroundFamily(DiffusersModel):
 
     @property
     def folder(self) -> Path:
-        """The folder of its weights."""
+        """The folder of the model's weights."""
         return Path(self.path) if self.path else playground_weights(self.shipped)
 
     def find_weights(self) -> tuple[Path | None, bool]:
@@ -90,7 +90,7 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
 
 
 class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
-    """The built-in tiny text-to-image model, for renderers of prompts."""
+    """The built-in tiny text-to-image model, for ``renderer.kind: prompt``."""
 
     kind: Literal["playground-text-to-image"] = "playground-text-to-image"  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""The playground's model that renders words, untrained: FLUX.1-Fill's classes with few parameters, and tokenizers of single
+"""The playground's model that renders words, before training: FLUX.1-Fill's classes with few parameters, and tokenizers of single
 letters."""
 
 import torch
@@ -24,7 +24,7 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """A tokenizer of bytes."""
+    """A byte-level tokenizer."""
     symbols = sorted(ByteLevel.alphabet())
     vocab = {symbol: place for place, symbol in enumerate([*symbols, *(f"{symbol}</w>" for symbol in symbols)])}
     vocab |= {"<|startoftext|>": len(vocab), "<|endoftext|>": len(vocab) + 1}
@@ -32,7 +32,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def text(t5_words: T5Tokenizer | None = None, *, max_sequence_length: int = MAX_SEQUENCE_LENGTH) -> FluxText:
-    """Two layers of T5, of width 64, and one of CLIP. ``t5_words``: None takes ``t5_tokenizer``."""
+    """A T5 with two layers of width 64, and a CLIP with one layer. ``t5_words``: T5's tokenizer; None takes ``t5_tokenizer``."""
     t5_words, clip_words = t5_words or t5_tokenizer(), clip_tokenizer()
     t5 = T5Config(vocab_size=len(t5_words), d_model=TEXT_WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
     end = len(clip_words) - 1
@@ -76,7 +76,7 @@ def autoencoder(shift: float = 0.0, scale: float = 1.0) -> AutoencoderKL:
 
 
 def transformer() -> FluxTransformer2DModel:
-    """Two double and three single blocks of width 96: 1.2 M parameters. A token is four latents of noise and image and a mask."""
+    """Two double and three single blocks of width 96: 1.2 M parameters. A token has 4 latents of noise, 4 of image, and a mask."""
     channels = 4 * LATENT_CHANNELS
     return FluxTransformer2DModel(
         in_channels=2 * channels + 4 * 16,
@@ -93,11 +93,11 @@ def transformer() -> FluxTransformer2DModel:
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """A static shift of 3."""
+    """A scheduler with a static shift of 3."""
     return FlowMatchEulerDiscreteScheduler(shift=3.0)
 
 
 def untrained(vae: AutoencoderKL, seed: int) -> FluxFill:
-    """The model before training, with initial weights from the seed."""
+    """Build the model with initial weights from the seed."""
     torch.manual_seed(seed)
     return FluxFill(transformer=transformer(), vae=vae, text=text(), scheduler_config=dict(scheduler().config))

@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
 
 class PlaygroundLanguageModel(PretrainedLanguageModel):
-    """The common part of the playground's language models."""
+    """Base class of the sections of the playground's language models."""
 
     path: str | None = None  # type: ignore[assignment]
-    """Folder of other weights; null takes the packaged ones."""
+    """Folder of other weights; null takes the packaged weights."""
     dtype: Dtype = "float32"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
     marker: ClassVar[str] = "config.json"
-    """A file that its folder must contain."""
+    """A file that the folder of the weights must contain."""
     built_by: ClassVar[tuple[str, str]]
     """The model's name in messages, and the command that builds its weights."""
 
     @property
     def shipped(self) -> Path:
-        """The folder of its weights in the package."""
+        """The packaged folder of the model's weights."""
         raise NotImplementedError
 
     @property
     def folder(self) -> Path:
-        """The folder of its weights."""
+        """The folder of the model's weights."""
         return Path(self.path) if self.path else self.shipped
 
     @property
@@ -56,7 +56,7 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
 
 
 class PlaygroundWriter(PlaygroundLanguageModel, QwenFamily):
-    """The built-in tiny Qwen2.5-VL, which writes for the playground's editor."""
+    """The built-in tiny Qwen2.5-VL, which writes responses for the playground's editor."""
 
     kind: Literal["playground-writer"] = "playground-writer"
 
@@ -100,8 +100,8 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
 
     kind: Literal["playground-emu3"] = "playground-emu3"
     start: Literal["s", "sc", "sc-unfinished"] = "sc"
-    """Which of the packaged weights: trained on single edits (s), or also on some of two and three (sc), in the last case on
-    demonstrations that mostly lack one of them (sc-unfinished)."""
+    """The packaged weights: ``s`` was trained on single edits, ``sc`` also on some instructions with two or three edits;
+    ``sc-unfinished`` was trained further, on demonstrations of several edits, most of which lack one edit."""
 
     built_by = ("Emu3", "retouch playground build --emu3")
 
@@ -111,7 +111,7 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
 
     @property
     def size(self) -> Size | None:
-        """None: the size of the playground's images."""
+        """None: the model uses the size of the playground's images."""
         return None
 
     @property

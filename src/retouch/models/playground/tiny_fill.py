@@ -1,4 +1,4 @@
-"""A tiny untrained FLUX.1-Fill, with which a recipe can be tried from end to end without a download."""
+"""A tiny untrained FLUX.1-Fill, to try a recipe from end to end without a download."""
 
 import string
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _LONGEST = 64
 
 
 class TinyFluxFill(FluxFill):
-    """The real classes with random weights from ``seed``; ``size``: (height, width) of its images in px, multiples of 8.
+    """FLUX.1-Fill's classes with random weights from ``seed``; ``size``: (height, width) of the images in px, multiples of 8.
 
     Example, in a recipe::
 

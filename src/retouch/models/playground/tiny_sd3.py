@@ -1,4 +1,4 @@
-"""A tiny untrained Stable Diffusion 3, with which a recipe or a script can be tried from end to end without a download."""
+"""A tiny untrained Stable Diffusion 3, to try a recipe or a script from end to end without a download."""
 
 import string
 
@@ -9,14 +9,14 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 from retouch.models.sd3.model import SD3
 
 _LONGEST = 128
-"""Maximum number of T5's tokens of a prompt; each letter is a token."""
+"""Maximum number of tokens of a prompt in T5; each letter is a token."""
 _WIDTH = 32
 _CHANNELS = 4
 _LATENT_SIDE = 16
 
 
 class TinySD3(SD3):
-    """The real classes with random weights from ``seed``, on the CPU. Its images have 32 x 32 px.
+    """Stable Diffusion 3's classes with random weights from ``seed``, on the CPU. The images have 32 x 32 px.
 
     ``examples/one_file_flow_grpo.py`` draws the same weights, tensor by tensor.
 

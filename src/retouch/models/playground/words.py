@@ -1,4 +1,4 @@
-"""The section of the playground's model that renders words."""
+"""The recipe's section of the playground's model that renders words."""
 
 from typing import Literal
 

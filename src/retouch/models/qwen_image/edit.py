@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit (one source image) and Qwen-Image-Edit-Plus (2509 and 2511: one to several), as diffusers runs them."""
+"""Qwen-Image-Edit (one source image) and Qwen-Image-Edit-Plus (2509 and 2511: one or more), as diffusers runs them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -16,11 +16,11 @@ from retouch.types import Task
 
 
 class QwenImageEdit(QwenFlow):
-    """Qwen-Image-Edit: one source image, which the text encoder reads, and whose latents follow those of the output.
+    """Qwen-Image-Edit: the text encoder reads the source image, and the source's latents follow those of the output.
 
-    ``size``: None takes the source's, resized to ``source_area``. ``condition_area`` and ``source_area``: px that the text encoder
-    and the autoencoder see of an image, with its aspect ratio and sides of multiples of 32 (None: the pipeline's own; "as_is":
-    images as they are).
+    ``size``: None takes the source's size after it is resized to ``source_area``. ``condition_area``, ``source_area``: area in px
+    to which an image is resized for the text encoder and for the autoencoder. The aspect ratio is kept, and sides are multiples of
+    32 (None: the pipeline's area; "as_is": images are not resized).
 
     Source: diffusers' QwenImageEditPipeline.
     """
@@ -40,9 +40,9 @@ class QwenImageEdit(QwenFlow):
         return {"image_processor": load_image_processor(path)}
 
     def layout(self, tasks: Sequence[Task]) -> tuple[Float[Tensor, "p s d"], Mapping[str, Any]]:
-        """The packed source latents, and what all rows share.
+        """Return the packed source latents, and the values that all rows share.
 
-        Raises ValueError if a task has too many images or none, or where sizes differ between tasks.
+        Raises ValueError if a task has too many images or none, or if sizes differ between tasks.
         """
         for task in tasks:
             if not 1 <= len(task.images) <= self.MOST_SOURCES:
@@ -62,7 +62,7 @@ class QwenImageEdit(QwenFlow):
         return EncoderInputs(bodies, seen)
 
     def _body(self, instruction: str, images: int) -> str:
-        assert images == 1  # its place is in the template
+        assert images == 1  # the template contains the image's vision block
         return instruction
 
     def fit(self, image: Image) -> Size:
@@ -70,9 +70,9 @@ class QwenImageEdit(QwenFlow):
 
 
 class QwenImageEditPlus(QwenImageEdit):
-    """Qwen-Image-Edit-Plus: one to several source images ("Picture 1: ..."), small for the text encoder; output like the last.
+    """Qwen-Image-Edit-Plus: one or more source images ("Picture 1: ..."), which the text encoder reads at a small size.
 
-    2511 differs from 2509 in its transformer's configuration (zero_cond_t) only.
+    The output has the size of the last source image. 2511 differs from 2509 only in its transformer's configuration (zero_cond_t).
 
     Source: diffusers' QwenImageEditPlusPipeline.
     """

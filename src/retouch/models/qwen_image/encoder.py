@@ -1,4 +1,4 @@
-"""The encoder that reads a response for the image model: the image model's own, or the policy that wrote the response."""
+"""The encoder that reads a response for the image model: the image model's text encoder, or the policy that wrote the response."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,9 +15,8 @@ from retouch.models.qwen_image.model import QwenFlow
 class ResponseEncoder:
     """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
 
-    ``published`` opens a context in which ``module`` has the weights that the image model was trained with; the negative branch of
-    guidance is encoded in it, so that it stays the same during training. ``reading`` opens the context of everything that is
-    encoded.
+    ``published`` opens a context in which ``module`` has the weights with which the image model was trained; the negative branch of
+    guidance is encoded in it, so that it does not change during training. ``reading`` opens a context around every encoding.
     """
 
     module: Qwen2_5_VLForConditionalGeneration
@@ -26,7 +25,7 @@ class ResponseEncoder:
 
     @classmethod
     def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "ResponseEncoder":
-        """A separate encoder, which this freezes: an image depends on the response alone."""
+        """A separate encoder, which is frozen here: an image depends on the response, but not on the policy's weights."""
         module.requires_grad_(False).eval()
         return cls(module)
 
@@ -34,14 +33,14 @@ class ResponseEncoder:
     def without_adapter(
         cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
     ) -> "ResponseEncoder":
-        """A frozen encoder that shares its weights with the policy: the policy's module without its adapter, in ``published``."""
+        """A frozen encoder that shares its weights with the policy: the policy's module, always inside ``published``."""
         return cls(module, published, published)
 
     @classmethod
     def policy(
         cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
     ) -> "ResponseEncoder":
-        """The policy's module with its current weights, so that images change with them.
+        """The policy's module with its current weights, so that images change when the policy is trained.
 
         ``published``: for example ``functools.partial(copies.using, "reference")``.
         """
@@ -56,7 +55,7 @@ def encoder_for(
     guided: bool,
     published: Callable[[], AbstractContextManager[None]] | None,
 ) -> ResponseEncoder:
-    """The encoder of responses: the editor's own (``frozen``) or the policy's module ``writer``.
+    """Return the encoder of responses: the editor's text encoder (``frozen``) or the policy's module ``writer``.
 
     ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
     they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
@@ -70,16 +69,16 @@ def encoder_for(
         raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
     if not guided and not frozen:
         return ResponseEncoder(writer)
-    assert published is not None, "a negative branch, and a frozen encoder, are read under weights that do not train"
+    assert published is not None, "a negative branch and a frozen encoder need the policy's weights from before training"
     made = ResponseEncoder.without_adapter if frozen else ResponseEncoder.policy
     return made(writer, published=published)
 
 
 def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-    """Replace the editor's text encoder by the policy's module ``writer`` if that does the same, so that the weights are held once.
+    """Replace the editor's text encoder by the policy's module ``writer`` if possible, so that the weights are in memory once.
 
-    It does if the policy encodes, and if both have the same weights, those of the policy do not train (``base_frozen``: a LoRA),
-    and both compute alike. Call it before anything trains, and before the editor is moved to its device.
+    It is possible if the policy encodes responses, or if the policy's base weights do not train (``base_frozen``: a LoRA) and both
+    modules have the same class, attention and weights. Call it before training, and before the editor is moved to its device.
     """
     if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
         editor.text.encoder = writer

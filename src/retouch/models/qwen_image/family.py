@@ -1,4 +1,4 @@
-"""Qwen-Image and its editing models in a recipe."""
+"""The recipe's sections of Qwen-Image and its editing models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class QwenImageFamily(DiffusersModel):
-    """What Qwen-Image and its editing models have in common."""
+    """Base class of the sections of Qwen-Image and its editing models."""
 
-    # Flow-GRPO's adapters for Qwen-Image (rank 64, alpha 128): all of the attention and both feed-forward layers of a block.
+    # Flow-GRPO's LoRA targets for Qwen-Image (rank 64, alpha 128): the whole attention and both feed-forward layers of a block.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -57,7 +57,7 @@ class QwenImageFamily(DiffusersModel):
         assert isinstance(editor, QwenFlow)
         assert isinstance(writer, QwenWriter), "the recipe's checks ensure it"
         if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
-            raise ValueError("policy.model: its tokenizer is another than that of the editor, which could not read its ids")
+            raise ValueError("policy.model: its tokenizer differs from the editor's; use a model with the editor's tokenizer")
         made: Any = writer_for(editor, writer.module, gradient_checkpointing=writer.gradient_checkpointing)
         same_prompts: AutoregressiveModel = made
         return same_prompts
@@ -92,7 +92,7 @@ class QwenImageModel(QwenImageFamily):
 
 
 class QwenImageEditor(QwenImageFamily):
-    """What Qwen-Image's editing models have in common."""
+    """Base class of the sections of Qwen-Image's editing models."""
 
     def condition_tokens(self, described: Described) -> int:
         area: int = self.adapter_class().CONDITION_AREA
@@ -126,7 +126,7 @@ class QwenImageEditPlusModel(QwenImageEditor):
 
 
 def vision_pixels(described: Described) -> int:
-    """Side in px of a token of the text encoder's vision model."""
+    """Return the side in px of a token of the text encoder's vision model."""
     vision = described["text_encoder"]["config"]["vision_config"]
     side: int = vision["patch_size"] * vision["spatial_merge_size"]
     return side

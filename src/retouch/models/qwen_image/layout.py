@@ -1,7 +1,7 @@
 """Latents of the Qwen-Image family, whose autoencoder is a video model; an image is one frame after two frames of zeros.
 
-All but the last temporal tap of its causal convolutions are multiplied with those zeros, so for an image that tap is the whole
-convolution: the same numbers to rounding for a third of the work, or better where the 3-d kernels are slow.
+In its causal convolutions, all temporal taps except the last are multiplied with these zeros. So for an image, the last tap alone
+gives the same numbers up to rounding, with a third of the work, or even less if the 3D kernels are slow.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from retouch.models.common.latents import FrameLatents
 
 
 class QwenLatents(FrameLatents):
-    """Images to packed latents and back, normalised channel by channel. The autoencoder takes single frames only from then on."""
+    """Converts images to packed latents and back; each channel is normalised. Afterwards, ``vae`` accepts single frames only."""
 
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
         use_last_temporal_tap(vae)
@@ -28,7 +28,7 @@ class QwenLatents(FrameLatents):
 
 
 def use_last_temporal_tap(vae: nn.Module) -> None:
-    """Let every causal convolution of ``vae`` compute its last temporal tap only. Inputs must be (b, c, 1, h, w) from then on."""
+    """Make every causal convolution of ``vae`` compute only its last temporal tap. Inputs must then be (b, c, 1, h, w)."""
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d) and module.stride[0] == 1:
             module.forward = _LastTap(module)
@@ -40,7 +40,7 @@ class _LastTap:
 
     def __call__(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         convolution = self.convolution
-        assert x.shape[2] == 1, "made for single frames, and this is a video"
+        assert x.shape[2] == 1, "only single frames are supported, not videos"
         width, height = convolution._padding[0], convolution._padding[2]
         weight = convolution.weight[:, :, -1]
         return F.conv2d(x.squeeze(2), weight, convolution.bias, stride=convolution.stride[1:], padding=(height, width)).unsqueeze(2)

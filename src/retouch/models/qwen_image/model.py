@@ -1,8 +1,8 @@
-"""Qwen-Image, text to image, and what it has in common with its editing models, as diffusers runs them.
+"""Qwen-Image, text to image, and the base class that it shares with its editing models, as diffusers runs them.
 
-x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, "source" (r, S, 64)
-where there are images to edit, and in ``shared`` "grids", the (1, height, width) in tokens of the output and of each source, and
-"size", the output's (height, width) in px.
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, and "source" (r, S, 64)
+for source images. ``shared`` has "grids", the (1, height, width) in tokens of the output and of each source image, and "size", the
+output's (height, width) in px.
 """
 
 from abc import abstractmethod
@@ -34,7 +34,7 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Tasks as the model reads them: the text encoder's tokens, the packed source latents, and what all rows share."""
+    """Tasks as the model reads them: the text encoder's tokens, the packed source latents, and the values that all rows share."""
 
     tokens: Tokens
     source: Float[Tensor, "p s d"] | None
@@ -43,19 +43,19 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInputs:
-    """What the text encoder reads of each task: the text in its template's placeholder, and the images at its own size."""
+    """The text encoder's inputs for each task: the text that replaces the template's placeholder, and the resized images."""
 
     bodies: Sequence[str]
     images: Sequence[Sequence[Image]]
 
 
 class QwenFlow(PipelineModel):
-    """What Qwen-Image and Qwen-Image-Edit have in common; subclasses give ``encoder_inputs`` and ``layout``.
+    """Base class of Qwen-Image and its editing models; subclasses define ``encoder_inputs`` and ``layout``.
 
-    ``template``: of the text encoder; None is ``TEMPLATE``, the official one. ``image_processor``: the text encoder's, for
-    templates with images, Qwen2VLImageProcessorPil for one. ``size``: (height, width) of the output in px.
+    ``template``: the text encoder's template; None is ``TEMPLATE``, the official one. ``image_processor``: the text encoder's image
+    processor for templates with images, for example Qwen2VLImageProcessorPil. ``size``: (height, width) of the output in px.
 
-    Raises ``ValueError`` for guidance-distilled weights, whose guidance is an input that no adapter here gives.
+    Raises ``ValueError`` for guidance-distilled weights, whose guidance input is not supported.
 
     Source: Qwen-Image (arXiv 2508.02324) and diffusers' QwenImage pipelines.
     """
@@ -86,9 +86,10 @@ class QwenFlow(PipelineModel):
 
     @classmethod
     def from_pretrained(cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, **options: Any) -> "QwenFlow":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen.
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen.
 
-        ``options``: of the class, such as ``size``.
+        ``options``: further arguments of the class, such as ``size``.
         """
         parts = load_parts(path, dtype=dtype, device=device, **_PARTS)
         options |= cls.processors(path)
@@ -96,29 +97,35 @@ class QwenFlow(PipelineModel):
 
     @classmethod
     def processors(cls, path: Source) -> dict[str, Any]:
-        """Further parts of the pipeline's folder, as arguments of the class."""
+        """Load further parts of the pipeline, as arguments of the class."""
         return {}
 
     @abstractmethod
     def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
-        """What the text encoder reads; ``instructions`` replace the tasks' own. Sizes may differ."""
+        """Return the text encoder's inputs; ``instructions`` replace the tasks' instructions. Image sizes may differ."""
 
     @abstractmethod
     def layout(self, tasks: Sequence[Task]) -> tuple[Float[Tensor, "p s d"] | None, Mapping[str, Any]]:
-        """The packed source latents, and what all rows share. Raises ValueError for tasks that the model cannot take."""
+        """Return the packed source latents, and the values that all rows share.
+
+        Raises ValueError for tasks that the model cannot read.
+        """
 
     def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
-        """``encoder_inputs`` as tokens and pixels."""
+        """Convert the result of ``encoder_inputs`` to tokens and pixels."""
         inputs = self.encoder_inputs(tasks, instructions=instructions)
         return self.text.tokenise(inputs.bodies, inputs.images)
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
-        """Everything that needs no gradient; ``instructions`` replace the tasks' own. Raises ValueError as ``layout``."""
+        """Compute everything that needs no gradient; ``instructions`` replace the tasks' instructions.
+
+        Raises ValueError in the same cases as ``layout`` and ``checked``.
+        """
         source, shared = self.layout(tasks)
         return Prepared(self.tokenise(tasks, instructions=instructions), source, shared)
 
     def checked(self, tasks: Sequence[Task], instructions: Sequence[str] | None) -> list[str]:
-        """The instructions of the tasks, or those that replace them. Raises ValueError if one contains a special token."""
+        """Return ``instructions``, or the tasks' instructions if None. Raises ValueError if one contains a special token."""
         texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
         for task, text in zip(tasks, texts, strict=True):
             self.text.check(text, task.id)
@@ -134,7 +141,7 @@ class QwenFlow(PipelineModel):
         return {"embeds": embeds, "mask": mask}
 
     def embed(self, prepared: Prepared) -> Conditioning:
-        """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
+        """Return the conditioning with gradient in the text encoder, to train it too; the encoder's mode does not change.
 
         Raises ValueError if text and images together are longer than the transformer's table of rotary positions.
         """
@@ -158,26 +165,28 @@ class QwenFlow(PipelineModel):
         return Conditioning(tensors, frozenset(text), shared)
 
     def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """Guidance with each token's velocity brought back to the length it has without (Qwen-Image's "true CFG"); in fp32."""
+        """Guidance that rescales each token's velocity to its norm without guidance (Qwen-Image's "true CFG"); in fp32."""
         guided = super().combine(positive, negative, guidance_scale)
         return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
 
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. Raises ValueError for x of another
-        size."""
+        """The predicted noise - data at ``x``, in fp32; the tokens of source images are read and not predicted.
+
+        Raises ValueError for x of another size than the conditioning's.
+        """
         embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
         grids = list(conditioning.shared["grids"])
         if x.shape[1] != grids[0][1] * grids[0][2]:
-            raise ValueError(f"x has {x.shape[1]} tokens, and its conditioning is for {grids[0][1]} x {grids[0][2]}")
-        lengths = mask.sum(1).tolist()  # one transfer to the host says both how much is padding and whether a mask is needed
+            raise ValueError(f"x has {x.shape[1]} tokens, but its conditioning is for {grids[0][1]} x {grids[0][2]}")
+        lengths = mask.sum(1).tolist()  # one transfer to the host shows how much is padding, and whether a mask is needed
         longest = max(lengths)
         tokens = torch.cat([x, conditioning.tensors["source"]], dim=1) if "source" in conditioning.tensors else x
         dtype = next(module.parameters()).dtype
         output = module(
             hidden_states=tokens.to(dtype),
-            # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+            # The pipelines also multiply sigma by 1000 and divide again; the rounding changes high frequencies of the embedding.
             timestep=sigma * 1000 / 1000,
             encoder_hidden_states=embeds[:, :longest].to(dtype),
             encoder_hidden_states_mask=None if min(lengths) == longest else mask[:, :longest],
@@ -189,10 +198,10 @@ class QwenFlow(PipelineModel):
 
 
 class QwenImage(QwenFlow):
-    """Qwen-Image: an image from a prompt alone; images of a task are ignored.
+    """Qwen-Image, text to image; images of a task are ignored.
 
-    ``size``: None is the pipeline's 1024 x 1024 (128 latents a side). ``max_tokens``: the longest prompt in tokens, the template's
-    end included.
+    ``size``: None is the pipeline's 1024 x 1024 (128 latents per side). ``max_tokens``: maximum number of tokens of a prompt,
+    including the end of the template.
 
     Source: Qwen-Image (arXiv 2508.02324) and diffusers' QwenImagePipeline.
     """
@@ -206,7 +215,10 @@ class QwenImage(QwenFlow):
         self.max_tokens = max_tokens
 
     def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
-        """The texts; ``instructions`` replace the tasks' own. Raises ValueError for a text of more than ``max_tokens`` tokens."""
+        """Return the texts; ``instructions`` replace the tasks' instructions.
+
+        Raises ValueError for a text of more than ``max_tokens`` tokens.
+        """
         texts = self.checked(tasks, instructions)
         images: list[Sequence[Image]] = [()] * len(texts)
         lengths = self.text.tokenise(texts, images)["attention_mask"].sum(1) - self.text.prefix
@@ -219,5 +231,5 @@ class QwenImage(QwenFlow):
         return None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size}
 
     def check_prompt(self, prompt: str, task: str) -> None:
-        """Raises ValueError if the model would refuse the prompt of the task of this name."""
+        """Raise ValueError if the model cannot read this prompt of the task with this id."""
         self.prepare([Task(id=task, instruction=prompt)])

@@ -1,7 +1,7 @@
 """Qwen-Image, Qwen-Image-Edit and Edit-Plus conditioned on an instruction and a language model's response to it.
 
 The encoder reads the pipeline's template with the task in it, which ends in an open assistant turn, then the response's ids as they
-were sampled, then the token that closes the turn. An empty response adds nothing, not even that token. The beginning of the
+were sampled, then the token that closes the turn. An empty response adds nothing, not even the closing token. The beginning of the
 template is dropped as in the pipeline, so the image model sees [user, images, instruction, assistant, response].
 """
 
@@ -28,28 +28,28 @@ CLOSING = "<|im_end|>"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QwenContext:
-    """A task before a response: its tokens, source latents and sizes, and ``room``, the most ids of a response."""
+    """A task without its response: its tokens, source latents and sizes. ``room``: maximum number of ids of a response."""
 
     prepared: Prepared
     room: int
 
     @property
     def size(self) -> tuple[tuple[int, int, int], ...]:
-        """Sizes of the output and the sources in tokens; contexts of one size can be sampled in one batch."""
+        """Sizes of the output and the sources in tokens; contexts of equal size can be sampled in one batch."""
         grids: tuple[tuple[int, int, int], ...] = self.prepared.shared["grids"]
         return grids
 
     @property
     def length(self) -> int:
-        """Tokens before a response."""
+        """Number of tokens before the response."""
         return self.prepared.tokens["input_ids"].shape[1]
 
 
 class QwenResponses:
     """An image model that is conditioned on a task and a response (implements ``retouch.renderers.responses.ResponseEditor``).
 
-    ``encoder`` replaces the editor's own text encoder and reads with the editor's tokenizer, template and sizes; its states are
-    those of the last layer after the final norm. This freezes the autoencoder.
+    ``encoder`` replaces the editor's own text encoder and uses the editor's tokenizer, template and sizes. Its states are those of
+    the last layer after the final norm. The constructor freezes the autoencoder.
     """
 
     def __init__(self, editor: QwenFlow, encoder: ResponseEncoder) -> None:
@@ -65,7 +65,10 @@ class QwenResponses:
         self._image_ids = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
 
     def prepare(self, task: Task) -> QwenContext:
-        """Everything about a task that does not depend on the response. ValueError if the task leaves no room for one."""
+        """Compute the part of a task's conditioning that does not depend on the response.
+
+        Raises ValueError if the task leaves no room for a response.
+        """
         with torch.no_grad():
             prepared = self.model.prepare([task])
         positions: Any = self.model.module.get_submodule("pos_embed")
@@ -81,11 +84,11 @@ class QwenResponses:
         return QwenContext(prepared, room)
 
     def accepts(self, context: QwenContext, response: Sequence[int]) -> bool:
-        """Whether these ids can be encoded: known to the encoder, no image token among them, and no more than fit."""
+        """Whether these ids can be encoded: the encoder knows all ids, none is an image token, and there are at most ``room``."""
         return len(response) <= context.room and all(0 <= k < self._vocabulary and k not in self._image_ids for k in response)
 
     def encode(self, contexts: Sequence[QwenContext], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
-        """The embeddings of each context with its response, in one forward of the encoder; sizes and lengths may differ."""
+        """Encode each context with its response, in one forward pass of the encoder; sizes and lengths may differ."""
         return self._embed(
             [
                 _extended(context.prepared.tokens, response, self._closing)
@@ -94,13 +97,13 @@ class QwenResponses:
         )
 
     def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
-        """The pipeline's own negative branch: the same images, if any, with the instruction " ", under the published weights."""
+        """Encode the pipeline's negative branch (the same images, if any, and the instruction " ") with the published weights."""
         tokens = [self.model.tokenise([task], instructions=[" "]) for task in tasks]
         with self.encoder.published():
             return self._embed(tokens)
 
     def condition(self, contexts: Sequence[QwenContext], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
-        """Contexts of one size as a conditioning, padded on the right, on the transformer's device."""
+        """Build a conditioning from contexts of equal size, padded on the right, on the transformer's device."""
         shared = contexts[0].prepared.shared
         assert all(context.size == contexts[0].size for context in contexts)
         device = next(self.model.module.parameters()).device
@@ -123,7 +126,7 @@ class QwenResponses:
 def writer_for(
     editor: QwenFlow, module: VisionModel, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
 ) -> QwenWriter:
-    """A writer whose prompts are exactly what ``QwenResponses`` reads before a response: same template, images and tokenizer.
+    """Return a writer whose prompts are exactly what ``QwenResponses`` reads before a response: same template, images, tokenizer.
 
     So a response is encoded in the context in which it was sampled.
     """
@@ -141,14 +144,14 @@ def writer_for(
 
 
 def _extended(tokens: Tokens, response: Sequence[int], closing: int) -> Tokens:
-    """One row's tokens, with the response and the end of its turn, if there is a response."""
+    """Append the response and the token that closes its turn to one row's tokens; an empty response appends nothing."""
     ids = tokens["input_ids"]
     more = ids.new_tensor([[*response, closing]] if len(response) else [[]])
     return {**tokens, "input_ids": torch.cat([ids, more], dim=1)}
 
 
 def _joined(rows: Sequence[Tokens], *, pad: int) -> Tokens:
-    """Single rows without padding as one batch, padded on the right."""
+    """Join single rows without padding into one batch, padded on the right."""
     ids = [row["input_ids"][0] for row in rows]
     joined = {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),

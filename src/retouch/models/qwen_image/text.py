@@ -1,7 +1,7 @@
-"""What Qwen-Image knows of an instruction: hidden states of Qwen2.5-VL over a chat template, without the template's beginning.
+"""Qwen-Image's text encoding of an instruction: hidden states of Qwen2.5-VL for a chat template, without the template's beginning.
 
-The last hidden state (after the final norm) of the real tokens, less the system turn and the user header: (r, L, d) with a mask.
-Images come as runs of image tokens, one for each merged patch, and have three-axis positions (time, height, width).
+They are the last hidden states (after the final norm) of all tokens except padding, the system turn and the user header: (r, L, d)
+with a mask. An image is a run of image tokens, one for each merged patch, with three-axis positions (time, height, width).
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ OFFICIAL_PREFIX = {TEXT_TO_IMAGE: 34, EDIT: 64, EDIT_PLUS: 64}
 class QwenText:
     """A Qwen2.5-VL text encoder with its tokenizer and image processor, and the template that it reads.
 
-    ``template`` has one placeholder ``{}``; what stands before it, or before its first vision block, is the prefix that is
-    dropped. Raises ValueError if an official template has another number of prefix tokens than the models were trained with.
+    ``template`` has one placeholder ``{}``; the text before it, or before its first vision block, is the prefix that is dropped.
+    Raises ValueError if an official template has another number of prefix tokens than in the training of the models.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class QwenText:
         self.prefix = len(tokenizer(before_vision)["input_ids"]) if before_vision else 0
         if self.prefix != OFFICIAL_PREFIX.get(template, self.prefix):
             raise ValueError(
-                f"the official template begins with {OFFICIAL_PREFIX[template]} tokens, and with {self.prefix} in this tokenizer: "
-                "give the model's own tokenizer, or a template of your own"
+                f"the prefix of the official template must have {OFFICIAL_PREFIX[template]} tokens, but has {self.prefix} with "
+                "this tokenizer: use the model's own tokenizer, or a template of your own"
             )
 
     @property
@@ -64,21 +64,21 @@ class QwenText:
         return [self.encoder]
 
     def check(self, instruction: str, task: str) -> None:
-        """Raises ValueError if an instruction spells one of the tokenizer's special tokens, which would change the template."""
+        """Raise ValueError if an instruction contains a special token of the tokenizer, which would change the template."""
         self.template.check(instruction, task)
 
     def tokenise(self, bodies: Sequence[str], images: Sequence[Sequence[Image]]) -> Tokens:
-        """The encoder's inputs for these bodies (what replaces the placeholder) and each row's images; see ``QwenTemplate``."""
+        """Return the encoder's inputs for ``bodies``, which replace the placeholder, and the images; see ``QwenTemplate``."""
         return self.template.tokenise(bodies, images)
 
     def embed(self, tokens: Tokens) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
-        """Embeddings and their mask, padded on the right with zeros; with gradient where the caller has not turned it off.
+        """Return embeddings and their mask, padded on the right with zeros; with gradient if gradients are enabled.
 
-        Padding in ``tokens`` may be on either side. Rows that differ in length do not change one another.
+        Padding in ``tokens`` may be on either side. Rows of different lengths do not influence each other.
         """
         tokens = {name: tensor.to(self.encoder.device) for name, tensor in tokens.items()}
         keep = tokens["attention_mask"].bool()
-        # Without the token types the encoder silently gives image tokens positions as if they were text.
+        # Without the token types, the encoder gives image tokens the positions of text, without an error.
         types = (tokens["input_ids"] == self._image_token).int()
         states = self.encoder.model(**tokens, mm_token_type_ids=types, use_cache=False).last_hidden_state
         rows = [state[real][self.prefix :] for state, real in zip(states, keep, strict=True)]

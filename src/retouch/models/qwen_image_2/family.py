@@ -1,4 +1,4 @@
-"""Qwen-Image-2.1 in a recipe."""
+"""The recipe's section of Qwen-Image-2.1."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class QwenImage2Model(DiffusersModel):
 
     kind: Literal["qwen-image-2"] = "qwen-image-2"
     source_area: Count | None = Field(default=None, exclude_if=lambda area: area is None)
-    """Pixels that a source image is resized to, with its aspect ratio; null takes its pipeline's 1024 x 1024."""
+    """Area in pixels to which a source image is resized, with its aspect ratio; null takes the pipeline's 1024 x 1024."""
 
     takes = Takes(images=(0, 10))
     adapter = "retouch.models.qwen_image_2.model:QwenImage2"
@@ -52,7 +52,7 @@ class QwenImage2Model(DiffusersModel):
 
     def one_of_each_block(self, transformer: Part) -> Part:
         part = super().one_of_each_block(transformer)
-        # The modulation of text and sources apart from the output's cannot be traced without numbers: 3 numbers a token less.
+        # Separate modulation of text and sources depends on values, so the meta device cannot trace it: 3 numbers per token less.
         return {**part, "config": {**part["config"], "causal_condition": False}}
 
     def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class QwenImage2Model(DiffusersModel):
         grids = [(1, height // 16, width // 16) for height, width in (*[batch.source] * batch.sources, batch.size)]
         counts = [height * width for _, height, width in grids]
         slots = torch.arange(batch.text + sum(counts) // 4) >= batch.text
-        # One row at a time goes through the transformer.
+        # The transformer computes one row at a time.
         return {
             "hidden_states": batch.empty(sum(counts), config["in_channels"])[:1],
             "timestep": batch.times()[:1],

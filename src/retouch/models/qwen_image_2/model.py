@@ -1,8 +1,8 @@
 """Qwen-Image-2.1, text to image and editing, as diffusers' QwenImage21Pipeline runs it.
 
-x is (r, s, 64) tokens in fp32, one per latent of 16 px. A conditioning has "embeds" (r, L, d), "mask" and "slots" (r, L), the
-places of ``embeds`` that stand for source images, and for tasks with images "source" (r, S, 64), their latents. ``shared`` has
-"size", the output's (height, width) in px, and "sources", those of the source images.
+x is (r, s, 64) tokens in fp32, one per latent of 16 px. A conditioning has "embeds" (r, L, d), "mask" (r, L), "slots" (r, L), which
+marks the positions in ``embeds`` that stand for source images, and for tasks with images "source" (r, S, 64), the latents of the
+source images. ``shared`` has "size", the output's (height, width) in px, and "sources", the sizes of the source images.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from retouch.types import Conditioning, Task
 
 
 class QwenImage2Text(ChatPrompts):
-    """A Qwen3-VL that reads a prompt and its images, up to its last norm; what follows the system turn is kept."""
+    """A Qwen3-VL that reads a prompt and its images; the states before its final norm are kept, without the system turn."""
 
     FAMILY = "Qwen-Image-2.1"
     SYSTEM = "Comprehend and analyze the provided prompt."
@@ -38,7 +38,7 @@ class QwenImage2Text(ChatPrompts):
         super().__init__(encoder, template, max_sequence_length=512, prefix=prefix)
 
     def embed(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
-        """Embeddings, their mask, and which of them are slots of images; padded on the right with zeros."""
+        """Return embeddings, their mask, and a mask of the slots of images, all padded on the right with zeros."""
         visions = [" ".join(f"<image{k}>{VISION}" for k in range(1, len(row) + 1)) for row in images]
         bodies = [vision + (prompt or " ") for vision, prompt in zip(visions, prompts, strict=True)]
         tokens = {name: each.to(self.encoder.device) for name, each in self.template.tokenise(bodies, images).items()}
@@ -52,7 +52,7 @@ class QwenImage2Text(ChatPrompts):
 
 
 class QwenImage2Latents(FrameLatents):
-    """RGBA images to normalised latents and back, through a frozen autoencoder; one latent is a token of 64 channels."""
+    """Converts RGBA images to normalised latents and back with a frozen autoencoder; one latent is a token of 64 channels."""
 
     def __init__(self, vae: AutoencoderKLQwenImage21) -> None:
         super().__init__(vae, token_latents=1)
@@ -62,20 +62,20 @@ class QwenImage2Latents(FrameLatents):
         return config["z_dim"], 16
 
     def grid(self, size: Size) -> tuple[int, int]:
-        """(height, width) in tokens of an image of ``size`` px. Raises ``ValueError`` for sides that are not multiples of 32."""
+        """Return (height, width) in tokens of an image of ``size`` px. Raises ``ValueError`` if a side is no multiple of 32."""
         if any(side < 1 or side % (2 * self.token_pixels) for side in size):
-            raise ValueError(f"an image of {size[0]} x {size[1]} px (height x width): give sides that are multiples of 32 px")
+            raise ValueError(f"an image of {size[0]} x {size[1]} px (height x width): use sides that are multiples of 32 px")
         return super().grid(size)
 
     def resize(self, image: Image, size: Size) -> Image:
-        """A source image as the text encoder sees it."""
+        """Resize a source image for the text encoder, on a white background."""
         return on_white(self._images.resize(image.convert("RGBA"), *size))
 
     def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 4 h w"]:
         return super().pixels([image.convert("RGBA") for image in images], size)
 
     def decode(self, x: Float[Tensor, "r s d"], size: Size) -> list[Image]:
-        """RGB images, on white where they are transparent."""
+        """Decode clean x to RGB images; transparent pixels become white."""
         return [on_white(image) for image in super().decode(x, size)]
 
     def decode_tensors(self, x: Float[Tensor, "r s d"], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
@@ -86,9 +86,9 @@ class QwenImage2Latents(FrameLatents):
 class QwenImage2(PipelineModel):
     """Qwen-Image-2.1: an image from a prompt and any number of source images.
 
-    ``size``: (height, width) of the output in px. None is that of the last source image or, without one, 1024 x 1024.
-    ``source_area``: px that a source image is resized to (see ``fit``). ``sample_sigmas``: the sigmas before shifting of
-    step-distilled weights, taken where a schedule has as many steps.
+    ``size``: (height, width) of the output in px. None is the size of the last source image or, without source images, 1024 x 1024.
+    ``source_area``: area in px to which a source image is resized (see ``fit``). ``sample_sigmas``: the sigmas before shifting for
+    step-distilled weights, used if the schedule has the same number of steps.
 
     Source: diffusers' QwenImage21Pipeline.
     """
@@ -145,7 +145,7 @@ class QwenImage2(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        """One forward per row: the rows of a forward share their layout, and padding would move an image away from its prompt."""
+        """Runs one forward pass per row: rows of a pass share one layout, and padding would shift an image against its prompt."""
         dtype, shared = next(module.parameters()).dtype, conditioning.shared
         grids = [(1, *self.latents.grid(size)) for size in (*shared["sources"], shared["size"])]
         lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []
@@ -156,7 +156,7 @@ class QwenImage2(PipelineModel):
             output: Tensor = module(
                 hidden_states=tokens.to(dtype),
                 encoder_hidden_states=told["embeds"][:, :length].to(dtype),
-                # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+                # The pipelines also multiply sigma by 1000 and divide again; the rounding changes the embedding's high frequencies.
                 timestep=sigma[row : row + 1] * 1000 / 1000,
                 img_shapes=[grids],
                 img_mask=torch.cat([slots, slots.new_ones(1, x.shape[1] // 4)], dim=1),
@@ -167,7 +167,7 @@ class QwenImage2(PipelineModel):
 
 
 def on_white(image: Image) -> Image:
-    """An RGBA image on a white ground, as RGB."""
+    """Convert an RGBA image to RGB on a white background."""
     ground = new("RGB", image.size, (255, 255, 255))
     ground.paste(image, mask=image.getchannel("A"))
     return ground

@@ -1,4 +1,4 @@
-"""Qwen's instruct models in a recipe, as policies that write text."""
+"""The recipe's sections of Qwen's instruct models, policies that write text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 class QwenFamily(PretrainedLanguageModel):
-    """What Qwen's instruct models have in common."""
+    """Base class of the sections of Qwen's instruct models."""
 
     def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
-        """The model in a local folder, or a loaded one. ``options``: of ``load_writer``; ``template`` defaults to the enhancer's
-        system prompt."""
+        """Load the model from a local folder, or take a loaded one.
+
+        ``options``: further arguments of ``load_writer``; by default, ``template`` has the enhancer's system prompt.
+        """
         from retouch.models.common.chat_template import TURNS
         from retouch.models.qwen_vl.load import load_writer
 
@@ -40,10 +42,10 @@ class QwenLanguageModel(QwenFamily):
 
     kind: Literal["qwen-vl", "qwen"]
     system: str | None = None
-    """System prompt; null takes the included prompt for enhancers, or, in front of an editor, the editor's own template."""
+    """System prompt; null takes the included prompt for enhancers, or the editor's template if the model writes for an editor."""
     area: Count | None = None
-    """Area in pixels that input images are resized to; null keeps their size, or, in front of an editor, takes the editor's
-    area."""
+    """Area in pixels to which input images are resized; null keeps their size, or takes the editor's area if the model writes for
+    an editor."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch.models.common.chat_template import TURNS
@@ -61,5 +63,5 @@ class QwenLanguageModel(QwenFamily):
 
 
 def enhancer_system_prompt() -> str:
-    """The system prompt of a model that enhances prompts: keep the subject, add style, lighting and technical terms, be concise."""
+    """The system prompt for enhancing prompts: keep the subject, add style, lighting and technical terms, be concise."""
     return (files("retouch.models.qwen_vl") / "enhancer.txt").read_text(encoding="utf-8").strip()

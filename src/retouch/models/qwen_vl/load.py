@@ -1,5 +1,5 @@
 """Loads a Qwen instruct model from a local transformers folder (safetensors only, known classes only, no code from the folder), or
-takes one that a script has loaded."""
+takes a model that a script has loaded."""
 
 import json
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def load_writer(
     stop: Sequence[str] = STOP,
     gradient_checkpointing: bool = False,
 ) -> QwenWriter:
-    """The writer in ``dtype`` on ``device`` with all weights frozen; a loaded model keeps its dtype and its attention. Other
-    arguments: see ``QwenWriter``.
+    """Load the writer in ``dtype`` on ``device`` with all weights frozen; a loaded model keeps its dtype and its attention. For the
+    other arguments see ``QwenWriter``.
 
     Raises ValueError for a folder with another model, and for an attention implementation that is not available.
     """

@@ -78,12 +78,12 @@ class QwenWriter:
         self.pad = known["<|endoftext|>"]
 
     def resized_images(self, task: Task) -> list[Image]:
-        """A task's images at their final size, which the image processor does not change."""
+        """Resize a task's images to their final size, which the image processor does not change."""
         fitted = (image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images)
         return [self.template.resized(image) for image in fitted]
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. Raises ValueError for a special token in an instruction, and for images without a placeholder."""
+        """Encode the tasks' prompts. Raises ValueError for a special token in an instruction, or images without a placeholder."""
         for task in tasks:
             self.template.check(task.instruction, task.id)
         blocks = ["".join(self.image_block.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
@@ -94,7 +94,7 @@ class QwenWriter:
         ids, mask = decoding.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
         if self.image_token is None:
             return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in tasks))
-        # Positions are always passed explicitly: otherwise the model stores those of this batch and uses them for the next one.
+        # Positions are always passed explicitly: otherwise the model stores this batch's positions and reuses them for the next.
         grids = tokens.get("image_grid_thw")
         types = (ids == self.image_token).int()
         positions, _ = self.module.model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=mask)
@@ -122,7 +122,7 @@ class QwenWriter:
         return decoding.select(cache, rows)
 
     def static_cache(self, cache: Cache, rows: Int[Tensor, " r"], *, room: int) -> Cache:
-        """As ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
+        """See ``retouch.policies.autoregressive.decoding.HasStaticCache``."""
         return decoding.static_cache(_decoder(self.module), cache, rows, room=room)
 
     def states(
@@ -145,7 +145,7 @@ class QwenWriter:
         return logits.float()
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of a text. Raises ValueError if it contains a special token."""
+        """The ids of a text. Raises ValueError if the text contains a special token."""
         self.template.check(text, text)
         ids: list[int] = self.template.tokenizer(text).input_ids
         return ids

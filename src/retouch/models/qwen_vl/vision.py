@@ -19,8 +19,8 @@ from retouch.types import Prompts
 def by_row(
     module: nn.Module, pixels: Float[Tensor, "n d"], grids: Int[Tensor, "m 3"], *, numbers: Sequence[int], merge: int
 ) -> tuple[dict[str, Tensor], ...]:
-    """The entries of ``Prompts.image_inputs``: each row's patches and grids, or its features, each of ``merge`` x ``merge``
-    patches.
+    """Return the entries of ``Prompts.image_inputs``: each row's patches and grids, or its features, of which each covers
+    ``merge`` x ``merge`` patches.
 
     ``pixels``: patches of all images; ``grids``: (time, height, width) of each image in patches; ``numbers``: images per row.
     """
@@ -36,7 +36,7 @@ def by_row(
 
 
 def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple[Float[Tensor, "p l d"], LayerFeatures | None]:
-    """The prompts' embeddings with image features at image tokens, and the features that Qwen3-VL adds to its first layers.
+    """Return the prompts' embeddings with image features at image tokens, and the features that Qwen3-VL adds to its first layers.
 
     Source: Qwen2-VL (arXiv 2409.12191); DeepStack (arXiv 2406.04334) for Qwen3-VL.
     """
@@ -55,9 +55,9 @@ def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple
 
 
 def _encode(module: nn.Module, pixels: Tensor, grids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Features of all merged patches, and those for the first layers."""
+    """Return the features of all merged patches, and the features for the first layers (DeepStack)."""
     output = module.model.get_image_features(pixels, grids, return_dict=True)
     deep = output.deepstack_features if isinstance(module, Qwen3VLForConditionalGeneration) else ()
     features = torch.cat(list(output.pooler_output))
-    # The features of a layer are one tensor in transformers 5.17, and one tensor per image in 5.23.
+    # A layer's features are one tensor in transformers 5.17, and one tensor per image in 5.23.
     return features, tuple(torch.cat([part.view(-1, features.shape[-1]) for part in layer]) for layer in deep)

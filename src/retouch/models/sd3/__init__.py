@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): the adapter to diffusers' pipeline, its section of a recipe and published
+"""Stable Diffusion 3 and 3.5 (arXiv 2403.03206): the model class for diffusers' pipeline, its section of a recipe and published
 configurations.
 
 It may import ``models.base``, ``models.common`` and what these may import. Only ``family.py`` is imported when a recipe is read.

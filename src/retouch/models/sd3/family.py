@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 in a recipe."""
+"""The recipe's section of Stable Diffusion 3 and 3.5."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SD3Model(DiffusersModel):
 
     adapter = "retouch.models.sd3.model:SD3"
     pipeline = "StableDiffusion3Pipeline"
-    # Flow-GRPO's adapters for SD3 (rank 32, alpha 64): the joint attention of each block.
+    # Flow-GRPO's LoRA targets for SD3 (rank 32, alpha 64): the joint attention of each block.
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -30,7 +30,7 @@ class SD3Model(DiffusersModel):
         ("3-medium", "sd3-medium.json"),
     )
     comfyui = ComfyUINames(prefix="transformer.")
-    text_tokens = 77 + 256  # CLIP's and T5's
+    text_tokens = 77 + 256  # CLIP and T5
 
     def token_pixels(self, described: Described) -> int:
         patch: int = described["transformer"]["config"]["patch_size"]

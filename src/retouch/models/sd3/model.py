@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5, text to image, as diffusers runs them.
 
-x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 2048), and in
-``shared`` "size", the output's (height, width) in px.
+x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds" (r, L, 4096) and "pooled" (r, 2048). ``shared`` has
+"size", the output's (height, width) in px.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ from retouch.types import Conditioning, Task
 
 
 class SD3(PipelineModel):
-    """Stable Diffusion 3 or 3.5. Any of the three text encoders (CLIP, CLIP, T5) may be None, and then its tokenizer too.
+    """Stable Diffusion 3 or 3.5. Each of the three text encoders (CLIP, CLIP, T5) may be None together with its tokenizer.
 
-    ``size``: (height, width) of the output in px, multiples of 16; None is the transformer's own. Raises ``ValueError`` for a size
-    beyond its table of positions.
+    ``size``: (height, width) of the output in px, multiples of 16; None is the transformer's sample size. Raises ``ValueError`` for
+    a size beyond the transformer's table of positions.
 
     Source: Esser et al. 2024 (arXiv 2403.03206) and diffusers' StableDiffusion3Pipeline.
     """
@@ -63,7 +63,7 @@ class SD3(PipelineModel):
         cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, t5: bool = True
     ) -> "SD3":
         """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
-        frozen. T5 if ``t5``."""
+        frozen. ``t5``: whether T5 is loaded."""
         kinds = {"transformer": SD3Transformer2DModel, "vae": AutoencoderKL}
         kinds |= {"text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection}
         kinds |= {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}
@@ -80,7 +80,7 @@ class SD3(PipelineModel):
         )
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
-        """The conditioning of these prompts with gradient to the text encoders, in the mode they are in."""
+        """Return the conditioning of these prompts with gradient in the text encoders, whose train or eval mode does not change."""
         return self.conditioning(self.embed_prompts(prompts, ()), size=self.size)
 
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
-"""What Stable Diffusion 3 knows of a prompt: two CLIP encoders side by side, then T5 along the sequence, and a pooled vector.
+"""Stable Diffusion 3's text encoding of a prompt, by two CLIP encoders and T5.
 
-embeds (r, 77 + max_sequence_length, 4096): CLIP's two next-to-last hidden states joined along the channels and padded with zeros,
-followed by T5's last one. pooled (r, 2048): CLIP's two projected summaries. An encoder that is left out gives zeros.
+embeds (r, 77 + max_sequence_length, 4096): the next-to-last hidden states of both CLIP encoders, concatenated along the channels
+and padded with zeros, followed along the sequence by T5's last hidden states. pooled (r, 2048): the projected pooled outputs of
+both CLIP encoders. An encoder that is left out gives zeros.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,10 @@ CLIP_LENGTH = 77
 
 
 class SD3Text:
-    """Two CLIP encoders and T5, each with its tokenizer, or None if one is left out. Raises ValueError if all are.
+    """Two CLIP encoders and T5, each with its tokenizer; None for one that is left out. Raises ValueError if all are None.
 
-    ``joint_dim`` and ``pooled_dim``: what the transformer takes. ``max_sequence_length``: T5's, up to 512.
+    ``joint_dim`` and ``pooled_dim``: widths of embeds and pooled that the transformer takes. ``max_sequence_length``: T5's number
+    of tokens, up to 512.
 
     Source: diffusers' StableDiffusion3Pipeline (``encode_prompt``).
     """
@@ -34,7 +36,7 @@ class SD3Text:
         if all(encoder is None for encoder in encoders):
             raise ValueError("all three text encoders are left out; a prompt needs at least one")
         if [encoder is None for encoder in encoders] != [tokenizer is None for tokenizer in tokenizers]:
-            raise ValueError("give three tokenizers in the order of the text encoders, and None in the same places")
+            raise ValueError("give three tokenizers in the order of the text encoders, and None for an encoder that is None")
         if not 1 <= max_sequence_length <= 512:
             raise ValueError(f"max_sequence_length is {max_sequence_length}; T5 takes 1 to 512 tokens here")
         *self.clips, self.t5 = encoders
@@ -45,19 +47,19 @@ class SD3Text:
 
     @property
     def encoders(self) -> list[nn.Module]:
-        """Those that are there."""
+        """The encoders that are not left out."""
         return [encoder for encoder in (*self.clips, self.t5) if encoder is not None]
 
     def check(self, prompt: str, task: str) -> None:
-        """Raises ValueError if no encoder reads the prompt to its end. (CLIP alone may cut it off, as in the pipeline.)"""
+        """Raise ValueError if all encoders would truncate the prompt. (As in the pipeline, CLIP alone may truncate it.)"""
         pairs = [(tokenizer, most) for tokenizer, most in zip(self.tokenizers, self.lengths, strict=True) if tokenizer is not None]
         tokens = [len(tokenizer(prompt, verbose=False)["input_ids"]) for tokenizer, _ in pairs]
         if all(count > most for count, (_, most) in zip(tokens, pairs, strict=True)):
             limits = [most for _, most in pairs]
-            raise ValueError(f"the prompt of task {task!r} has {tokens} tokens, and the text encoders read {limits}; shorten it")
+            raise ValueError(f"the prompt of task {task!r} has {tokens} tokens, but the text encoders read {limits}; shorten it")
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
-        """embeds and pooled, fp32, with gradient where the caller has not turned it off; on the first encoder's device."""
+        """Return embeds and pooled in fp32, on the first encoder's device; with gradient if gradients are enabled."""
         device = next(self.encoders[0].parameters()).device
         states, summaries = [], []
         for clip, tokenizer, width in zip(self.clips, self.tokenizers, self.widths, strict=False):
@@ -88,7 +90,7 @@ class SD3Text:
 
 
 def _clip_widths(clips: Sequence[CLIPTextModelWithProjection | None], pooled_dim: int) -> tuple[int, int]:
-    """Channels of the two CLIP encoders; one that is left out has what the other leaves of the pooled vector."""
+    """Return the channels of both CLIP encoders; one that is left out has the remaining channels of the pooled vector."""
     known = [None if clip is None else int(clip.config.projection_dim) for clip in clips]
     match known:
         case [None, None]:
@@ -99,5 +101,5 @@ def _clip_widths(clips: Sequence[CLIPTextModelWithProjection | None], pooled_dim
             return first, pooled_dim - first
     first, second = known
     if first + second != pooled_dim:
-        raise ValueError(f"the CLIP encoders give {first} + {second} pooled channels, and the transformer takes {pooled_dim}")
+        raise ValueError(f"the CLIP encoders give {first} + {second} pooled channels, but the transformer takes {pooled_dim}")
     return first, second

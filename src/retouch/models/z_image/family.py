@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo in a recipe."""
+"""The recipe's section of Z-Image and Z-Image-Turbo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ZImageModel(DiffusersModel):
 
     adapter = "retouch.models.z_image.model:ZImage"
     pipeline = "ZImagePipeline"
-    # Attention and feed-forward layers of every block, those that refine image and text before they meet among them.
+    # Attention and feed-forward layers of every block, including the refiner blocks of image and text.
     lora_targets = (
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
@@ -29,7 +29,7 @@ class ZImageModel(DiffusersModel):
 
     def shape(self, transformer: Part) -> Shape:
         config = transformer["config"]
-        # Half of the refining blocks see the image and half the text: together as many as one kind, with all tokens.
+        # As many refiner blocks read the image as the text: together they cost as much as n_refiner_layers blocks on all tokens.
         blocks = Blocks(config["n_layers"] + config["n_refiner_layers"], {2: 90, 4: 132})
         return Shape(blocks=(blocks,), width=config["dim"], latents=4 * config["in_channels"], text=config["cap_feat_dim"])
 

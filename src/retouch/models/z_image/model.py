@@ -1,6 +1,6 @@
 """Z-Image and Z-Image-Turbo, text to image, as diffusers runs them.
 
-x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 2560) and "mask" (r, L) for the text, and in ``shared``
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 2560) and "mask" (r, L) for the text. ``shared`` has
 "size", the output's (height, width) in px.
 """
 
@@ -22,7 +22,7 @@ from retouch.types import Conditioning, Task
 
 
 class ZImageText(Qwen3Text):
-    """(r, L, 2560) of Qwen3's last layer but one, for all tokens of the template with thinking on; padding is zero."""
+    """Qwen3's next-to-last hidden states (r, L, 2560) for all tokens of the template, with thinking on; padding is zero."""
 
     FAMILY = "Z-Image"
     LAYERS = (-2,)
@@ -34,13 +34,13 @@ class ZImageText(Qwen3Text):
 
 
 class ZImage(PipelineModel):
-    """Z-Image: an image from words alone.
+    """Z-Image, text to image.
 
-    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). Raises ValueError for
-    sides that do not divide into tokens, or have more of them than the transformer has places for.
+    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents per side). Raises ValueError for
+    sides that do not divide into tokens, or that have more tokens than the transformer has positions for.
 
-    Guidance here is that of the other models, negative + scale * (positive - negative). The pipeline adds its own scale to 1: its
-    ``guidance_scale`` 4 is 5 here, and its 0, which Z-Image-Turbo asks for, is 1. Renormalised guidance is not made.
+    Guidance is negative + scale * (positive - negative), as in the other models. The pipeline uses 1 + its ``guidance_scale`` as
+    this scale: its 4 is 5 here, and its 0, which Z-Image-Turbo needs, is 1. Renormalised guidance is not supported.
 
     Source: Z-Image (arXiv 2511.22699) and diffusers' ZImagePipeline.
     """
@@ -62,11 +62,12 @@ class ZImage(PipelineModel):
         super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
         most = tuple(places * latents.token_pixels for places in transformer.config.axes_lens[1:])
         if any(side > limit for side, limit in zip(size, most, strict=True)):
-            raise ValueError(f"size {size}: this transformer has places for at most {most[0]} x {most[1]} px (height x width)")
+            raise ValueError(f"size {size}: this transformer has positions for at most {most[0]} x {most[1]} px (height x width)")
 
     @classmethod
     def from_pretrained(cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None) -> "ZImage":
-        """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen."""
         kinds = {"transformer": ZImageTransformer2DModel, "vae": AutoencoderKL, "text_encoder": Qwen3Model}
         parts = load_parts(path, dtype=dtype, device=device, **kinds, tokenizer=Qwen2Tokenizer)
         return cls(
@@ -97,6 +98,6 @@ class ZImage(PipelineModel):
         lengths = tensors["mask"].sum(1).tolist()
         embeds = [row[:length] for row, length in zip(tensors["embeds"].to(dtype), lengths, strict=True)]
         latents = unpack(x, height=height, width=width).to(dtype).unsqueeze(2)
-        # Its time runs from noise, 0, to image, 1, and so does the velocity that it gives.
+        # The transformer's time runs from 0 (noise) to 1 (data), so its velocity has the opposite sign.
         output = module(list(latents), (1000 - sigma * 1000) / 1000, embeds, return_dict=False)[0]
         return -pack(torch.stack(output).squeeze(2).float())

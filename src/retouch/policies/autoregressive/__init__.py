@@ -1,6 +1,6 @@
-"""Policies of tokens: sampling completions, and their log-probabilities with gradient.
+"""The policy that writes tokens: sampling of completions, and their log-probabilities with gradient.
 
-``rollout`` is the recipe's section and the interface of engines; ``decoding`` is the engine inside the model itself, and other
-engines are in ``retouch.policies.engines``. May import ``core``, ``types``, ``protocols`` and ``config``, and no model: the
-policy knows its model through ``retouch.protocols.AutoregressiveModel``.
+``rollout`` has the recipe's section and the table of engines; ``decoding`` is the engine that uses the policy's own model, and
+other engines are in ``retouch.policies.engines``. May import what ``policies`` may import, and no model: the policy knows its model
+through ``retouch.protocols.AutoregressiveModel``.
 """

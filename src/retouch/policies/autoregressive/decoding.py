@@ -1,7 +1,7 @@
 """Decoding with the policy's own model and a key-value cache.
 
-Each token of a row is sampled by inversion from its own uniform number, drawn on the CPU and keyed by (seed, step, group, slot)
-and the token's place. So a completion does not depend on the other rows of its batch.
+Each token of a row is sampled by inversion from a uniform random number of its own, which is drawn on the CPU and keyed by (seed,
+step, group, slot) and the position of the token. So a completion does not depend on the other rows of its batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,25 +20,26 @@ from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Prompts
 
 CHECK_EVERY = 16
-"""Tokens between two questions of the host to a device whether rows have ended."""
+"""Number of tokens after which the host asks the device whether rows have ended; not on the CPU."""
 
 
 @runtime_checkable
 class HasStaticCache(Protocol):
-    """A language model whose cache can have all its room from the start."""
+    """A language model with a static cache, whose tensors have their final shapes from the start."""
 
     def static_cache(self, cache: object, rows: Int[Tensor, " r"], *, room: int) -> object:
-        """The cache of these rows in tensors that have room for ``room`` more tokens and keep their shapes."""
+        """The cache of these rows, in tensors with space for ``room`` more tokens, whose shapes never change."""
         ...
 
 
 @dataclass(eq=False)
 class _Rows:
-    """The rows in the cache. ``numbers``: their places in the batch. ``starts``: the position of each row's first token.
+    """The rows in the cache. ``numbers``: their indices in the batch. ``starts``: the position of each row's first token.
 
-    ``active``: rows that have not ended. ``mask``: real tokens of prompts and completions. ``states``: before the next token, once
-    the last ``unread`` tokens have gone through the model. ``supports``: (rows, place, ids that top-k and top-p kept). ``kept``:
-    the same as masks over the vocabulary, until the host asks the device.
+    ``active``: True for rows that have not ended. ``mask``: True for the tokens of prompts and completions, False for padding.
+    ``states``: the hidden states before the next token, valid once the last ``unread`` tokens have been run through the model.
+    ``supports``: (rows, position, ids that top-k and top-p kept). ``kept``: the same, with masks over the vocabulary in place of
+    ids, until the host synchronises with the device.
     """
 
     numbers: Tensor
@@ -53,7 +54,7 @@ class _Rows:
     kept: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
 
     def list_kept(self) -> None:
-        """Turn the masks in ``kept`` into ids. The host waits for the device to know how many they are."""
+        """Turn the masks in ``kept`` into ids in ``supports``. The host waits for the device to learn the number of ids."""
         if self.kept:
             ids = mask_to_ids(torch.cat([mask for _, _, mask in self.kept]))
             parts = ids.split([len(mask) for _, _, mask in self.kept])
@@ -64,16 +65,16 @@ class _Rows:
 class CachedDecoding:
     """Samples token by token with the model's own cache (implements ``Engine``). Each prompt is read once for all its rows.
 
-    Rows that have ended leave the cache when they are half of it. Tokens that the grammar forces on all rows go through the model
-    together with the next token that is sampled, if the host asks after every token.
+    Rows that have ended are removed from the cache when they are at least half of its rows. If the grammar forces the next token of
+    all rows, and the host checks after every token, this token is run through the model together with the next sampled token.
 
-    ``exact``: None means yes for weights in fp32 and no in 16 bits, where a forward over the whole row and one token by token
-    differ by far more than a ratio may; pass False if they differ in fp32 too (a deep model). ``check_every``: tokens after which
-    the host asks the device whether rows have ended, because each question stops the queue of kernels; rows that ended in between
-    get padding. None is 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``static``: the cache has room for the longest completion from
-    the start, all rows stay in it and each forward reads one token of each, so that every forward after the prompt's has the same
-    shapes, as a CUDA graph needs, and asks nothing. ``any_rank``: whether a flag is true on one of the ranks that must call the
-    model equally often; all of them decode until the last one is done.
+    ``exact``: None means True for weights in fp32 and False in 16 bits, where a forward pass over the whole row and decoding token
+    by token differ by far more than a ratio may; pass False if they also differ in fp32 (a deep model). ``check_every``: number of
+    tokens after which the host asks the device whether rows have ended; each check waits for all queued kernels, and rows that
+    ended in between get padding. None means 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``static``: the cache has space for the
+    longest completion from the start, all rows stay in it, and each forward pass reads one token per row. Every forward pass after
+    the prompt's then has the same shapes, as a CUDA graph needs, and does not wait for the device. ``any_rank``: tells whether a
+    flag is true on at least one of the ranks that must call the model equally often; all of them decode until the last one is done.
 
     Raises ValueError for a model without a static cache.
     """
@@ -101,10 +102,10 @@ class CachedDecoding:
 
     @torch.no_grad()
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:
-        """A completion for each row. ``greedy``: the most likely token at each place; its log-probability is then NaN."""
+        """Generate a completion for each row. ``greedy``: the most likely token at each position; log-probabilities are NaN."""
         longest, device = sampling.max_new_tokens, prompts.ids.device
         uniform = None if greedy else uniforms(batch, longest)
-        if uniform is not None and device.type != "mps":  # which has no fp64
+        if uniform is not None and device.type != "mps":  # MPS has no fp64
             uniform = uniform.to(device)
         every = self.check_every or (1 if device.type == "cpu" and not self.static else CHECK_EVERY)
         ids = torch.full((len(batch), longest), self.model.pad, device=device)
@@ -162,7 +163,7 @@ class CachedDecoding:
     def _choose(
         self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenSampling, *, asks: bool
     ) -> tuple[Tensor, Tensor]:
-        """The next id of each row, and its log-probability: 0 where the grammar forces it, NaN if ``uniform`` is None (greedy).
+        """The next id of each row, and its log-probability: 0 if the grammar forces the id, NaN if ``uniform`` is None (greedy).
 
         ``asks``: whether the host may wait for the device.
         """
@@ -189,7 +190,7 @@ class CachedDecoding:
         return torch.where(forced >= 0, forced, sampled), torch.where(forced >= 0, 0.0, log_probs)
 
     def _extend(self, rows: _Rows, ids: Tensor) -> None:
-        """Run the model over the tokens that it has not read yet."""
+        """Run the model on the tokens that it has not read yet."""
         if rows.unread == 0:
             return
         places = torch.arange(ids.shape[1] - rows.unread, ids.shape[1], device=ids.device)
@@ -200,14 +201,14 @@ class CachedDecoding:
 
 
 def uniforms(batch: Batch, count: int) -> Float[Tensor, "b count"]:
-    """``count`` numbers in [0, 1) for each row, fp64, on the CPU, keyed by (seed, step, group, slot)."""
+    """``count`` uniform random numbers in [0, 1) for each row, fp64, on the CPU, keyed by (seed, step, group, slot)."""
     keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
     draws = [generator(batch.seed, "token", batch.step, group, slot) for group, slot in keys]
     return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in draws])
 
 
 def _join(supports: Sequence[tuple[Tensor, int, Tensor]], lengths: Tensor, longest: int) -> Tensor | None:
-    """(b, t, w) ids that were kept at each place, padded with -1; only -1 after the end of a row."""
+    """The ids (b, t, w) that top-k and top-p kept at each position, padded with -1; only -1 after the end of a row."""
     if not supports:
         return None
     width = max(support.shape[1] for _, _, support in supports)

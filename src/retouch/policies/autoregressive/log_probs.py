@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens from the hidden states before them, without all logits in memory at once.
+"""Log-probabilities and entropies of tokens from the hidden states before them, without keeping all logits in memory at once.
 
-The head runs over ``chunk`` tokens at a time and again in the backward pass (gradient checkpointing), so memory grows with
-chunk * vocabulary and not with rows * length * vocabulary. Tokens that were not sampled never reach the head.
+The language-model head runs on ``chunk`` tokens at a time and again in the backward pass (gradient checkpointing), so memory grows
+with chunk * vocabulary and not with rows * length * vocabulary. Tokens that were not sampled never reach the head.
 """
 
 import torch
@@ -14,7 +14,7 @@ from retouch.protocols import AutoregressiveModel, Grammar
 
 
 def allowed_ids(grammar: Grammar, vocabulary: Int[Tensor, " n"]) -> Bool[Tensor, "#n v"]:
-    """The ids that may be sampled at each place, whose vocabularies have these numbers; a single row if the grammar has one."""
+    """The mask of ids that may be sampled at each position, by the index of its vocabulary; one row if there is only one."""
     return grammar.vocabularies if len(grammar.vocabularies) == 1 else grammar.vocabularies[vocabulary]
 
 
@@ -30,10 +30,11 @@ def token_log_probs(
     chunk: int,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"] | None]:
-    """The log-probability of each id in nats and, if wanted, the entropy of its distribution; fp32, with gradient unless it is off.
+    """The log-probability of each id in nats and, with ``with_entropy``, the entropy of its distribution; fp32, with gradient
+    unless gradients are disabled.
 
-    ``vocabulary``: the number of the grammar's vocabulary that each id is sampled from. ``support``: the ids that top-k and top-p
-    kept of it, padded with -1.
+    ``vocabulary``: the index of the grammar's vocabulary from which each id is sampled. ``support``: the ids of this vocabulary
+    that top-k and top-p kept, padded with -1.
     """
 
     def head(states: Tensor, ids: Tensor, vocabulary: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -48,7 +49,7 @@ def token_log_probs(
         log_probs.append(log_probs_of_part)
         entropies.append(entropies_of_part)
     if not log_probs:
-        # Rows without a sampled token still take part in the backward pass: ranks must make equally many.
+        # Rows without a sampled token still take part in the backward pass, because all ranks must run equally many.
         zero = states.float().sum(-1)
         return zero, zero if with_entropy else None
     return torch.cat(log_probs), torch.cat(entropies) if with_entropy else None

@@ -1,8 +1,8 @@
 """How far an engine's log-probabilities are from the policy's own, and the weights that correct the difference.
 
-An engine with other kernels, batches or number types samples from a slightly different distribution than the one that is trained.
-The gradient stays unbiased if each token's loss is weighted by p_policy / p_engine; the weights are truncated at a cap, which keeps
-them finite (``retouch.core.surrogates.importance_weights``; for engines of language models, Yao et al. 2025).
+An engine with other kernels, batches or number types samples from a slightly different distribution than the policy. The gradient
+stays unbiased if each token's loss is weighted by p_policy / p_engine; the weights are truncated at a cap, which keeps them finite
+(``retouch.core.surrogates.importance_weights``; for engines of language models, Yao et al. 2025).
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ def check_mismatch(
     limit: float,
     any_rank: Callable[[bool], bool] = bool,
 ) -> None:
-    """EngineFault on all ranks if on one of them the mean absolute difference is NaN or above ``limit``, in nats a token.
+    """Raise EngineFault on all ranks if on any rank the mean absolute difference, in nats per token, is NaN or above ``limit``.
 
-    ``any_rank``: whether a flag is true on at least one rank; all ranks must make this call.
+    ``any_rank``: tells whether a flag is true on at least one rank; all ranks must call it.
     """
     difference = log_prob_difference(policy, engine, mask).abs()
     mean = difference.mean().item() if len(difference) else 0.0
@@ -38,5 +38,5 @@ def check_mismatch(
         raise EngineFault(
             f"the engine's log-probabilities are off from the policy's own by {mean:.3g} nats a token on this rank, and the "
             f"recipe allows {limit:g} (rollout.engine.max_mismatch). It may have other weights, another temperature or another "
-            "number type than the policy; a server of vLLM needs --logprobs-mode processed_logprobs"
+            "number type than the policy; a vLLM server needs --logprobs-mode processed_logprobs"
         )

@@ -1,8 +1,8 @@
-"""The policy of tokens: a causal language model samples completions and is evaluated on the same ids.
+"""The policy that writes tokens: a causal language model samples completions and is evaluated on the same ids.
 
-Conventions: action ``j`` of a row is its j-th new token, and t is ``max_new_tokens`` for every row, so that rows of different
-batches line up. The mask is True if a token was sampled: not where the grammar forced it, and not after the end of a row. Ids
-are stored and never made from text again, since tokenising a text again may give other ids.
+Conventions: action ``j`` of a row is its j-th new token. t is ``max_new_tokens`` for every row, so that rows of different batches
+can be concatenated. The mask is True for sampled tokens, and False for tokens that the grammar forced and after the end of a row.
+The sampled ids are stored and never computed from the text, because tokenizing the text again may give other ids.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,12 +31,13 @@ from retouch.types import Batch, Completion, Evaluation, Needs, Prompts, Slice
 class AutoregressivePolicy:
     """A language model as policy (implements ``retouch.protocols.Policy``).
 
-    ``sampling``: the rollout's section; of its ``engine`` only the limits of the mismatch are read here. ``engine``: what
-    generates the completions of a rollout, built from that section; None is the model's own cache. ``microbatch``: rows per
-    forward with gradient. ``logits_at_once``: tokens whose logits exist at once. ``mask_truncated``: completions that were
-    truncated at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``any_rank``: whether
-    a flag is true on at least one rank. ``in_step``: all ranks must call the model equally often, since its weights are sharded.
-    ``head``: predicts the return before each token.
+    ``sampling``: the rollout section of the recipe; of its ``engine``, only ``max_mismatch`` and ``truncate_at`` are read here.
+    ``engine``: generates the completions of rollouts, built from that section; None means decoding with the model and a cache.
+    ``microbatch``: rows per forward pass with gradient. ``logits_at_once``: number of tokens whose logits are in memory at once.
+    ``mask_truncated``: completions that were truncated at ``max_new_tokens`` are not trained on. ``copies`` may contain
+    ``reference`` and ``average`` weights. ``any_rank``: tells whether a flag is true on at least one rank. ``in_step``: all ranks
+    must call the model equally often, because its weights are sharded. ``head``: the value head, which predicts the return before
+    each token.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class AutoregressivePolicy:
         self.mask_truncated = mask_truncated
         self.decoder = CachedDecoding(model, any_rank=any_rank if in_step else bool)
         self.engine: Engine = self.decoder if engine is None else engine
-        # Without an engine the policy acts for itself, perhaps on this rank alone.
+        # Without an engine the policy decodes itself, and perhaps only this rank calls ``rollout``.
         self.limits = CachedEngine() if engine is None or sampling.engine is None else sampling.engine
         self.any_rank = bool if engine is None else any_rank
         self.head = head
@@ -71,9 +72,9 @@ class AutoregressivePolicy:
 
     @torch.no_grad()
     def rollout(self, batch: Batch) -> AutoregressiveTrajectory:
-        """Sample a completion for each row; ``outputs`` are b of ``Completion``.
+        """Sample a completion for each row; ``outputs`` has one ``Completion`` per row.
 
-        EngineFault: the engine failed, or its log-probabilities differ too much from the policy's.
+        Raises EngineFault if the engine fails, or if its log-probabilities differ too much from the policy's.
         """
         prompts = self.model.encode(batch.tasks)
         generation = self.engine(batch, prompts, self.sampling)
@@ -93,14 +94,14 @@ class AutoregressivePolicy:
 
     @torch.no_grad()
     def sample(self, batch: Batch) -> AutoregressiveTrajectory:
-        """Take the most likely token at each place, under the averaged weights if there are any; ``log_probs`` are NaN."""
+        """Take the most likely token at each position, under the average weights if there are any; ``log_probs`` are NaN."""
         with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
             prompts = self.model.encode(batch.tasks)
             return self._trajectory(batch, prompts, self.decoder(batch, prompts, self.sampling, greedy=True))
 
     @torch.no_grad()
     def demonstrate(self, batch: Batch) -> AutoregressiveTrajectory:
-        """The tasks' own completions (``completion`` in their meta) as a trajectory; ``log_probs`` are NaN."""
+        """The completions of the tasks (``completion`` in their meta) as a trajectory; ``log_probs`` are NaN."""
         prompts = self.model.encode(batch.tasks)
         generation = demonstrate(self.model, batch, longest=self.sampling.max_new_tokens, device=prompts.ids.device)
         return self._trajectory(batch, prompts, generation)
@@ -139,7 +140,7 @@ class AutoregressivePolicy:
     # Evaluating
 
     def microbatches(self, trajectory: AutoregressiveTrajectory) -> Iterator[Slice]:
-        """All actions of ``microbatch`` rows at a time; equally many slices on every rank, if all have equally many rows."""
+        """Slices with all actions of ``microbatch`` rows. Ranks with equally many rows have equally many slices."""
         rows, actions = trajectory.mask.shape
         for row in range(0, rows, self.microbatch):
             yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
@@ -158,19 +159,19 @@ class AutoregressivePolicy:
     def evaluate(self, trajectory: AutoregressiveTrajectory, part: Slice, needs: Needs) -> Evaluation:
         """Log-probabilities of the stored ids under the current weights; entropy, values and k3 KL to the reference if needed.
 
-        ``scale``: the importance weights of tokens that another engine sampled. Raises ValueError for needs that tokens do not
-        have."""
+        ``scale``: the importance weights of tokens that another engine sampled. Raises ValueError for needs that a policy that
+        writes tokens does not support."""
         if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or (needs.values and self.head is None):
-            raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and values where the policy has a head")
+            raise ValueError(f"{needs}: tokens have only the k3 KL and the plain ratio, and values only if the policy has a head")
         mask = trajectory.mask[part.rows, part.actions]
         reference = None
-        if needs.kl is not None:  # first, so that a copy that is fetched from the CPU is gone before the activations come
+        if needs.kl is not None:  # first, so that a copy fetched from the CPU is freed before there are activations
             with torch.no_grad(), self.copies.using("reference"):
                 reference = self._log_probs(self.model.module, trajectory, part)
         states = self._sampled_states(self.module, trajectory, part)
         log_probs, entropy = self._head(self.module, states, trajectory, part, with_entropy=needs.entropy)
         values = self._values(states, trajectory, part) if needs.values else None
-        # What is stored for a masked action may be anything.
+        # The stored log-probability of a masked action may be any value.
         acted = trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
         kl = None if reference is None else k3(log_probs, reference, mask=mask)
         scale = None
@@ -180,12 +181,12 @@ class AutoregressivePolicy:
         return Evaluation(log_probs, log_probs - acted, kl=kl, values=values, entropy=entropy, scale=scale)
 
     def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
-        """The head's prediction before each token, 0 where none was sampled."""
+        """The value head's prediction before each token, 0 if the token was not sampled."""
         assert self.head is not None, "values are for a policy with a value head"
         return scatter(self.head(states), trajectory.mask[part.rows, part.actions])
 
     def _log_probs(self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
-        """Log-probabilities alone."""
+        """The log-probabilities of a slice, without entropies."""
         return self._head(module, self._sampled_states(module, trajectory, part), trajectory, part)[0]
 
     def _head(
@@ -197,7 +198,7 @@ class AutoregressivePolicy:
         *,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(r, t) log-probabilities and entropies from the ``_sampled_states``, 0 where no token was sampled."""
+        """Log-probabilities and entropies (r, t) from the ``_sampled_states``, 0 where no token was sampled."""
         mask = trajectory.mask[part.rows, part.actions]
         columns = _used_columns(trajectory, part)
         sampled = trajectory.mask[part.rows, columns]
@@ -229,7 +230,7 @@ class AutoregressivePolicy:
         tasks, index = group.unique(return_inverse=True)
         prompts = trajectory.prompts.take(tasks)
         first, cache = self.model.prefill(module, prompts)
-        # All but the last token; the first also where it is the last, so that ranks make equal numbers of forwards.
+        # All tokens but the last; but the first token even if it is the last, so that all ranks run equally many forwards.
         before = max(end - 1, 1)
         rest = self.model.extend(
             module,
@@ -242,6 +243,6 @@ class AutoregressivePolicy:
 
 
 def _used_columns(trajectory: AutoregressiveTrajectory, part: Slice) -> slice:
-    """The slice's columns, without those at its end where all of its rows have ended."""
+    """The columns of the slice, without columns at its end in which all its rows have ended."""
     end = min(part.actions.stop, int(trajectory.lengths[part.rows].max()))
     return slice(part.actions.start, max(part.actions.start, end))

@@ -1,4 +1,4 @@
-"""How an autoregressive policy samples completions: the recipe's section, and the table of engines.
+"""The recipe section of an autoregressive rollout: how a policy samples completions, and the table of engines.
 
 Recipes import this file, so it imports no torch.
 """
@@ -31,11 +31,11 @@ class CachedEngine(EngineSection):
 
     kind: Literal["cached"] = "cached"
     check_every: Count | None = Field(default=None, exclude_if=operator.not_)
-    """Tokens between two questions of the host to the device whether completions have ended; each waits for all kernels. Null is 1
-    on the CPU and 16 elsewhere."""
+    """Number of tokens after which the host asks the device whether completions have ended; each check waits for all queued
+    kernels. null means 1 on the CPU and 16 elsewhere."""
     static: bool = Field(default=False, exclude_if=operator.not_)
-    """Give the cache room for ``max_new_tokens`` from the start, so that every forward pass of generation has the same shapes and
-    asks the device nothing. Takes the memory of the longest completion for all rows; meant for accelerators."""
+    """Allocate the cache for ``max_new_tokens`` from the start, so that every forward pass of generation has the same shapes and
+    does not wait for the device. Needs the memory of the longest completion for every row; meant for accelerators."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
         from retouch.policies.autoregressive.decoding import CachedDecoding
@@ -45,25 +45,25 @@ class CachedEngine(EngineSection):
 
 
 class TokenRollout(TokenSampling, SharedRollout):
-    """How a token policy samples during training."""
+    """How a policy that writes tokens samples during training."""
 
     chunk: Count = 128
-    """Rows generated at once."""
+    """Number of rows that are generated at once."""
     engine: Annotated[EngineSection, ENGINES] | None = Field(default=None, exclude_if=lambda engine: engine is None)
-    """What generates the completions; null is ``cached`` with its defaults."""
+    """The engine that generates the completions; null means ``cached`` with its defaults."""
 
     writes_tokens: ClassVar[bool] = True
 
     @property
     def actions(self) -> int | None:
-        """Actions of every row; None, since a completion may end anywhere."""
+        """Number of actions of every row; None, because completions have different lengths."""
         return None
 
     @property
     def longest(self) -> int:
-        """Most actions that a row can have."""
+        """The largest number of actions that a row can have."""
         return self.max_new_tokens
 
     def problems(self, key: str) -> Iterator[str]:
-        """A line for everything in it that cannot work, as "key: mistake; what to do"."""
+        """Yield a line for each setting that cannot work, as "key: mistake; what to do"."""
         yield from ()

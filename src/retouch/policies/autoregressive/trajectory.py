@@ -1,4 +1,4 @@
-"""The trajectory of a policy of tokens: sampled ids, and the sets of ids that they were sampled from."""
+"""The trajectory of a policy that writes tokens: the sampled ids, and the sets of ids from which they were sampled."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +12,10 @@ from retouch.types import Prompts, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AutoregressiveTrajectory(Trajectory):
-    """``ids``: prompt excluded, ``pad`` after the end. ``lengths``: tokens of each row, the one that ended it included.
+    """``ids``: without the prompt, ``pad`` after the end. ``lengths``: number of tokens of each row, including its end token.
 
-    ``vocabulary``: the number of the grammar's vocabulary at each place. ``support``: the ids that top-k and top-p kept there,
-    padded with -1. ``group``: each row's row of ``prompts``. ``outputs``: b of ``Completion``.
+    ``vocabulary``: the index of the grammar's vocabulary at each position. ``support``: the ids that top-k and top-p kept there,
+    padded with -1. ``group``: for each row, the index of its task in ``prompts``. ``outputs``: one ``Completion`` per row.
     """
 
     ids: Int[Tensor, "b t"]
@@ -69,5 +69,5 @@ class AutoregressiveTrajectory(Trajectory):
 
 
 def _widen(support: Int[Tensor, "b t w"], width: int) -> Int[Tensor, "b t width"]:
-    """The support padded with -1 to ``width`` ids."""
+    """Pad the support with -1 to ``width`` ids."""
     return torch.cat([support, support.new_full((*support.shape[:2], width - support.shape[2]), -1)], dim=2)

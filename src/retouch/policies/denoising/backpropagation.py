@@ -15,9 +15,9 @@ def images_with_gradient(
     """The images of these rows, 0 to 1, with gradient in the trained weights of ``module``.
 
     The chain continues from the state before step ``trajectory.first`` with Euler steps, x' = x + (sigma' - sigma) v(x, sigma), as
-    the rollout made it. ``predicted``: one step goes to sigma 0, x - sigma v(x, sigma), the clean image that the model predicts.
-    Memory is that of these steps and the decoder, whatever the length of the chain. Raises ValueError if the model cannot decode
-    with gradient.
+    the rollout computed them. ``predicted``: a single step goes to sigma 0: x - sigma v(x, sigma), the clean image that the model
+    predicts. The memory depends on the number of these steps and on the decoder, not on the length of the chain. Raises ValueError
+    if the model cannot decode with gradient.
 
     Source: DRaFT-K (Clark et al. 2023, arXiv 2309.17400); ReFL's predicted image (Xu et al. 2023, arXiv 2304.05977).
     """

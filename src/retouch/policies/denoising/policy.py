@@ -1,4 +1,4 @@
-"""The denoising policy: a flow-matching model acts by denoising and is evaluated transition by transition.
+"""The denoising policy: a flow-matching model samples by denoising, and its transitions are evaluated one by one.
 
 Conventions: sigma runs from 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is the transition from ``latents[:, j]``
 to ``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain are deterministic Euler steps. Noise is keyed by
@@ -34,12 +34,13 @@ from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, W
 class DenoisingPolicy:
     """A flow-matching model as a policy (implements ``retouch.protocols.VelocityPolicy``).
 
-    ``sampling``: how a rollout samples, under the weights ``acting``. ``microbatch``: velocities per forward pass with gradient.
-    ``eval_steps``: steps of the deterministic sampling in evaluation and inference. ``copies`` may hold ``reference``, ``old`` and
-    ``average`` weights. ``keep_means``: store the means of the transitions, which RatioNorm needs. ``head``: predicts the reward
-    before each action. ``engine``: samples the chains of a rollout with numerics of its own; None is the model. ``any_rank``:
-    whether a flag is true on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no
-    reference image; a rollout always gets it, otherwise its ratio would not be 1. ``first_gradient_step``: the step before which a
+    ``sampling``: the rollout section of the recipe. ``acting``: the weights that sample rollouts. ``microbatch``: number of
+    velocities per forward pass with gradient. ``eval_steps``: number of deterministic denoising steps in evaluation and inference.
+    ``copies`` may contain ``reference``, ``old`` and ``average`` weights. ``keep_means``: store the means of the transitions, which
+    RatioNorm needs. ``head``: the value head, which predicts the reward before each action. ``engine``: samples the chains of
+    rollouts, with other numerics than the model; None means that the model samples them. ``any_rank``: tells whether a flag is true
+    on at least one rank. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstrations are encoded without the reference
+    image; rollouts always use it, otherwise their ratio would not be 1. ``first_gradient_step``: gives the step before which a
     rollout keeps the state of the chain, for ``images``.
 
     Source: the denoising chain as a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv 2505.05470).
@@ -80,7 +81,7 @@ class DenoisingPolicy:
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
         """Sample with exploration in the window of this step. ``outputs``: clean latents (b, ...), fp32.
 
-        EngineFault: the engine failed, or its chains differ too much from the policy's.
+        Raises EngineFault if the engine fails, or if its chains differ too much from the policy's.
         """
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         actions = window if self.sampling.transition.stochastic else range(0)
@@ -104,7 +105,7 @@ class DenoisingPolicy:
             return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
 
     def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> DenoisingTrajectory:
-        """The tasks' targets as outputs, or ``images``, one per row. Raises ValueError if a task has no target."""
+        """Encode the tasks' target images, or ``images`` (one per row), as outputs. Raises ValueError if a task has no target."""
         targets = [batch.tasks[k].target for k in batch.group] if images is None else images
         found = [target for target in targets if target is not None]
         if len(found) < len(targets):
@@ -166,9 +167,9 @@ class DenoisingPolicy:
         )
 
     def _served(self, engine: DenoisingEngine, batch: Batch, actions: range) -> DenoisingTrajectory:
-        """Chains of the engine, with the policy's own log-probabilities of their transitions.
+        """Sample chains with the engine, and compute the policy's own log-probabilities of their transitions.
 
-        Source: truncated importance sampling for rollout engines (Yao et al. 2025), here of denoising steps.
+        Source: truncated importance sampling for rollout engines (Yao et al. 2025), applied to denoising steps.
         """
         from retouch.policies.denoising.served import sample_chains, with_own_log_probs
 
@@ -176,7 +177,7 @@ class DenoisingPolicy:
         made, reported = sample_chains(engine, batch, actions, model=self.model, sampling=self.sampling, group=group)
         log_probs = torch.zeros_like(reported)
         for part in self.microbatches(made):
-            # The stored log-probabilities are 0, and no ratio is read.
+            # The log-probabilities stored in ``made`` are 0 here, so the ratio of this evaluation has no meaning and is not used.
             log_probs[part.rows, part.actions] = self.evaluate(made, part, Needs()).log_probs
         return with_own_log_probs(made, log_probs, reported, sampling=self.sampling, any_rank=self.any_rank)
 
@@ -197,7 +198,7 @@ class DenoisingPolicy:
         return to_device(torch.stack(draws), x.device)
 
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
-        """All actions of a few rows if they fit into a microbatch, otherwise a few actions of one row."""
+        """Slices with all actions of one or more rows if they fit into a microbatch, otherwise with some actions of one row."""
         rows, actions = trajectory.mask.shape
         rows_at_once, actions_at_once = self._microbatch_of(actions)
         for row in range(0, rows, rows_at_once):
@@ -205,11 +206,11 @@ class DenoisingPolicy:
                 yield Slice(slice(row, min(row + rows_at_once, rows)), slice(action, min(action + actions_at_once, actions)))
 
     def _microbatch_of(self, actions: int) -> tuple[int, int]:
-        """Rows and actions per row of a microbatch."""
+        """The number of rows of a microbatch, and the number of actions per row."""
         return max(1, self.microbatch // actions), min(actions, self.microbatch)
 
     def _forward_rows(self, actions: int) -> int | None:
-        """The rows of every forward pass whose velocity goes into a ratio, in rollout and update alike; None is any number.
+        """The number of rows of every forward pass whose velocity enters a ratio, in rollout and update; None means any number.
 
         In 16 bits, a velocity depends on the shape of the forward pass by more than a clip range of 1e-5, so that the ratio would
         not be 1 before the first update. fp32 needs no equal shapes.
@@ -221,7 +222,7 @@ class DenoisingPolicy:
     def _velocity(
         self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning, *, at_once: int | None
     ) -> Float[Tensor, "r ..."]:
-        """The velocity at each row, in forward passes of ``at_once`` rows, of which the last one is filled with repeated rows."""
+        """The velocity of each row, in forward passes of ``at_once`` rows; the last pass is filled by repeating the last row."""
         if at_once is None:
             return self.model.velocity(module, x, sigma, conditioning)
         order = torch.arange(-(-len(x) // at_once) * at_once, device=x.device).clamp(max=len(x) - 1)
@@ -236,8 +237,8 @@ class DenoisingPolicy:
     def evaluate(self, trajectory: DenoisingTrajectory, part: Slice, needs: Needs) -> Evaluation:
         """Log-probabilities of the stored transitions under the current weights, and the KL to the reference if needed.
 
-        ``log_ratio`` "norm" gives RatioNorm's ratio and scale (GRPO-Guard, arXiv 2510.22319). The scale of chains that an engine
-        sampled is their importance weight.
+        If ``needs.log_ratio`` is "norm", ``log_ratio`` and ``scale`` are those of RatioNorm (GRPO-Guard, arXiv 2510.22319). For
+        chains that an engine sampled, ``scale`` is the importance weight.
         """
         old_log_probs = trajectory.log_probs[part.rows, part.actions]
         shape = old_log_probs.shape
@@ -254,7 +255,7 @@ class DenoisingPolicy:
         made = self._transition(x, velocity, sigma, sigma_next, trajectory.sigmas, next=after)
         log_ratio, scale = made.log_prob.view(shape) - old_log_probs, None
         if needs.log_ratio == "norm":
-            assert trajectory.means is not None, "RatioNorm needs the acting means: build the policy with keep_means"
+            assert trajectory.means is not None, "RatioNorm needs the means of the rollout: build the policy with keep_means"
             means = trajectory.means[part.rows, part.actions].flatten(0, 1)
             log_ratio = ratio_norm(after, made.mean, means, step_std=made.step_std, reduction=self.sampling.reduction).view(shape)
             scale = gradient_balance(sigma, sigma_next).view(shape)
@@ -282,14 +283,14 @@ class DenoisingPolicy:
         return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
 
     def _values(self, trajectory: DenoisingTrajectory, part: Slice) -> Float[Tensor, "r t"]:
-        """The head's prediction before each of these actions."""
+        """The value head's prediction before each action of the slice."""
         assert self.head is not None, "values are asked of a policy with a value head"
         sigmas = trajectory.sigmas[trajectory.first : -1][part.actions]
         of_task = summary(trajectory.conditioning)[trajectory.group[part.rows]]
         return self.head(trajectory.latents[part.rows, part.actions], sigmas, of_task)
 
     def velocity(self, trajectory: DenoisingTrajectory, rows: slice, x: Tensor, sigma: Tensor, weights: Weights) -> Tensor:
-        """The velocity field at ``x`` and ``sigma`` for these rows; with gradient only under the current weights."""
+        """The velocity at ``x`` and ``sigma`` for these rows; with gradient only for the current weights."""
         conditioning = trajectory.conditioning.take(trajectory.group[rows])
         if weights == "current":
             return self.model.velocity(self.module, x, sigma, conditioning)
@@ -297,13 +298,13 @@ class DenoisingPolicy:
             return self.model.velocity(self.model.module, x, sigma, conditioning)
 
     def images(self, trajectory: DenoisingTrajectory, rows: slice, *, predicted: bool) -> Float[Tensor, "r 3 h w"]:
-        """The images of these rows, with gradient through the steps from the kept state on (``ImageGradientPolicy``)."""
+        """The images of these rows, with gradient through the steps after the kept state (see ``ImageGradientPolicy``)."""
         from retouch.policies.denoising.backpropagation import images_with_gradient
 
         return images_with_gradient(self.model, self.module, trajectory, rows, predicted=predicted)
 
     def follow_old(self, decay: float) -> None:
-        """old = decay * old + (1 - decay) * current, for the old weights of DiffusionNFT (arXiv 2509.16117)."""
+        """Update the old weights of DiffusionNFT (arXiv 2509.16117): old = decay * old + (1 - decay) * current."""
         self.copies.update_ema("old", decay)
 
     def _transition(
@@ -332,8 +333,8 @@ class DenoisingPolicy:
 def drop_references(conditioning: Conditioning, batch: Batch, *, fraction: float) -> Conditioning:
     """Replace the reference embedding of about ``fraction`` (0 to 1) of the batch's tasks by zeros.
 
-    This trains the unconditional branch of guidance for the reference. The draw is keyed by (seed, step, group), so that the rows
-    of a group share one conditioning.
+    This trains the unconditional branch of guidance for the reference image. The draw is keyed by (seed, step, group), so that the
+    rows of a group share one conditioning.
 
     Source: IP-Adapter (arXiv 2308.06721), which drops image conditions in training for classifier-free guidance.
     """

@@ -1,4 +1,4 @@
-"""How a denoising policy samples while it learns, as a recipe says it."""
+"""The recipe section of a denoising rollout: how a denoising policy samples during training."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ class DenoisingRollout(SharedRollout):
     """How a denoising policy samples during training."""
 
     num_steps: Annotated[int, Field(ge=1)]
-    """Denoising steps of an image."""
+    """Number of denoising steps of an image."""
     transition: Annotated[Transition, TRANSITIONS]
-    """What happens in a step that trains; all other steps are deterministic."""
+    """The transition of the steps that train; all other steps are deterministic."""
     reduction: Literal["mean", "sum"] = "mean"
     """How a transition's log-probability is reduced over the elements of a latent; the clip range depends on it."""
     window: Annotated[Window, WINDOWS] = AllSteps()
     """Which steps of the chain train."""
     guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
-    """Classifier-free guidance in sampling and training alike; 1 is none, larger values double the forward passes."""
+    """Scale of classifier-free guidance in sampling and training; 1 means none, larger values double the forward passes."""
     shared_noise: bool = False
-    """All samples of a group start from the same noise."""
+    """Whether all samples of a group start from the same noise."""
     chunk: Count = 128
     """Rows per forward pass when sampling."""
     equal_shapes: bool = Field(default=True, exclude_if=lambda equal: equal)
-    """For a model in 16 bits: compute the steps that train in forward passes of equally many rows in rollout and update (those of
-    ``microbatch``, at most ``chunk``), because a velocity in 16 bits depends on the shape of its forward pass. False is faster if
-    ``microbatch`` is small, and its ratios are not 1 before the first update."""
+    """For a model in 16 bits: rollout and update compute the steps that train in forward passes with the same number of rows (that
+    of a microbatch, at most ``chunk``), because a velocity in 16 bits depends on the shape of its forward pass. False is faster if
+    ``microbatch`` is small, but then the ratios are not 1 before the first update."""
     engine: Annotated[ChainEngineSection, CHAIN_ENGINES] | None = Field(default=None, exclude_if=operator.not_)
-    """What samples the chains; null is the policy itself."""
+    """The engine that samples the chains; null means the policy's own model."""
 
     writes_tokens: ClassVar[bool] = False
 
     @property
     def actions(self) -> int | None:
-        """Actions of a row."""
+        """Number of actions of a row; None if it is not known."""
         return self.num_steps - 1 if isinstance(self.window, AllSteps) else self.window.length
 
     @property
     def longest(self) -> int:
-        """Most actions that a row can have."""
+        """The largest number of actions that a row can have."""
         return len(self.window.actions(num_steps=self.num_steps, seed=0, step=0))
 
     def problems(self, key: str) -> Iterator[str]:
-        """A line for everything in it that cannot work, as "key: mistake; what to do"."""
+        """Yield a line for each setting that cannot work, as "key: mistake; what to do"."""
         if not self.transition.stochastic:
             if self.shared_noise:
                 yield f"{key}.shared_noise: with ode all samples of a group would be equal; remove it, or use cps"
@@ -68,7 +68,7 @@ class DenoisingRollout(SharedRollout):
             yield from self.window.problems(num_steps=self.num_steps, key=f"{key}.window")
 
     def engine_problems(self, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
-        """A line for everything that its engine cannot do, as in ``problems``."""
+        """Yield a line for each setting that the engine does not support, in the form of ``problems``."""
         if self.engine is not None:
             yield from self.engine.problems(
                 key,

@@ -1,10 +1,10 @@
-"""Chains that an engine samples: how far they are from the policy's own, and the weights that correct the difference.
+"""Chains that an engine samples: how far they are from the policy's own chains, and the weights that correct the difference.
 
-An engine's velocities differ from the policy's, because it has other kernels, batches and number types. The state x that a step
-reached is mean + std * noise for the engine, and the policy's mean is another one. With both log-probabilities reduced by the mean
-over elements, their difference is (mean(z_policy^2) - mean(z_engine^2)) / 2, where z is (x - mean) / std. Since the noise is
-independent of the difference d of the two means, in standard deviations, this is d^2 / 2 on average. A log-ratio of 5e-5 thus
-means velocities that are off by a hundredth of the noise, which log-ratios alone do not show.
+An engine's velocities differ from the policy's, because it has other kernels, batches and number types. A step of the engine
+reaches the state x = mean + std * noise; the policy computes another mean for this step. With both log-probabilities averaged over
+elements, their difference is (mean(z_policy^2) - mean(z_engine^2)) / 2, where z is (x - mean) / std. Let d be the difference of the
+two means in standard deviations. The noise is independent of d, so the difference of the log-probabilities is d^2 / 2 on average. A
+log-ratio of 5e-5 thus means that the means differ by a hundredth of the noise, which is hard to see from the log-ratio.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,10 @@ from retouch.types import Batch, Kind, Slice
 def sample_chains(
     engine: DenoisingEngine, batch: Batch, actions: range, *, model: DenoisingModel, sampling: DenoisingRollout, group: Tensor
 ) -> tuple[DenoisingTrajectory, Float[Tensor, "b t"]]:
-    """Chains of the engine, and its log-probabilities of their transitions; those of the trajectory are 0.
+    """Sample chains with the engine; returns the trajectory and the engine's log-probabilities of its transitions.
 
-    ``group``: each row's task, on the policy's device. EngineFault: the engine failed.
+    The log-probabilities in the trajectory are 0. ``group``: the index of each row's task, on the policy's device. Raises
+    EngineFault if the engine fails.
     """
     conditioning = model.encode(batch.tasks)
     sigmas = model.sigmas(sampling.num_steps, conditioning)
@@ -66,10 +67,10 @@ def with_own_log_probs(
     sampling: DenoisingRollout,
     any_rank: Callable[[bool], bool],
 ) -> DenoisingTrajectory:
-    """Chains of an engine with the policy's ``log_probs``, next to those that the engine ``reported``.
+    """Return an engine's chains with the policy's ``log_probs``; the ``reported`` ones become ``behaviour_log_probs``.
 
-    EngineFault: they differ too much. ``any_rank``: as in ``check_deviations``. Source: truncated importance sampling for rollout
-    engines (Yao et al. 2025), here of denoising steps.
+    Raises EngineFault if they differ too much. ``any_rank``: as in ``check_deviations``. Source: truncated importance sampling for
+    rollout engines (Yao et al. 2025), applied to denoising steps.
     """
     elements = trajectory.outputs[0].numel() if sampling.reduction == "sum" else 1
     sigma = trajectory.sigmas[trajectory.first : trajectory.first + reported.shape[1] + 1]
@@ -91,10 +92,11 @@ def with_own_log_probs(
 def squared_deviations(
     policy: Float[Tensor, "b t"], engine: Float[Tensor, "b t"], *, step_std: Float[Tensor, " t"], with_variance: bool
 ) -> Float[Tensor, "b t"]:
-    """Estimates of the mean squared distance of the engine's means from the policy's, in variances of the step.
+    """Estimate the mean squared distance between the engine's and the policy's means, in units of the variance of the step.
 
-    The arguments are log-probabilities with the mean over elements. ``step_std``: the standard deviation of each step.
-    ``with_variance``: they are densities; False for "cps", whose log-probability is minus the mean squared distance to the mean.
+    ``policy`` and ``engine`` are log-probabilities, averaged over elements. ``step_std``: the standard deviation of each step.
+    ``with_variance``: the log-probabilities are log-densities; False for "cps", whose log-probability is minus the mean squared
+    distance to the mean.
     """
     difference = (policy - engine).abs()
     return 2 * difference if with_variance else difference / step_std.square()
@@ -103,19 +105,19 @@ def squared_deviations(
 def check_deviations(
     deviations: Float[Tensor, "b t"], log_probs: Float[Tensor, "b t"], *, limit: float, any_rank: Callable[[bool], bool]
 ) -> None:
-    """EngineFault on all ranks if on one of them a log-probability is not finite, or the root of the mean deviation is above
-    ``limit``. ``any_rank``: whether a flag is true on at least one rank; all ranks must make this call."""
+    """Raise EngineFault on all ranks if on any rank a log-probability is not finite, or the root of the mean deviation is above
+    ``limit``. ``any_rank``: tells whether a flag is true on at least one rank; all ranks must call it."""
     off = deviations.mean().sqrt().item() if log_probs.isfinite().all() else float("nan")
     if any_rank(not off <= limit):
         raise EngineFault(
             f"the engine's steps are off from the policy's by {off:.3g} standard deviations of their noise on this rank, and the "
-            f"recipe allows {limit:g} (rollout.engine.max_mismatch). Its server may have other weights, text encoders, guidance or "
+            f"recipe allows {limit:g} (rollout.engine.max_mismatch). The server may have other weights, text encoders, guidance or "
             "number types than the policy, or approximate the model (caches, quantised layers, sparse attention)"
         )
 
 
 def mismatch_weights(trajectory: DenoisingTrajectory, part: Slice, *, truncate_at: float | None) -> Float[Tensor, "r a"] | None:
-    """The importance weights of a part of chains that an engine sampled; None without truncation, where nothing is weighted."""
+    """The importance weights of a slice of chains that an engine sampled; None if ``truncate_at`` is None."""
     assert trajectory.behaviour_log_probs is not None, "an engine sampled these chains"
     if truncate_at is None:
         return None

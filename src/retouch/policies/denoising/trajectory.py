@@ -12,12 +12,13 @@ from retouch.types import Conditioning, Kind, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DenoisingTrajectory(Trajectory):
-    """``latents``: fp32 states before each action and after the last one. ``group``: each row's row in ``conditioning``.
+    """The trajectory of a denoising policy. ``latents``: the fp32 states before each action and after the last action.
 
-    ``means``: the means of the transitions, if RatioNorm needs them. ``sigmas``: the whole schedule. ``first``: the number of the
-    step that is action 0. Without transitions, ``latents`` is one state (b, 1, ...), the one before step ``first``: the end of the
-    chain, or the state that was kept for a gradient through the steps after it. ``deviations``: of chains that an engine sampled,
-    the mean squared distance of the engine's means from the policy's, in variances of the step.
+    ``group``: for each row, the index of its task in ``conditioning``. ``means``: the means of the transitions, if RatioNorm needs
+    them. ``sigmas``: the whole schedule. ``first``: the number of the denoising step that is action 0. Without transitions,
+    ``latents`` is a single state (b, 1, ...), the state before step ``first``: the end of the chain, or the state that was kept for
+    a gradient through the steps after it. ``deviations``: for chains that an engine sampled, the mean squared distance between the
+    engine's and the policy's means, in units of the variance of the step; else None.
     """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
@@ -30,7 +31,7 @@ class DenoisingTrajectory(Trajectory):
 
     @classmethod
     def of_images(cls, x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> "DenoisingTrajectory":
-        """A trajectory without transitions: the whole image ``x`` is one action without a log-probability."""
+        """A trajectory without transitions: each row of clean latents ``x`` is one action without a log-probability."""
         log_probs = x.new_full((len(x), 1), torch.nan)
         return cls(
             log_probs=log_probs,

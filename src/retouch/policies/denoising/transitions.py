@@ -1,4 +1,4 @@
-"""The stochastic step of a denoising chain, as a recipe chooses it: it explores, and its log-probability is what trains."""
+"""The recipe sections of transitions: the stochastic denoising step, which explores and whose log-probability is trained."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ TRANSITIONS = Kinds(
 
 
 class Transition(Section):
-    """Base of all transitions, built in or your own. Override ``step``, with the help of ``core/transitions.py::gaussian_step``."""
+    """Base class of all transitions, built in or your own. Override ``step``, with the help of
+    ``core/transitions.py::gaussian_step``."""
 
     stochastic: ClassVar[bool] = True
-    """Whether it draws noise and has log-probabilities."""
+    """Whether the transition draws noise and has log-probabilities."""
 
     def step(
         self,
@@ -44,13 +45,13 @@ class Transition(Section):
     ) -> TransitionResult:
         """Sample the next x from standard normal ``noise``, or evaluate a ``next`` that was reached, under the same distribution.
 
-        Sigma runs from 1 to 0 and velocity is noise - data. ``sigma_max`` is the schedule's second sigma. ``reduction``: of the
-        log-probability over a latent's elements.
+        Sigma runs from 1 to 0 and velocity is noise - data. ``sigma_max`` is the schedule's second sigma. ``reduction``: how the
+        log-probability is reduced over a latent's elements.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no step")
 
     def noise_weights(self, sigmas: Float[Tensor, " n_plus_1"]) -> Float[Tensor, " n_minus_1"]:
-        """The standard deviation of the noise of each step of a chain but the last, over their mean.
+        """The standard deviation of the noise of each step of a chain but the last, divided by the mean over these steps.
 
         Source: the noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324, eq. 8).
         """
@@ -61,12 +62,12 @@ class Transition(Section):
 
     @property
     def exploration(self) -> float | None:
-        """Its noise level, where 0 would explore nothing; None if that is not known."""
+        """The noise level; with 0 the transition would not explore. None if the noise level is not known."""
         return None
 
 
 class _Published(Transition):
-    """A transition of ``core/transitions.py``."""
+    """A transition that is implemented in ``core/transitions.py``."""
 
     kind: str
 
@@ -99,8 +100,8 @@ class _Published(Transition):
 
 
 class SDETransition(_Published):
-    """``sde``: the stochastic step of Flow-GRPO (arXiv 2505.05470). ``dance``: DanceGRPO's (arXiv 2505.07818), whose noise does not
-    depend on sigma.
+    """``sde``: the stochastic step of Flow-GRPO (arXiv 2505.05470). ``dance``: the step of DanceGRPO (arXiv 2505.07818), whose
+    noise does not depend on sigma.
 
     Example::
 
@@ -128,7 +129,7 @@ class CPSTransition(_Published):
 
     kind: Literal["cps"] = "cps"
     noise_level: Share
-    """From 0, no new noise, to 1, in which all noise of a step is new."""
+    """Share of new noise in a step: from 0, no new noise, to 1, all noise is new."""
 
     @property
     def exploration(self) -> float | None:

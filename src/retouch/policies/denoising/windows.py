@@ -1,6 +1,7 @@
-"""Which steps of a denoising chain are actions: a ``range`` of step numbers, step 0 having the most noise.
+"""Windows: which steps of a denoising chain are actions, as a ``range`` of step numbers. Step 0 has the most noise.
 
-A window depends on (seed, step) only, so every rank has the same. The last step of a chain is never an action: it has no density.
+A window depends only on (seed, step), so all ranks have the same window. The last step of a chain is never an action: it has no
+density.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ _LAST = "which never trains"
 
 
 class Window(Section):
-    """Base of all windows, built in or your own. Override ``actions``."""
+    """Base class of all windows, built in or your own. Override ``actions``."""
 
     branches: ClassVar[bool] = False
     """Whether the samples of a group share the chain up to the window."""
 
     def actions(self, *, num_steps: int, seed: int, step: int) -> range:
-        """The steps of a chain of ``num_steps`` that are actions in training step ``step``. ValueError: the window does not fit."""
+        """The steps of a chain of ``num_steps`` that are actions in training step ``step``. ValueError if they do not fit."""
         raise NotImplementedError(f"{type(self).__name__} defines no actions")
 
     @property
     def length(self) -> int | None:
-        """Number of actions where it is the same for every chain; None if it follows from ``num_steps``."""
+        """The number of actions if it is the same for every chain; None if it depends on ``num_steps``."""
         return None
 
     def problems(self, *, num_steps: int, key: str) -> Iterator[str]:
-        """A line for everything that does not fit a chain of ``num_steps``, as "key: mistake; what to do"."""
+        """Yield a line for each setting that does not fit a chain of ``num_steps``, as "key: mistake; what to do"."""
         yield from ()
 
 
@@ -62,15 +63,15 @@ class AllSteps(Window):
 
 class RandomWindow(Window):
     """``window``: consecutive steps train, from a start that is drawn in each training step (Flow-GRPO-Fast, arXiv 2505.05470).
-    ``branch``: the same, and the samples of a group share all steps before the window."""
+    ``branch``: in addition, the samples of a group share all steps before the window."""
 
     mode: Literal["window", "branch"] = "window"
     size: Count
-    """Steps in the window."""
+    """Number of steps in the window."""
     low: Annotated[int, Field(ge=0)] = 0
     """First step that the window may contain."""
     high: Count | None = None
-    """One past the last step that the window may contain; null goes up to the last step, which never trains."""
+    """One past the last step that the window may contain; null allows all steps but the last one, which never trains."""
 
     @property
     def branches(self) -> bool:  # type: ignore[override]
@@ -101,11 +102,11 @@ class SlidingWindow(Window):
 
     mode: Literal["sliding"] = "sliding"
     size: Count
-    """Steps in the window."""
+    """Number of steps in the window."""
     every: Count = 10
-    """Training steps between two moves."""
+    """Number of training steps between two moves of the window."""
     stride: Count = 1
-    """Steps of a move, at most ``size``."""
+    """Number of steps by which the window moves, at most ``size``."""
 
     @property
     def length(self) -> int | None:
@@ -119,6 +120,6 @@ class SlidingWindow(Window):
     def problems(self, *, num_steps: int, key: str) -> Iterator[str]:
         trainable = num_steps - 1
         if self.size > trainable:
-            yield f"{key}.size: {self.size} of {num_steps} steps includes the last, {_LAST}; use {trainable} or less"
+            yield f"{key}.size: a window of {self.size} of {num_steps} steps includes the last, {_LAST}; use {trainable} or less"
         if self.stride > self.size:
             yield f"{key}.stride: {self.stride} would skip steps of a window of {self.size}; use {self.size} or less"

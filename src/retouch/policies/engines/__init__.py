@@ -1,6 +1,7 @@
-"""Engines that sample outside the trained model: a vLLM server for completions, and in ``sglang`` one for denoising chains.
+"""Engines that sample outside the trained model: a vLLM server for completions, and an SGLang server (``sglang``) for denoising
+chains.
 
-``vllm`` is the recipe's section of the first, ``plugin`` and ``grammar`` also run inside the server. May import
-``policies.autoregressive`` and what that may import; ``grammar`` and ``plugin`` import torch alone, since the server's environment
-has nothing else of ours.
+``vllm`` is the recipe section of the vLLM server; ``plugin`` and ``grammar`` also run inside that server. May import
+``policies.autoregressive`` and what that may import. ``grammar`` imports only torch, and ``plugin`` only torch, vLLM and
+``grammar``, because the server's environment has no other dependencies of Retouch.
 """

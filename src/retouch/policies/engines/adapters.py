@@ -1,4 +1,4 @@
-"""The policy's LoRA in a vLLM server, loaded under a new name whenever its weights changed.
+"""Publishes the policy's LoRA to a vLLM server, under a new name whenever its weights changed.
 
 An adapter's name contains a digest of its weights. So the server's prefix cache, which is keyed by the name, is never stale, and
 loading the same adapter twice does no harm.
@@ -24,7 +24,7 @@ class AdapterPublisher(WeightPublisher[ServedWeights]):
     def load(self, client: Client, name: str) -> None:
         folder = (self._folder / name).absolute()
         try:
-            # One try: a 500 of this endpoint is vLLM's word for an adapter that it cannot load, because of its rank for example.
+            # One try: this endpoint answers HTTP 500 if vLLM cannot load the adapter, for example because of its rank.
             client.post(LOAD, {"lora_name": name, "lora_path": str(folder)}, tries_of_500=1)
         except RequestRefused as refused:
             if refused.status == 400 and "already been loaded" in refused.text:
@@ -39,5 +39,5 @@ class AdapterPublisher(WeightPublisher[ServedWeights]):
         try:
             client.post(UNLOAD, {"lora_name": name})
         except RequestRefused as refused:
-            if refused.status != 404:  # after a restart it is gone already; one that stays costs only memory
+            if refused.status != 404:  # 404: removed by a restart; an adapter that stays costs only memory
                 log.warning("the vLLM server did not unload the adapter %s: %s", name, refused)

@@ -1,4 +1,4 @@
-"""The interfaces between policies and the engines that sample for them: completions of tokens, and chains of denoising steps.
+"""The interfaces between policies and the engines that sample for them: engines of completions and engines of denoising chains.
 
 Recipes import this file, so it imports no torch.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Diagnosis: TypeAlias = tuple[Literal["ok", "note", "FAILED"], str, str]
-"""A result of a check: its status, what was found, and for a failure what to do."""
+"""A result of a check: the status, what was found, and for a failure what to do."""
 
 
 class TokenSampling(Section):
@@ -33,7 +33,7 @@ class TokenSampling(Section):
     max_new_tokens: Count
     """Maximum number of tokens of a completion; a longer one is truncated."""
     temperature: Positive = 1.0
-    """Logits are divided by it, in sampling and training alike."""
+    """Logits are divided by the temperature, in sampling and in training."""
     top_k: Count | None = None
     """Sample only from the k most likely tokens; null keeps all."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -46,15 +46,15 @@ class TokenSampling(Section):
 
 
 class EngineFault(ValueError):
-    """An engine failed, or its probabilities are too far from the policy's. Raised on every rank; the step taught nothing."""
+    """An engine failed, or its probabilities are too far from the policy's. Raised on all ranks, before any update of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Generation:
     """The completions of a batch, row by row; t is ``max_new_tokens``, and ids after the end of a row are ``pad``.
 
-    ``lengths``: tokens of each row, the one that ended it included. ``log_probs``: in nats, as the engine reports them; 0 where
-    it did not sample. ``support``: the ids that top-k and top-p kept at each place, padded with -1; None if nothing was left out.
+    ``lengths``: number of tokens of each row, including its end token. ``log_probs``: in nats, as the engine reports them; 0 where
+    no token was sampled. ``support``: the ids that top-k and top-p kept at each position, padded with -1; None if all were kept.
     """
 
     ids: Int[Tensor, "b t"]
@@ -67,8 +67,8 @@ class Generation:
 class Engine(Protocol):
     """Samples a completion for each row of a batch under the model's current weights.
 
-    ``exact``: its log-probabilities equal those of the policy's own evaluation, up to rounding in fp32. If they do not, the policy
-    evaluates the completions itself and keeps the engine's values as ``behaviour_log_probs``.
+    ``exact``: the engine's log-probabilities equal those of the policy's own evaluation, up to rounding in fp32. If they do not,
+    the policy evaluates the completions itself and keeps the engine's log-probabilities as ``behaviour_log_probs``.
     """
 
     @property
@@ -79,10 +79,11 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChainRequest:
-    """Which chains an engine is asked for.
+    """A request for denoising chains.
 
     ``transition``: the kind of the stochastic steps, with ``noise_level``. ``sigmas``: the whole schedule, fp32, with n + 1 values
-    for n steps. ``actions``: the numbers of the stochastic steps; all others are deterministic. ``shape``: of a row's latents.
+    for n steps. ``actions``: the numbers of the stochastic steps; all others are deterministic. ``shape``: the shape of a row's
+    latents.
     """
 
     transition: str
@@ -97,8 +98,9 @@ class ChainRequest:
 class Chains:
     """The chains of a batch, row by row, in fp32 and on the CPU.
 
-    ``latents``: the states before each action and after the last one. ``outputs``: the final latents. ``log_probs``: of the actions
-    as the engine reports them, in the form of ``core/transitions.py::transition`` with the mean over a latent's elements.
+    ``latents``: the states before each action and after the last one. ``outputs``: the final latents. ``log_probs``: the
+    log-probabilities of the actions as the engine reports them, in the form of ``core/transitions.py::transition`` with the mean
+    over a latent's elements.
     """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
@@ -111,25 +113,25 @@ class DenoisingEngine(Protocol):
     """Samples a denoising chain for each row of a batch under the model's current weights, with numerics of its own."""
 
     def sample_chains(self, batch: Batch, conditioning: Conditioning, request: ChainRequest) -> Chains:
-        """EngineFault, on all ranks, if the engine fails on one of them or returns anything else than was requested."""
+        """Sample the chains. Raises EngineFault on all ranks if the engine fails on any rank, or returns wrong chains."""
         ...
 
 
 @runtime_checkable
 class ClosableEngine(Protocol):
-    """An engine that keeps something outside the process. It may be used again after ``close``."""
+    """An engine that keeps resources outside the process. It may be used again after ``close``."""
 
     def close(self) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
-    """What an engine may need of the run.
+    """The parts of a run that an engine may need.
 
     ``weights``: the trained parameters, by name. ``save``: writes them to a folder: a LoRA in PEFT's format, or all weights in
-    transformers' layout if ``full_weights``. ``folder``: of the run. ``first``: this is rank 0. ``any_rank``: whether a flag is
-    true on at least one rank; every rank must call it.
-    ``in_step``: the weights are sharded, so all ranks must call the model equally often.
+    transformers' layout if ``full_weights``. ``folder``: the folder of the run. ``first``: whether this is rank 0. ``any_rank``:
+    tells whether a flag is true on at least one rank; all ranks must call it. ``in_step``: all ranks must call the model equally
+    often, because its weights are sharded.
     """
 
     weights: Mapping[str, Tensor]
@@ -142,19 +144,19 @@ class EngineContext:
 
 
 class EngineSection(Section):
-    """What every engine has. Its log-probabilities are compared with the policy's wherever the two may differ."""
+    """Base class of engines of completions. An engine's log-probabilities are compared with the policy's unless they are exact."""
 
     max_mismatch: Positive = 0.1
     """The run stops if the engine's log-probabilities differ from the policy's by more nats than this, averaged over a rollout."""
     truncate_at: Annotated[float, Field(ge=1.0)] | None = None
-    """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
+    """Each token's loss is multiplied by the policy's probability / the engine's, at most by this; null uses no weights."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
-        """The engine for ``model``. ValueError if it cannot generate for this model."""
+        """Build the engine for ``model``. Raises ValueError if the engine cannot generate for this model."""
         raise NotImplementedError
 
     def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
-        """What of the rollout this engine cannot do, each line beginning with a key of the rollout.
+        """Yield a line for each rollout setting that this engine does not support. Each line begins with a key of the rollout.
 
         ``full_weights``: all weights train, not a LoRA. ``image_grammar``: the model writes image tokens under a grammar.
         """
@@ -163,23 +165,24 @@ class EngineSection(Section):
     def diagnose(
         self, sampling: TokenSampling, *, base_model: str | None, full_weights: bool, image_grammar: bool
     ) -> Iterator[Diagnosis]:
-        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known. The
-        other arguments are those of ``problems``."""
+        """Check whether the engine is ready to be used, for ``retouch doctor``. ``base_model``: the path of the policy's base
+        model, None if unknown. The other arguments are those of ``problems``."""
         return iter(())
 
 
 class ChainEngineSection(Section):
-    """What every engine of denoising chains has. The policy computes the log-probabilities that are trained on."""
+    """Base class of engines of denoising chains. The policy computes the log-probabilities that are trained on."""
 
     max_mismatch: Positive = 0.1
     """The run stops if the means of the engine's steps differ from the policy's by more than this share of the step's standard
-    deviation: the root of the mean square over the elements of a rollout. Both log-probabilities of a step give it."""
+    deviation (the root of the mean square over the elements of a rollout). The difference is computed from the log-probabilities of
+    the engine and of the policy."""
     truncate_at: Annotated[float, Field(ge=1.0)] | None = 2.0
-    """Each action's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight. The
-    ratio is that of the objective, of log-probabilities reduced as ``reduction`` says."""
+    """Each action's loss is multiplied by the policy's probability / the engine's probability, at most by this; null uses no
+    weights. The weight is computed like the objective's ratio, from log-probabilities reduced with ``reduction``."""
 
     def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
-        """The engine for ``model``. ValueError if it cannot sample for this model."""
+        """Build the engine for ``model``. Raises ValueError if the engine cannot sample for this model."""
         raise NotImplementedError
 
     def problems(
@@ -193,13 +196,15 @@ class ChainEngineSection(Section):
         model: ImageModel,
         train: TrainedPart,
     ) -> Iterator[str]:
-        """What of the policy this engine cannot do, as "key: mistake; what to do".
+        """Yield a line for each setting of the policy that this engine does not support, as "key: mistake; what to do".
 
-        ``key``: of the rollout. ``transition``: its kind, and ``noise_level`` its noise, None if it has none. ``shared_noise``: the
-        samples of a group start from the same noise. ``branches``: they share the steps before the window.
+        ``key``: the key of the rollout. ``transition``: the kind of the transition. ``noise_level``: its noise level, None if it
+        has none. ``shared_noise``: the samples of a group start from the same noise. ``branches``: the samples of a group share the
+        steps before the window.
         """
         return iter(())
 
     def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
-        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
+        """Check whether the engine is ready to be used, for ``retouch doctor``. ``base_model``: the path of the policy's base
+        model, None if unknown. ``full_weights``: all weights train, not a LoRA."""
         return iter(())

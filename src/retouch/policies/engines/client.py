@@ -1,4 +1,4 @@
-"""HTTP requests to the server of an engine: temporary faults are retried for a time, permanent ones are raised at once."""
+"""HTTP requests to the server of an engine: temporary faults are retried for some time, permanent faults are raised at once."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ log = logging.getLogger("retouch")
 
 @dataclass(eq=False)
 class RequestRefused(Exception):
-    """The server refused the request, and would do so again."""
+    """The server refused the request; a retry would be refused too."""
 
     status: int
     text: str
@@ -37,20 +37,21 @@ class RequestRefused(Exception):
 
 
 class _Temporary(Exception):
-    """The server is unreachable, busy or slow, or the connection broke: worth a retry."""
+    """The server is unreachable, busy or slow, or the connection broke; a retry may succeed."""
 
 
 class _ServerError(_Temporary):
-    """HTTP 500 from a server whose engine is alive: worth a few retries only, since most of them are permanent."""
+    """HTTP 500 from a server whose engine is alive. It is retried only a few times, because most such errors are permanent."""
 
 
 class Client:
-    """Connections to the server at ``url``; a context, usable from several threads.
+    """Connections to the server at ``url``; a context manager that several threads may use.
 
-    ``timeout``: most seconds without any data. ``patience``: seconds over which a temporary fault is retried, with jittered pauses
-    that double. HTTP 500 is tried three times, or for ``patience`` if the server's engine is dead, since somebody will then
-    restart the server. ``kind``: what messages call the server. ``key``: the environment variable of its key; nothing is sent if
-    that is not set. ValueError: it is not bound to this address (``retouch.config.keys``). ``max_bytes``: of a response.
+    ``timeout``: the longest time without any data, in seconds. ``patience``: seconds over which a temporary fault is retried, with
+    jittered pauses that double. HTTP 500 is tried three times, or for ``patience`` if the server's engine is dead, because the
+    server may then be restarted. ``kind``: the server's name in messages. ``key``: the environment variable with the server's key;
+    no key is sent if it is not set. Raises ValueError if the key is not bound to this address (``retouch.config.keys``).
+    ``max_bytes``: the largest size of a response.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Client:
 
     @property
     def server(self) -> str:
-        """The server, as messages name it."""
+        """The name of the server in messages."""
         return f"the {self.kind} server at {self.url}"
 
     def close(self) -> None:
@@ -98,14 +99,14 @@ class Client:
         self._http.close()
 
     def post(self, path: str, document: dict[str, Any], *, tries_of_500: int = _TRIES_OF_500) -> bytes:
-        """The body of the response. RequestRefused, or EngineFault when ``patience`` is over.
+        """Return the body of the response. Raises RequestRefused, or EngineFault after ``patience``.
 
-        ``tries_of_500``: after this many answers of HTTP 500 the request is refused.
+        ``tries_of_500``: after this number of HTTP 500 answers, RequestRefused is raised.
         """
         return self._retry(path, lambda: self._once("POST", path, document), tries_of_500)
 
     def get(self, path: str) -> bytes:
-        """As ``post``, for a page."""
+        """Like ``post``, but a GET request."""
         return self._retry(path, lambda: self._once("GET", path, None), _TRIES_OF_500)
 
     def _retry(self, path: str, exchange: Callable[[], T], tries_of_500: int) -> T:
@@ -145,7 +146,7 @@ class Client:
         raise RequestRefused(response.status_code, _message(body))
 
     def _is_healthy(self) -> bool:
-        """Whether the server's engine is alive; where it is dead, vLLM and SGLang answer 503."""
+        """Whether the server's engine is alive; if it is dead, vLLM and SGLang answer with HTTP 503."""
         try:
             return self._http.get(f"{self.url}/health").status_code != 503
         except (httpx.HTTPError, httpx.StreamError):

@@ -1,7 +1,7 @@
-"""All weights of the policy in a vLLM server, reloaded from a shared folder whenever they changed.
+"""Publishes all weights of the policy to a vLLM server, which reloads them from a shared folder whenever they changed.
 
-vLLM reloads weights in place through its development endpoints (``VLLM_SERVER_DEV_MODE=1``). Each response says with which version
-of the weights every token was generated, so tokens of other weights are noticed, also after the server was restarted.
+vLLM reloads weights in place through its development endpoints (``VLLM_SERVER_DEV_MODE=1``). Each response contains the version of
+the weights that generated each token, so tokens of other weights are detected, also after a restart of the server.
 """
 
 import json
@@ -26,7 +26,7 @@ class FullWeightPublisher(WeightPublisher[ServedWeights]):
         try:
             if _field(client.get(VERSION), "weight_version") == name:
                 return
-            # A reload that fails leaves the server without usable weights, so no version that anybody asks for may be set.
+            # A failed reload leaves the server without usable weights, so set a version that no request expects.
             client.post(SET_VERSION, {"new_version": f"loading-{name}"})
             client.post(RPC, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, tries_of_500=1)
             if _field(client.post(RESET, {}), "success") is not True:
@@ -39,11 +39,11 @@ class FullWeightPublisher(WeightPublisher[ServedWeights]):
             ) from None
 
     def unload(self, client: Client, name: str) -> None:
-        """The server keeps the last weights: it has no others."""
+        """Do nothing: the server keeps the last weights, because it has no others."""
 
 
 def _field(body: bytes, name: str) -> Any:
-    """A field of a JSON object; None if the body is none."""
+    """A field of a JSON object; None if the body is not a JSON object."""
     try:
         document = json.loads(body)
     except ValueError:

@@ -1,6 +1,6 @@
-"""The grammar of image tokens as a request carries it to a vLLM server: free text, then an image of a fixed form.
+"""The grammar of image tokens in requests to a vLLM server: free text, then an image of a fixed form.
 
-The server's side runs in vLLM's environment, so this file imports nothing but torch.
+The server imports this file in its own environment, so the file imports only torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,15 +28,15 @@ class ImageGrammar(Protocol):
 
 
 def grammar_to_json(grammar: ImageGrammar) -> dict[str, Any]:
-    """The grammar as JSON; its vocabularies as ranges of ids [first, last + 1]."""
+    """The grammar as JSON, with its vocabularies as ranges of ids [first, last + 1]."""
     text, visual = grammar.vocabularies
     return {"begin": grammar.begin, "form": grammar.form.tolist(), "text": _ranges(text), "drawn": _ranges(visual)}
 
 
 def check_grammar(document: Any) -> None:
-    """Raises ValueError unless the document has the form that ``grammar_to_json`` gives."""
+    """Raise ValueError unless the document has the form that ``grammar_to_json`` returns."""
     if not isinstance(document, Mapping) or set(document) != {"begin", "form", "text", "drawn"}:
-        raise ValueError(f"extra_args.{KEY} is no grammar: give begin, form, text and drawn")
+        raise ValueError(f"extra_args.{KEY} is not a grammar: give begin, form, text and drawn")
     if not _is_id(document["begin"]):
         raise ValueError(f"extra_args.{KEY}.begin: give the id with which the form begins")
     form = document["form"]
@@ -51,7 +51,8 @@ def check_grammar(document: Any) -> None:
 class GrammarMask:
     """Applies a grammar, in the form of ``grammar_to_json``, to logits over ``vocabulary`` ids.
 
-    A forced id beyond the vocabulary becomes the last one, so that the client notices and the server lives.
+    A forced id outside the vocabulary is replaced by its last id, so that the client rejects the response and the server keeps
+    running.
     """
 
     def __init__(self, document: Mapping[str, Any], *, vocabulary: int, device: torch.device) -> None:
@@ -61,11 +62,11 @@ class GrammarMask:
             for first, after in document[name]:
                 allowed[number, first:after] = True
         self._allowed = allowed.to(device)
-        # An index beyond the logits would end the whole server.
+        # An index outside the logits would crash the whole server.
         self._form = torch.tensor(document["form"], device=device).clamp(max=vocabulary - 1)
 
     def __call__(self, logits: Tensor, since: Tensor) -> Tensor:
-        """Logits (n, v) with -inf where an id is not allowed. ``since`` (n,): tokens since ``begin``, below 0 before it."""
+        """Logits (n, v) with -inf where an id is not allowed. ``since`` (n,): tokens since ``begin``, below 0 before ``begin``."""
         begun = since >= 0
         forced = torch.where(begun, self._form[since.clamp(0, len(self._form) - 1)], -1)
         free = logits.masked_fill(~self._allowed[begun.long()], -torch.inf)

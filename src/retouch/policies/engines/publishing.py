@@ -1,4 +1,4 @@
-"""Keeps a server's weights equal to the policy's: what publishing a LoRA and publishing all weights have in common."""
+"""Keeps a server's weights equal to the policy's: the common part of publishing a LoRA and publishing all weights."""
 
 import hashlib
 import json
@@ -24,9 +24,9 @@ log = logging.getLogger("retouch")
 class WeightPublisher(ABC, Generic[Served]):
     """Writes the weights to a folder that the server reads too, and loads them into the server whenever they have changed.
 
-    ``weights``: the trained parameters, by name. ``save``: writes them to a folder. ``folder``: must have the same path for the
-    server. ``prefix``: of the names; a digest of the weights follows it. ``first``: this rank writes and loads; all ranks have the
-    same weights. ``any_rank``: whether a flag is true on at least one rank.
+    ``weights``: the trained parameters, by name. ``save``: writes them to a folder. ``folder``: a folder that the server sees under
+    the same path. ``prefix``: the beginning of the names; a digest of the weights follows it. ``first``: whether this rank writes
+    and loads the weights; all ranks have the same weights. ``any_rank``: tells whether a flag is true on at least one rank.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class WeightPublisher(ABC, Generic[Served]):
 
     @property
     def has_loaded(self) -> bool:
-        """Whether the server has weights of this publisher."""
+        """Whether the server has weights from this publisher."""
         return self._loaded is not None
 
     def publish(self, client: Client) -> Served:
-        """Load the current weights if the server does not have them; returns what requests name. EngineFault, on all ranks."""
+        """Load the current weights if the server does not have them; returns their name in requests. EngineFault on all ranks."""
         name = f"{self._prefix}-{_digest(self._weights)}"
         if name != self._loaded:
             fault = self._replace(client, name) if self._first else None
@@ -64,13 +64,13 @@ class WeightPublisher(ABC, Generic[Served]):
         return self.served(name)
 
     def restore(self, client: Client) -> None:
-        """Load the weights of the last ``publish`` again, into a server that was restarted. EngineFault."""
+        """Load the weights of the last ``publish`` again, into a server that was restarted. Raises EngineFault if this fails."""
         assert self._loaded is not None
         with self._restoring:
             self.load(client, self._loaded)
 
     def close(self, client: Client) -> None:
-        """Remove what the server and the folder have of the run. A server that cannot be reached is only logged."""
+        """Remove the run's weights from the server and the folder. If the server cannot be reached, this is only logged."""
         if self._loaded is None or not self._first:
             return
         name, self._loaded = self._loaded, None
@@ -82,18 +82,18 @@ class WeightPublisher(ABC, Generic[Served]):
 
     @abstractmethod
     def served(self, name: str) -> Served:
-        """How requests name these weights."""
+        """The name of these weights in requests."""
 
     @abstractmethod
     def load(self, client: Client, name: str) -> None:
-        """Load weights from their folder, unless the server has them. EngineFault."""
+        """Load weights from their folder, unless the server has them. Raises EngineFault if this fails."""
 
     @abstractmethod
     def unload(self, client: Client, name: str) -> None:
-        """Remove weights that are no longer needed, where the server keeps them beside others. EngineFault if it is away."""
+        """Remove unused weights, if the server keeps several. Raises EngineFault if the server cannot be reached."""
 
     def _replace(self, client: Client, name: str) -> EngineFault | None:
-        """Write and load the weights ``name``, and unload those before. Returns what went wrong."""
+        """Write and load the weights ``name``, and unload the previous weights. Returns the fault, None if there was none."""
         target = self._folder / name
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
@@ -118,7 +118,7 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def release_weights(publisher: WeightPublisher[Any], connect: Callable[[], Client], folder: Path | None) -> None:
-    """Unload the run's weights from the server, and remove their folder if it is the run's own."""
+    """Unload the run's weights from the server, and remove ``folder`` if it is given."""
     if publisher.has_loaded:
         with connect() as client:
             publisher.close(client)
@@ -127,7 +127,7 @@ def release_weights(publisher: WeightPublisher[Any], connect: Callable[[], Clien
 
 
 def remove_folder(folder: Path) -> None:
-    """The adapters' folder, and the run's if it is empty: then only the doctor was here."""
+    """Remove the folder of the adapters, and the run's folder if it is then empty, which it is after ``retouch doctor``."""
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.parent.rmdir()

@@ -1,4 +1,4 @@
-"""The rows of a batch as requests to a server ask for them: one task, consecutive slots, and the seed of the first slot."""
+"""Splits the rows of a batch into requests to a server: each has one task, consecutive slots, and the seed of its first slot."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TaskRows:
-    """``count`` consecutive rows of the batch: of task number ``task``, with slots from ``slot`` on."""
+    """``count`` consecutive rows of the batch, which belong to task number ``task`` and have the slots from ``slot`` on."""
 
     task: int
     slot: int
@@ -21,7 +21,7 @@ class TaskRows:
 
 
 def consecutive_rows(batch: Batch, *, most: int | None = None) -> list[TaskRows]:
-    """The rows, split where the task changes or the slots are not consecutive, and after ``most`` of them."""
+    """The rows of the batch, split where the task changes, where slots are not consecutive, and after ``most`` rows."""
     found: list[TaskRows] = []
     for task, slot in zip(batch.group, batch.slot, strict=True):
         last = found[-1] if found else None
@@ -33,13 +33,13 @@ def consecutive_rows(batch: Batch, *, most: int | None = None) -> list[TaskRows]
 
 
 def group_seed(batch: Batch, group: int, engine: str) -> int:
-    """The seed of slot 0 of a group; slot k adds k. 62 bits, since servers take 63 and no sign."""
+    """The seed of slot 0 of a group; slot k adds k. It has 62 bits, because servers accept non-negative seeds below 2**63."""
     key = hashlib.sha256(repr((batch.seed, engine, batch.step, group)).encode()).digest()
     return int.from_bytes(key[:8], "big") >> 2
 
 
 def concurrently(ask: Callable[[TaskRows], Sequence[T]], requests: Sequence[TaskRows], *, most: int) -> list[T]:
-    """The results of ``ask`` in the order of the requests, at most ``most`` at a time. An error cancels the rest."""
+    """The results of ``ask`` in the order of the requests, with at most ``most`` at a time. An error cancels the other requests."""
     with ThreadPoolExecutor(most) as pool:
         futures = [pool.submit(ask, rows) for rows in requests]
         try:

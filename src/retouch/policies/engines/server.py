@@ -1,4 +1,4 @@
-"""What a vLLM server serves, and which of the endpoints needed here it has."""
+"""Queries what a vLLM server serves, and which of the required endpoints it has."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ _NO_ADAPTER = "retouch-probe-of-no-adapter"
 
 
 class ModelCard(BaseModel):
-    """A served model. ``root``: where its weights come from. ``parent``: an adapter's base model."""
+    """A served model. ``root``: the source of its weights. ``parent``: the base model of an adapter, None for a base model."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -40,8 +40,8 @@ class _Version(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class EngineServerInfo:
-    """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time; the server was started with LoRA if
-    ``has_lora``. ``reloads``: all weights can be reloaded at run time. ``takes_ids``: it takes and returns ids."""
+    """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time. ``has_lora``: the server was started with
+    LoRA. ``reloads``: all weights can be reloaded at run time. ``takes_ids``: the server accepts and returns token ids."""
 
     version: str
     base: ModelCard
@@ -52,13 +52,13 @@ class EngineServerInfo:
 
 
 def query_server(client: Client) -> EngineServerInfo:
-    """What the server can do; changes nothing on it. EngineFault if it does not answer as vLLM does."""
+    """Ask what the server can do; changes nothing on it. Raises EngineFault if it does not answer like vLLM."""
     try:
         version = _parse(client.get("/version"), _Version).version
         bases = [card for card in _parse(client.get("/v1/models"), _Models).data if card.parent is None]
         if not bases:
             raise EngineFault(f"{client.url} serves no model")
-        # Empty bodies are refused if the endpoints exist.
+        # An endpoint that exists refuses an empty body.
         loads = _exists(client, LOAD, {"lora_name": "", "lora_path": ""})
         return EngineServerInfo(
             version,
@@ -73,7 +73,7 @@ def query_server(client: Client) -> EngineServerInfo:
 
 
 def query_sampling(client: Client) -> ServerSampling:
-    """How the server reports what it samples; generates two tokens. EngineFault if it refuses, or answers anything else."""
+    """Ask how the server reports its samples; generates two tokens. Raises EngineFault if it refuses, or answers anything else."""
     try:
         found = [parse_probe(client.post(GENERATE, probe_body(token)), token) for token in (0, 1)]
     except RequestRefused as refused:
@@ -84,7 +84,7 @@ def query_sampling(client: Client) -> ServerSampling:
 
 
 def has_plugin(client: Client) -> bool:
-    """Whether the server has the plug-in for image tokens, which refuses a wrong grammar; without it nothing reads the grammar."""
+    """Whether the server has the plug-in for image tokens, which refuses an invalid grammar; other servers ignore a grammar."""
     parameters = {"max_tokens": 1, "top_k": 1, "extra_args": {KEY: {}}}
     try:
         client.post(GENERATE, {"request_id": "retouch-probe", "token_ids": [0], "sampling_params": parameters})
@@ -94,7 +94,7 @@ def has_plugin(client: Client) -> bool:
 
 
 def _has_lora(client: Client) -> bool:
-    """Whether the server was started with --enable-lora. Without it the engine fails to add any adapter (HTTP 500)."""
+    """Whether the server was started with --enable-lora. Without this flag, vLLM cannot add any adapter (HTTP 500)."""
     try:
         client.post(LOAD, {"lora_name": _NO_ADAPTER, "lora_path": f"/{_NO_ADAPTER}"}, tries_of_500=1)
     except RequestRefused as refused:
@@ -128,4 +128,4 @@ def _parse(body: bytes, kind: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        raise EngineFault(f"what answers there is no vLLM server: {place}: {first['msg']}") from None
+        raise EngineFault(f"the server at this address is not vLLM: {place}: {first['msg']}") from None

@@ -1,6 +1,6 @@
-"""What the recipe's sections of engines behind a server share: its address, its folder, its time limits, and the connection to it.
+"""The fields that the recipe sections of all engines with a server share: address, folder and time limits.
 
-It imports httpx when it connects.
+httpx is imported only when a connection is opened.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ _IMPATIENT_SECONDS = 10.0
 
 
 class ServerSection(Section):
-    """What every engine behind a server has."""
+    """Base class of the sections of engines with a server."""
 
     client: ClassVar[Mapping[str, Any]]
     """Options of ``engines.client.Client``. ``kind`` names the server, and in lower case the extra that installs httpx."""
     url: str
     """Address of the server."""
     adapters: str | None = None
-    """Folder for adapters or weights, which the server must see under the same path; null takes ``adapters`` in the run's own."""
+    """Folder for adapters or weights, which the server must see under the same path; null: ``adapters`` in the run's folder."""
     timeout: Positive = 300.0
     """Seconds without any data from the server after which a request is sent again."""
     patience: NonNegative = 600.0
-    """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
+    """Seconds over which requests to an unreachable, busy or broken server are retried; then the run stops with a checkpoint."""
 
     def connect(self) -> Client:
-        """A new connection to the server. ValueError if httpx is not installed."""
+        """Open a new connection to the server. Raises ValueError if httpx is not installed."""
         try:
             from retouch.policies.engines.client import Client
         except ModuleNotFoundError as error:
@@ -42,5 +42,5 @@ class ServerSection(Section):
         return Client(self.url, timeout=self.timeout, patience=self.patience, **self.client)
 
     def impatient(self) -> ServerSection:
-        """The same server, asked once and not for long."""
+        """A copy of this section for a single try with a short timeout."""
         return self.model_copy(update={"timeout": min(self.timeout, _IMPATIENT_SECONDS), "patience": 0.0})

@@ -1,7 +1,7 @@
 """vLLM's sleep mode: a server on the GPU of the run frees its memory between rollouts.
 
-At sleep level 1 vLLM moves the weights to the CPU's memory, and discards the KV cache. It needs ``--enable-sleep-mode``, and its
-development endpoints (``VLLM_SERVER_DEV_MODE=1``).
+At sleep level 1 vLLM moves the weights to CPU memory, and discards the KV cache. The server must be started with
+``--enable-sleep-mode`` and with its development endpoints (``VLLM_SERVER_DEV_MODE=1``).
 
 Source: vLLM, ``entrypoints/serve/dev/sleep``.
 """
@@ -20,9 +20,10 @@ SLEEP, WAKE, STATE, INFO = "/sleep?level=1&mode=wait", "/wake_up", "/is_sleeping
 
 
 class SleepMode:
-    """Wakes the server before a rollout, and lets it sleep after it. Every rank calls both methods; rank 0 asks the server.
+    """Wakes the server before a rollout, and puts it to sleep after the rollout. All ranks call both methods; rank 0 sends the
+    requests.
 
-    ``first``: this is rank 0. ``any_rank``: whether a flag is true on at least one rank.
+    ``first``: whether this is rank 0. ``any_rank``: tells whether a flag is true on at least one rank.
     """
 
     def __init__(self, *, first: bool = True, any_rank: Callable[[bool], bool] = bool) -> None:
@@ -30,7 +31,7 @@ class SleepMode:
         self._any_rank = any_rank
 
     def wake(self, client: Client) -> None:
-        """Free the run's unused GPU memory on all ranks, then wake the server. EngineFault, on all ranks."""
+        """Free the run's unused GPU memory on all ranks, then wake the server. Raises EngineFault on all ranks."""
         if torch.cuda.is_available():
             gc.collect()
             torch.cuda.empty_cache()
@@ -38,7 +39,7 @@ class SleepMode:
         self._together(client, asleep=False)
 
     def sleep(self, client: Client) -> None:
-        """Let the server sleep when no rank needs it any more. EngineFault, on all ranks."""
+        """Put the server to sleep after all ranks are done with it. Raises EngineFault on all ranks."""
         self._together(client, asleep=True)
 
     def _together(self, client: Client, *, asleep: bool) -> None:
@@ -53,7 +54,7 @@ class SleepMode:
 
 
 def set_asleep(client: Client, *, asleep: bool) -> None:
-    """Let the server sleep or wake up. EngineFault if it does not, or has no sleep mode."""
+    """Put the server to sleep or wake it up. Raises EngineFault if this fails, or if the server has no sleep mode."""
     try:
         client.post(SLEEP if asleep else WAKE, {}, tries_of_500=1)
         if is_asleep(client) is not asleep:
@@ -66,12 +67,12 @@ def set_asleep(client: Client, *, asleep: bool) -> None:
 
 
 def is_asleep(client: Client) -> bool:
-    """Whether the server sleeps. RequestRefused if it has no development endpoints."""
+    """Whether the server sleeps. Raises RequestRefused if the server has no development endpoints."""
     return _document(client.get(STATE)).get("is_sleeping") is True
 
 
 def frees_memory(client: Client) -> bool:
-    """Whether the server was started with ``--enable-sleep-mode``; without it, it sleeps and keeps its memory."""
+    """Whether the server was started with ``--enable-sleep-mode``; without this flag it keeps its memory while it sleeps."""
     config = _document(client.get(INFO)).get("vllm_config")
     model = config.get("model_config") if isinstance(config, dict) else None
     return isinstance(model, dict) and model.get("enable_sleep_mode") is True

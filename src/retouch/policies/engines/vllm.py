@@ -1,4 +1,4 @@
-"""The recipe's section of a vLLM server that generates completions. It imports neither torch nor httpx before it is built."""
+"""The recipe section of a vLLM server that generates completions. torch and httpx are imported only when it is built."""
 
 import importlib.util
 import logging
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_TEMPERATURE = 2.0
 TESTED = ("0.32.0",)
-"""Versions of vLLM with which this is tested."""
+"""The versions of vLLM with which this engine is tested."""
 _STARTING = "start the server as docs/engines.md says"
 log = logging.getLogger("retouch")
 
@@ -41,15 +41,15 @@ class VllmEngine(ServerSection, EngineSection):
     client = MappingProxyType({"kind": "vLLM", "key": keys.VLLM_KEY})
     kind: Literal["vllm"] = "vllm"
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/v1)?/?$")]
-    """Address of the server, ``http://127.0.0.1:8000`` say; its key, if it asks for one, comes from ``VLLM_API_KEY`` alone."""
+    """Address of the server, for example ``http://127.0.0.1:8000``. Its key, if any, is read only from ``VLLM_API_KEY``."""
     truncate_at: Annotated[float, Field(ge=1.0)] | None = 3.0
-    """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
+    """Each token's loss is multiplied by the policy's probability / the engine's, at most by this; null uses no weights."""
     sleep: bool = Field(default=False, exclude_if=operator.not_)
-    """The server frees its GPU memory between rollouts (vLLM's sleep mode), so that it can use the same GPU as the run."""
+    """Whether the server frees its GPU memory between rollouts (vLLM's sleep mode), so that it can use the same GPU as the run."""
 
     def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
-        """The engine. ValueError if httpx is not installed, or the server cannot generate for this model."""
-        self.connect().close()  # a missing httpx is noticed first
+        """Build the engine. Raises ValueError if httpx is not installed, or if the server cannot generate for this model."""
+        self.connect().close()  # first, so that a missing httpx is reported before anything else
         from retouch.policies.engines.adapters import AdapterPublisher
         from retouch.policies.engines.full_weights import FullWeightPublisher
         from retouch.policies.engines.publishing import remove_folder
@@ -89,24 +89,24 @@ class VllmEngine(ServerSection, EngineSection):
         if release is not None:
             if own is not None:
                 remove_folder(own)
-            weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
+            weakref.finalize(engine, release)  # for callers that never close the engine
         return engine
 
     def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
         if sampling.temperature > MAX_TEMPERATURE:
-            yield f"temperature: vllm takes no {sampling.temperature:g}; give {MAX_TEMPERATURE:g} or less, or engine cached"
+            yield f"temperature: vllm does not accept {sampling.temperature:g}; use {MAX_TEMPERATURE:g} or less, or engine cached"
         if image_grammar and sampling.truncates:
             yield (
-                "top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; remove both, or "
-                "take engine cached"
+                "top_k, top_p: vllm does not report which tokens they kept if the plug-in applies the grammar; remove both, or "
+                "use engine cached"
             )
         elif sampling.top_p is not None and sampling.top_p < 1 and sampling.top_k is None:
-            yield "top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
+            yield "top_p: vllm reports which tokens it kept only if top_k is set too; set top_k, for example to 1000"
 
     def diagnose(
         self, sampling: TokenSampling, *, base_model: str | None, full_weights: bool, image_grammar: bool
     ) -> Iterator[Diagnosis]:
-        """Whether the server answers, serves the base model, lets weights be loaded, and reports what it samples."""
+        """Check that the server answers, serves the base model, can load weights, and reports what it samples."""
         try:
             client = self.impatient().connect()
         except ValueError as error:
@@ -122,7 +122,7 @@ class VllmEngine(ServerSection, EngineSection):
                     found = tuple(_diagnose_sleep(client))
                     yield from found
                     if any(status != "ok" for status, _, _ in found):
-                        return  # a server that is asleep answers no request to generate
+                        return  # a sleeping server does not answer requests to generate
                 server = query_server(client)
                 lacks_plugin = image_grammar and server.takes_ids and not has_plugin(client)
                 reports = query_sampling(client) if server.takes_ids else None
@@ -148,21 +148,21 @@ class VllmEngine(ServerSection, EngineSection):
         elif not server.has_lora:
             yield "FAILED", f"{where} loads no LoRA: it was started without --enable-lora", _STARTING
         if not server.takes_ids:
-            yield "FAILED", f"{where} takes no token ids: it was started without --enable-scale-out", _STARTING
+            yield "FAILED", f"{where} accepts no token ids: it was started without --enable-scale-out", _STARTING
         if lacks_plugin:
-            text = f"{where} does not keep to the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
+            text = f"{where} does not apply the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
             yield "FAILED", text, _STARTING
         if reports is not None and not reports.processed:
             text = f"{where} returns raw log-probabilities: it was started without --logprobs-mode processed_logprobs"
             yield "FAILED", text, _STARTING
         if reports is not None and sampling.truncates and not reports.returns_mask:
-            text = f"{where} does not say what top_k and top_p kept: it was started without --return-sampling-mask"
+            text = f"{where} does not report what top_k and top_p kept: it was started without --return-sampling-mask"
             yield "FAILED", text, _STARTING
         if reports is not None and reports.returns_mask and sampling.top_k is None:
             text = f"{where} answers only requests with top_k: it was started with --return-sampling-mask"
             yield "FAILED", text, "start the server without that flag, or set rollout.top_k"
         if server.base.max_model_len is not None and server.base.max_model_len <= sampling.max_new_tokens:
-            text = f"{where} has room for {server.base.max_model_len} tokens, prompt and completion together"
+            text = f"{where} allows {server.base.max_model_len} tokens, prompt and completion together"
             yield "FAILED", text, _STARTING
 
 
@@ -185,7 +185,7 @@ def _diagnose_sleep(client: "Client") -> Iterator[Diagnosis]:
 
 
 def _close(publisher: "WeightPublisher[Any]", connect: "Callable[[], Client]", folder: Path | None, *, wakes: bool) -> None:
-    """Unload the run's weights from the server, and remove their folder if it is the run's own. ``wakes``: it may be asleep."""
+    """Unload the run's weights from the server, and remove ``folder`` if it is given. ``wakes``: wake the server first."""
     from retouch.policies.engines.publishing import release_weights
     from retouch.policies.engines.sleep_mode import set_asleep
 

@@ -1,8 +1,9 @@
 """Decoding by a vLLM server, into which the policy's weights are loaded after each update.
 
-Its kernels, batches and number types differ from the policy's, so its log-probabilities are not exact: the policy evaluates the
-completions itself and keeps the server's values as ``behaviour_log_probs``. Rows are sampled with seeds keyed by (seed, step,
-group, slot), but vLLM reproduces a seed only in the same batch, so a resumed run does not have the same bits.
+The server's kernels, batches and number types differ from the policy's, so its log-probabilities are not exact: the policy
+evaluates the completions itself and keeps the server's log-probabilities as ``behaviour_log_probs``. Rows are sampled with seeds
+keyed by (seed, step, group, slot), but vLLM gives the same samples for a seed only in the same batch, so a resumed run does not
+have the same bits.
 """
 
 import re
@@ -41,7 +42,7 @@ _TOO_MANY_ROWS = re.compile(r"max_num_seqs \((\d+)\)")
 
 @runtime_checkable
 class Servable(Protocol):
-    """What a model must have for a server to generate in its place."""
+    """What a model must have so that a server can generate in its place."""
 
     grammar: Grammar
     stop: tuple[int, ...]
@@ -49,9 +50,9 @@ class Servable(Protocol):
     image_token: int | None
 
     def resized_images(self, task: Task) -> Sequence[Image]:
-        """The task's images at their final size; none if they are in the prompt's ids.
+        """The task's images at their final size; empty if the images are in the prompt's ids.
 
-        The server's image processor must have nothing to resize: it uses torchvision, whose pixels differ from PIL's.
+        The server's image processor must not resize them, because it uses torchvision, whose pixels differ from PIL's.
         """
         ...
 
@@ -59,10 +60,10 @@ class Servable(Protocol):
 class VllmDecoding:
     """Requests the completions of a batch from a server: one request per task for all its rows (implements ``Engine``).
 
-    ``connect``: opens a new connection. ``weights``: loads the policy's into the server. ``any_rank``: whether a flag is true on at
-    least one rank. ``release``: what ``close`` calls. ``sleep_mode``: lets the server sleep between the calls. A grammar of images
-    (``ImageGrammar``) is applied by the plug-in in the server. ValueError if the model's grammar is neither that nor a single
-    vocabulary, or excludes more tokens than a request may ban.
+    ``connect``: opens a new connection. ``weights``: loads the policy's weights into the server. ``any_rank``: tells whether a flag
+    is true on at least one rank. ``release``: called by ``close``. ``sleep_mode``: puts the server to sleep between the calls. A
+    grammar of images (``ImageGrammar``) is applied by the plug-in in the server. Raises ValueError if the model's grammar is
+    neither an ``ImageGrammar`` nor a single vocabulary, or if it excludes more tokens than a request may ban.
     """
 
     exact = False
@@ -85,8 +86,8 @@ class VllmDecoding:
         self._banned = frozenset(banned)
         if self._grammar is None and ((vocabularies != vocabularies[0]).any() or len(banned) > MAX_BIASED):
             raise ValueError(
-                f"vLLM is told one set of tokens and may be told {MAX_BIASED} that are not in it; this model has "
-                f"{len(vocabularies)} sets, and leaves out {len(banned)} tokens. Take rollout.engine.kind cached"
+                f"a request to vLLM has one set of tokens, and can ban at most {MAX_BIASED} tokens; this model has "
+                f"{len(vocabularies)} sets, and bans {len(banned)} tokens. Use rollout.engine.kind cached"
             )
         self.model = model
         self._connect = connect
@@ -97,9 +98,9 @@ class VllmDecoding:
         self._is_checked = False
 
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation:
-        """EngineFault, on all ranks, if the server fails on one of them or returns an invalid response."""
+        """Generate the completions. Raises EngineFault on all ranks if the server fails, or returns an invalid response."""
         if self._grammar is not None and sampling.truncates:
-            raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; remove both")
+            raise ValueError("vLLM does not report what top_k and top_p kept if the grammar plug-in is used; remove both")
         fault = generation = None
         try:
             with self._connect() as client:
@@ -114,7 +115,7 @@ class VllmDecoding:
         except EngineFault as found:
             fault = found
         if self._any_rank(fault is not None):
-            raise fault or EngineFault("the vLLM server failed another rank; that rank's log says how")
+            raise fault or EngineFault("the vLLM server failed on another rank; see the log of that rank")
         if self._sleep_mode is not None:
             with self._connect() as client:
                 self._sleep_mode.sleep(client)
@@ -127,7 +128,7 @@ class VllmDecoding:
             self._release()
 
     def _check_server(self, client: Client, sampling: TokenSampling) -> None:
-        """EngineFault unless the server returns the log-probabilities that were sampled from, and what top-k and top-p kept."""
+        """Raise EngineFault unless the server returns the log-probabilities that it samples from, and what top-k and top-p kept."""
         found = query_sampling(client)
         if not found.processed:
             raise EngineFault(
@@ -136,7 +137,7 @@ class VllmDecoding:
             )
         if sampling.truncates and not found.returns_mask:
             raise EngineFault(
-                f"the vLLM server at {client.url} does not say what top_k and top_p kept; start the server with "
+                f"the vLLM server at {client.url} does not report what top_k and top_p kept; start the server with "
                 "--return-sampling-mask"
             )
         if found.returns_mask and sampling.top_k is None:
@@ -149,7 +150,7 @@ class VllmDecoding:
     def _completions(
         self, client: Client, weights: ServedWeights, batch: Batch, prompts: Prompts, sampling: TokenSampling
     ) -> list[ServerCompletion]:
-        """One for each row of the batch."""
+        """One completion for each row of the batch."""
 
         def generate(rows: TaskRows) -> list[ServerCompletion]:
             ids, mask = prompts.ids[rows.task], prompts.mask[rows.task]
@@ -180,7 +181,7 @@ class VllmDecoding:
             raise EngineFault(f"the vLLM server at {client.url} lost the weights again as soon as they were loaded") from None
 
     def _ask(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
-        """The completions; in several requests, or after the weights were loaded again, if the server asks for that."""
+        """The completions. Splits a request with too many rows for the server; reloads the weights if the server lost them."""
         try:
             try:
                 return self._ask_once(client, request)
@@ -203,7 +204,7 @@ class VllmDecoding:
         return parse_response(body, request, vocabulary=self._vocabulary)
 
     def _check(self, batch: Batch, prompts: Prompts, generation: Generation) -> None:
-        """EngineFault if a token violates the model's grammar."""
+        """Raise EngineFault if a token violates the model's grammar."""
         grammar, ids = self.model.grammar, generation.ids
         rows = prompts.take(torch.tensor(batch.group, device=ids.device))
         vocabulary, forced = (column[:, :-1] for column in grammar.parse(rows, ids))
@@ -232,5 +233,5 @@ class VllmDecoding:
 
 
 def _pad(rows: Sequence[Sequence[float]], width: int, filler: float) -> Tensor:
-    """Rows of unequal lengths, padded on the right; integers if the filler is one."""
+    """Pad rows of unequal lengths on the right; the tensor has integers if ``filler`` is an integer."""
     return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])

@@ -1,8 +1,8 @@
-"""Requests to a vLLM server and the validation of its responses: ids in, ids out (``POST /inference/v1/generate``).
+"""Requests to a vLLM server and the validation of its responses, as token ids (``POST /inference/v1/generate``).
 
 The interface is that of vLLM 0.32 and 0.33. A prompt is sent as the model's own ids with one image token per image, which the
-server repeats once per patch; the prompt ids that it returns must equal the model's. A response with any fault is rejected as a
-whole.
+server repeats once per patch. The prompt ids that the server returns must equal the model's. A response with any fault is rejected
+as a whole.
 """
 
 import base64
@@ -21,24 +21,24 @@ PLUGIN = "retouch.policies.engines.plugin:GrammarProcessor"
 """The logits processor with which the server is started: ``vllm serve --logits-processors``."""
 GENERATE = "/inference/v1/generate"
 MAX_BIASED = 1024
-"""Most ids that a request may bias."""
+"""The largest number of ids that a request may bias."""
 _PROBE_TOLERANCE = 1e-3
 BAN = -100.0
-"""The lowest bias that vLLM takes: it multiplies a probability by e^-100."""
+"""The lowest bias that vLLM accepts: it multiplies a probability by e^-100."""
 
 
 class InvalidResponse(Exception):
-    """A response with a fault, which the text names."""
+    """A response with a fault, which the message describes."""
 
 
 class WeightsLost(Exception):
-    """The server has other weights than were published: it was restarted since."""
+    """The server has other weights than were published, because it was restarted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedWeights:
-    """How a request names its weights. ``model``: an adapter, None for the base. ``version``: the version that every token of a
-    response must have been generated with; None does not compare.
+    """The weights that a request names. ``model``: an adapter, None for the base model. ``version``: the version of the weights
+    that must have generated every token of a response; None means no check.
     """
 
     model: str | None = None
@@ -50,7 +50,7 @@ class GenerateRequest:
     """``count`` completions of one prompt with published weights; completion k is sampled with ``seed + k``.
 
     ``ids``: the prompt, with one image token per patch. ``images``: data URLs. ``stop``: ids that end a completion. ``banned``: ids
-    that are never sampled. ``grammar``: for the server's plug-in, in JSON; nothing is banned beside it.
+    that are never sampled. ``grammar``: the grammar for the server's plug-in, as JSON; no ids are banned if it is given.
     """
 
     weights: ServedWeights
@@ -65,7 +65,7 @@ class GenerateRequest:
     grammar: Mapping[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:
-        """The JSON body. It sets everything for which the server might have another default."""
+        """The JSON body. It sets every parameter for which the server might have another default."""
         parameters: dict[str, Any] = {
             "n": self.count,
             "seed": self.seed,
@@ -92,19 +92,19 @@ class GenerateRequest:
         return body | ({"content_parts": [{"type": "image_url", "url": url} for url in self.images]} if self.images else {})
 
     def split(self, most: int) -> list["GenerateRequest"]:
-        """The same completions in requests of at most ``most`` each."""
+        """Split the request into requests of at most ``most`` completions each."""
         starts = range(0, self.count, most)
         return [replace(self, seed=self.seed + start, count=min(most, self.count - start)) for start in starts]
 
     def _collapsed(self) -> list[int]:
-        """The ids, with one image token in place of each run of them."""
+        """The ids, with each run of image tokens replaced by a single image token."""
         before = (None, *self.ids)
         return [token for last, token in zip(before, self.ids, strict=False) if token != self.image_token or token != last]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCompletion:
-    """``ids``: with the one that ended it. ``kept``: the ids that top-k and top-p kept at each place, if they were in use."""
+    """``ids``: with the end token. ``kept``: the ids that top-k and top-p kept at each position, None without top-k and top-p."""
 
     ids: list[int]
     log_probs: list[float]
@@ -119,7 +119,7 @@ def data_url(image: Image) -> str:
 
 
 class _Strict(BaseModel):
-    """Types are strict, and keys that are not needed are ignored."""
+    """Checks types strictly, and ignores keys that are not needed."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -152,8 +152,8 @@ class _Response(_Strict):
 
 
 def parse_response(body: bytes, request: GenerateRequest, *, vocabulary: int) -> list[ServerCompletion]:
-    """The ``count`` completions, in order. ``vocabulary``: ids must be below it. InvalidResponse for any fault, WeightsLost for
-    another version of the weights."""
+    """The ``count`` completions, in order. ``vocabulary``: ids must be below this number. Raises InvalidResponse for any fault, and
+    WeightsLost for another version of the weights."""
     response = _read(body)
     if request.weights.version is not None:
         for choice in response.choices:
@@ -161,33 +161,33 @@ def parse_response(body: bytes, request: GenerateRequest, *, vocabulary: int) ->
     if tuple(response.prompt_token_ids) != request.ids:
         raise InvalidResponse(
             f"it read a prompt of {len(response.prompt_token_ids)} ids, which are not the {len(request.ids)} that the policy "
-            "reads: the server's tokenizer or image processor is another (its sizes min_pixels and max_pixels, say)"
+            "reads: the server has another tokenizer or image processor (for example other min_pixels and max_pixels)"
         )
     choices = {choice.index: choice for choice in response.choices}
     if len(response.choices) != request.count or choices.keys() != set(range(request.count)):
-        raise InvalidResponse(f"{len(response.choices)} completions where {request.count} were requested")
+        raise InvalidResponse(f"{len(response.choices)} completions, but {request.count} were requested")
     return [_completion(choices[index], request, vocabulary) for index in range(request.count)]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSampling:
-    """``processed``: log-probabilities are those after bias, temperature, top-k and top-p. ``returns_mask``: the response has the
-    tokens that top-k and top-p kept."""
+    """How a server reports its samples. ``processed``: log-probabilities are those after bias, temperature, top-k and top-p.
+    ``returns_mask``: a response contains the tokens that top-k and top-p kept."""
 
     processed: bool
     returns_mask: bool
 
 
 def probe_body(token: int) -> dict[str, Any]:
-    """A request that can only sample ``token``: with processed log-probabilities its own is 0. Valid with and without a mask."""
+    """A request that can only sample ``token``, whose processed log-probability is then 0. Valid with and without a mask."""
     parameters = {"max_tokens": 1, "top_k": 1, "temperature": 1.0, "logprobs": 0, "logit_bias": {str(token): -BAN}}
     return {"request_id": "retouch-probe", "token_ids": [0], "sampling_params": parameters, "return_token_ids": True}
 
 
 def parse_probe(body: bytes, token: int) -> ServerSampling:
-    """What the response to ``probe_body(token)`` says. InvalidResponse if it is none.
+    """Parse the response to ``probe_body(token)``. Raises InvalidResponse if it is invalid.
 
-    No model is certain of two tokens at once, so raw log-probabilities are noticed at one of two tokens.
+    No model gives probability 1 to each of two tokens, so probes of two tokens always detect raw log-probabilities.
     """
     choices = _read(body).choices
     if [choice.token_ids for choice in choices] != [[token]]:
@@ -206,7 +206,7 @@ def _read(body: bytes) -> _Response:
 
 def _check_version(choice: _Choice, version: str) -> None:
     if choice.weight_versions is None:
-        raise InvalidResponse("it does not say with which weights it was generated (weight_versions); take vLLM 0.32 or newer")
+        raise InvalidResponse("it does not report which weights generated it (weight_versions); use vLLM 0.32 or newer")
     if {span.version for span in choice.weight_versions} != {version}:
         raise WeightsLost
 
@@ -221,7 +221,7 @@ def _completion(choice: _Choice, request: GenerateRequest, vocabulary: int) -> S
     if len(ids) > longest or not ended.get(choice.finish_reason or "", False):
         raise InvalidResponse(
             f"a completion of {len(ids)} tokens ends with {choice.finish_reason!r}, and the longest is {longest}; "
-            "where it is too short, the server's --max-model-len is"
+            "if it is too short, raise the server's --max-model-len"
         )
     return ServerCompletion(ids, _values(choice), _kept(choice, vocabulary) if request.sampling.truncates else None)
 
@@ -231,18 +231,18 @@ def _values(choice: _Choice) -> list[float]:
     if [each.token_id for each in content] != choice.token_ids:
         raise InvalidResponse("log-probabilities of other tokens than were generated")
     values = [each.logprob for each in content]
-    # The server reports -9999 where it has none.
+    # The server reports -9999 if it has no log-probability.
     if not all(-9999.0 < value < 1e-3 for value in values):
-        raise InvalidResponse("a value that is no log-probability")
+        raise InvalidResponse("a value that is not a log-probability")
     return values
 
 
 def _kept(choice: _Choice, vocabulary: int) -> list[list[int]]:
     kept = choice.sampling_mask
     if kept is None:
-        raise InvalidResponse("it does not say what top_k and top_p kept; start the server with --return-sampling-mask")
+        raise InvalidResponse("it does not report what top_k and top_p kept; start the server with --return-sampling-mask")
     if len(kept) != len(choice.token_ids) or not all(token in among for token, among in zip(choice.token_ids, kept, strict=True)):
-        raise InvalidResponse("what top_k and top_p kept does not contain the sampled tokens")
+        raise InvalidResponse("the tokens that top_k and top_p kept do not include the sampled tokens")
     if not all(0 <= token < vocabulary for among in kept for token in among):
-        raise InvalidResponse("top_k and top_p kept an id that is no token")
+        raise InvalidResponse("top_k and top_p kept an id that is not a token")
     return [sorted(set(among)) for among in kept]

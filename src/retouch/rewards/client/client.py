@@ -1,4 +1,4 @@
-"""The client of reward servers: many endpoints behind one callable, which never turns a fault into a number."""
+"""The client of reward servers: one callable for many endpoints. A failed request never results in a number."""
 
 import asyncio
 import importlib.util
@@ -23,16 +23,17 @@ _LOG = logging.getLogger("retouch.rewards")
 
 
 class RemoteClient:
-    """A client of the servers that a ``RemoteReward`` names. ``columns`` are the servers' own.
+    """A client of the servers that a ``RemoteReward`` names. ``columns``: the columns of the servers.
 
-    Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the endpoint with the fewest
-    samples in flight. A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and
-    "busy" do not count), with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). Samples
-    without a believable score by the deadline are NaN. A reply is believed only with exactly the ids that were asked, every column
-    within its range, and the judge's fingerprint of the start. ``samples_per_minute``, ``requests_per_minute`` and ``calls`` hold
-    for all processes that name the same ``rate_file`` together (``rewards/quota/quota.py::Quota``).
+    Samples are sent in requests of ``batch`` samples, at most ``concurrency`` requests at once for each endpoint, to the endpoint
+    with the fewest samples in flight. A failed request is sent again to another endpoint, at most ``attempts`` times in all
+    (refused connections and "busy" do not count), after growing random pauses. Retries are limited to ``retry_share`` of all
+    requests, plus ten per second. Samples without a valid score at the deadline are NaN. A reply is valid only if it has exactly
+    the requested ids, each column is within its range, and the fingerprint of the judge is the same as at the start.
+    ``samples_per_minute``, ``requests_per_minute`` and ``calls`` limit the sum over all processes that name the same ``rate_file``
+    (``rewards/quota/quota.py::Quota``).
 
-    ValueError: no server answers, they differ, or they refuse.
+    Raises ValueError if no server answers, the servers have different rewards, or a server refuses the token.
     """
 
     kind = "remote"
@@ -51,30 +52,30 @@ class RemoteClient:
 
     @property
     def fingerprint(self) -> str:
-        """What the servers judge by; a resumed run compares it with the one that it began with."""
+        """The fingerprints of the servers' rewards; a resumed run compares them with those at its start."""
         return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32; NaN where a sample could not be judged.
+        """Each column, (b,), float32; NaN for a sample that could not be judged.
 
-        BudgetSpent: ``calls`` does not have enough for these samples, and none was asked about.
+        Raises BudgetSpent if the remaining ``calls`` are too few for these samples; then no request is sent.
         """
         return self.submit(samples).result()
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Send the samples off and go on; any number of calls may be under way, from any thread."""
+        """Score in the background and return a future. Any number of calls, from any thread, may be in progress."""
         return event_loop.submit(self._scores(samples, time.monotonic()))
 
     def submit_with_stats(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[RequestStats]]]":
-        """The same, and what each sample took."""
+        """Like ``submit``, with the time, faults and attempts of the request of each sample."""
         return event_loop.submit(self._score(samples, time.monotonic()))
 
     def close(self) -> None:
-        """End the connections; a later call makes new ones."""
+        """Close the connections; a later call opens new ones."""
         event_loop.submit(self._close()).result()
 
     def stats(self) -> dict[str, float]:
-        """How it went so far: ``calls``, ``hedges``, and failed attempts as ``faults/<kind>``."""
+        """The counts so far: all attempts as ``calls``, second requests as ``hedges``, failed attempts as ``faults/<kind>``."""
         session = self._sessions.get(os.getpid())
         if session is None:
             return {"calls": 0.0, "hedges": 0.0}
@@ -88,7 +89,7 @@ class RemoteClient:
     async def _score(self, samples: Sequence[Sample], begun: float) -> tuple[Scores, list[RequestStats]]:
         from retouch.rewards.client.session import Chunk, Session
 
-        # A fork has its parent's session, but neither its loop nor its connections.
+        # A forked process inherits the session of its parent, but cannot use the parent's event loop and connections.
         session = self._sessions.get(os.getpid())
         if session is None:
             session = self._sessions[os.getpid()] = Session(self._settings, self._expected, self._quota)

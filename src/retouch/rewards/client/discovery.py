@@ -1,4 +1,4 @@
-"""Reads what the servers host before the first request. All servers that reply must have the same rewards."""
+"""Read which rewards the servers host, before the first request. All servers that reply must host the same rewards."""
 
 import asyncio
 import time
@@ -19,8 +19,8 @@ _POLL = 0.2
 async def discover(settings: RemoteSettings, *, wait: float) -> tuple[ExpectedReply, int]:
     """What a valid reply contains, and the largest number of items per request, from the servers that reply first.
 
-    ``wait``: seconds to wait for a reply. ValueError: no server replies, one refuses the token or is not a reward server, the
-    servers have different rewards, or a reward does not exist.
+    ``wait``: seconds to wait for a reply. Raises ValueError if no server replies, a server refuses the token or is not a reward
+    server, the servers have different rewards, or a reward does not exist.
     """
     transport = Transport(token=settings.token, connections=1)
     until = time.monotonic() + wait
@@ -44,7 +44,7 @@ async def discover(settings: RemoteSettings, *, wait: float) -> tuple[ExpectedRe
 
 
 async def read_info(transport: Transport, url: str, *, seconds: float) -> ServerInfo:
-    """The reply of ``GET /v1/info``. ``seconds``: the time limit. RequestFault: no valid reply."""
+    """The reply of ``GET /v1/info``. ``seconds``: the time limit. Raises RequestFault if there is no valid reply."""
     try:
         return ServerInfo.model_validate_json(await transport.get(f"{url}/v1/info", seconds=seconds))
     except ValidationError:
@@ -52,12 +52,12 @@ async def read_info(transport: Transport, url: str, *, seconds: float) -> Server
 
 
 def judges_of(info: ServerInfo, rewards: Collection[str] | None) -> dict[str, str]:
-    """The fingerprints of these rewards (None: all) by name."""
+    """The fingerprints of ``rewards`` by name; of all rewards if it is None."""
     return {each.name: each.fingerprint for each in info.rewards if rewards is None or each.name in rewards}
 
 
 async def _try_info(transport: Transport, url: str) -> ServerInfo | None:
-    """The server's info; None while it cannot be reached."""
+    """The server's info; None if the server cannot be reached. Raises ValueError if it refuses the token or is no reward server."""
     try:
         return await read_info(transport, url, seconds=_ASK_SECONDS)
     except RequestFault as fault:

@@ -1,6 +1,6 @@
-"""Protects failing servers from more load: a circuit breaker for each server, and a budget for retries of a client.
+"""Protect failing servers from more load: a circuit breaker for each server, and a budget for the retries of a client.
 
-All times are those of one monotonic clock, in seconds.
+All times are seconds of one monotonic clock.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 class CircuitBreaker:
     """Excludes a server that fails repeatedly, until a probe succeeds.
 
-    Closed (requests are sent) until ``failures`` in a row, then open (no requests) for ``pause`` seconds. Each failed probe doubles
-    the pause, up to ``max_pause``. Source: Nygard, "Release It!", chapter "Stability Patterns".
+    Closed (requests are sent) until ``failures`` requests in a row fail, then open (no requests) for ``pause`` seconds. Each failed
+    probe doubles the pause, up to ``max_pause``. Source: Nygard, "Release It!", chapter "Stability Patterns".
     """
 
     failures: int = 3
@@ -27,22 +27,23 @@ class CircuitBreaker:
         return self.opened == 0
 
     def succeeded(self) -> None:
-        """A request or a probe succeeded: close."""
+        """Record that a request or a probe succeeded, and close the breaker."""
         self.in_a_row = self.opened = 0
 
     def failed(self, now: float, *, last: bool) -> None:
-        """A request failed. The ``last`` closed breaker of a client stays closed: asking a failing server beats asking none."""
+        """Record a failed request. The ``last`` closed breaker of a client stays closed, because a failing server is better than
+        none."""
         self.in_a_row += 1
         if self.closed and self.in_a_row >= self.failures and not last:
             self.open(now)
 
     def open(self, now: float) -> None:
-        """Exclude the server, after a time-out or a failed probe; for twice as long as before if it is excluded already."""
+        """Exclude the server after a time-out or a failed probe; if it is excluded already, for twice as long as before."""
         self.probe_at = now + min(self.max_pause, self.pause * 2.0 ** min(self.opened, 16))
         self.opened += 1
 
     def probe_due(self, now: float) -> bool:
-        """Whether it is time for a probe (half-open)."""
+        """Whether a probe is due (half-open)."""
         return not self.closed and now >= self.probe_at
 
 
@@ -51,8 +52,8 @@ class RetryBudget:
     """Limits additional requests (retries, hedges) to a share of the first ones, plus a fixed rate.
 
     ``share``: additional requests per first request. ``per_second``: further additional requests per second. ``max_saved``: the
-    most that can be saved up. Without it, clients would multiply the load of servers that are already overloaded. Source: Beyer et
-    al., "Site Reliability Engineering" (2016), chapter "Handling Overload".
+    largest number of unused requests that are kept for later. Without this budget, clients would multiply the load of servers that
+    are already overloaded. Source: Beyer et al., "Site Reliability Engineering" (2016), chapter "Handling Overload".
     """
 
     share: float

@@ -1,4 +1,4 @@
-"""Chooses a server for each request: the one with the fewest samples in progress, and not one that failed on it before."""
+"""Choose a server for each request: the one with the fewest samples in progress, if possible one that did not fail on it before."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +15,11 @@ from retouch.rewards.wire.hosts import is_loopback
 
 @dataclass(slots=True, eq=False)
 class EndpointState:
-    """A server and its recent behaviour. ``in_progress``: samples sent and not answered. ``paused_until``: by its Retry-After."""
+    """A server and its recent behaviour.
+
+    ``in_progress``: number of samples that were sent and are not answered. ``paused_until``: the end of the pause that the server's
+    Retry-After header asked for.
+    """
 
     url: str
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
@@ -24,12 +28,12 @@ class EndpointState:
 
     @property
     def local(self) -> bool:
-        """Whether it is on this machine, where sending raw pixels is faster than compressing them."""
+        """Whether the server is on this machine; sending raw pixels is then faster than compressing them."""
         return is_loopback(urlsplit(self.url).hostname or "")
 
 
 class EndpointPool:
-    """The servers of one client. Used on one event loop. ``clock``: returns seconds."""
+    """The servers of one client, used on one event loop. ``clock``: returns seconds."""
 
     def __init__(self, urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
         self.endpoints = [EndpointState(url) for url in urls]
@@ -37,7 +41,8 @@ class EndpointPool:
         self._ties = generator("remote", "ties", *urls)
 
     def choose(self, avoid: Collection[EndpointState] = ()) -> EndpointState | None:
-        """The server to ask now, if possible none of ``avoid``; ties are broken at random. None: all are excluded or paused."""
+        """The server for the next request, if possible none of ``avoid``; ties are broken at random. None if all are excluded or
+        paused."""
         now = self._clock()
         available = [each for each in self.endpoints if each.breaker.closed and each.paused_until <= now]
         preferred = [each for each in available if each not in avoid] or available
@@ -57,7 +62,7 @@ class EndpointPool:
         if fault.retry_after:
             endpoint.paused_until = now + min(fault.retry_after, 10.0)
         if fault.slow:
-            # Also the last one: a probe tells within seconds whether it is back, another request would take its whole time again.
+            # Also the last closed one: a probe shows within seconds whether it is back, a request may take its full time-out.
             if endpoint.breaker.closed:
                 endpoint.breaker.open(now)
         elif fault.blames_server:

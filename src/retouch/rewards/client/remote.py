@@ -46,7 +46,7 @@ class RemoteReward(RemoteSettings, RewardSection):
     )
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """The declared ones."""
+        """The declared columns; None if the recipe declares none."""
         return None if self.declared is None else {name: Column(low, high) for name, (low, high) in self.declared.items()}
 
     def build(
@@ -56,23 +56,23 @@ class RemoteReward(RemoteSettings, RewardSection):
         clients: JudgeClients | None = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """A client that has found the servers. ValueError: none answers, they differ, they refuse, or they lack a declared
-        column."""
+        """Build a client that is connected to the servers. Raises ValueError if no server answers, the servers have different
+        rewards, a server refuses the token, or a declared column is missing or has another range."""
         from retouch.rewards.client.client import RemoteClient
 
         client = RemoteClient(self)
         for name, (low, high) in (self.declared or {}).items():
             given = client.columns.get(name)
             if given is None or (given.low, given.high) != (low, high):
-                found = "have no such column" if given is None else f"give it from {given.low:g} to {given.high:g}"
+                found = "have no such column" if given is None else f"declare it from {given.low:g} to {given.high:g}"
                 has = ", ".join(f"{column} {c.low:g} to {c.high:g}" for column, c in client.columns.items())
                 client.close()
                 raise ValueError(
-                    f"reward.columns: {name} is to be from {low:g} to {high:g}, and the servers {found}; they give {has}"
+                    f"reward.columns: {name} is declared from {low:g} to {high:g}, but the servers {found}; they have {has}"
                 )
         return keep(client)
 
     @classmethod
     def from_word(cls, argument: str) -> Json:
-        """One address."""
+        """The list with this one address."""
         return [argument]

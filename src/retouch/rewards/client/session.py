@@ -1,4 +1,5 @@
-"""A client's state on the event loop (connections, servers, budgets), and how one chunk of samples is scored, with retries."""
+"""The state of a client on the event loop (connections, servers, budgets), and the scoring of one chunk of samples, with
+retries."""
 
 import asyncio
 import logging
@@ -26,18 +27,18 @@ from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.rewards")
 _PROBE_SECONDS = 2.0
-_PATIENCE = 0.5  # of the time that a request may take; one that ends without a reply after less says nothing about its server
+_PATIENCE = 0.5  # share of the time limit; a request that ends earlier without a reply says nothing about its server
 _POLL = 0.02
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0  # seconds between attempts
-_LATENCIES, _MIN_LATENCIES = 200, 20  # of the latest requests, to decide when to hedge
+_LATENCIES, _MIN_LATENCIES = 200, 20  # number of latest requests that decide when to hedge
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Samples that are sent together, by id, and their scores so far. ``began`` and ``expires``: times of ``time.monotonic``.
 
-    ``bodies``: the request body of each encoding, with the ids that it contains. ``faults``: why attempts failed, in order.
-    ``seconds``: the time of all attempts, waiting included.
+    ``bodies``: the request body for each encoding, with the ids that it contains. ``faults``: the reasons of failed attempts, in
+    order. ``seconds``: the time of all attempts, including waiting.
     """
 
     samples: dict[str, Sample]
@@ -51,17 +52,17 @@ class Chunk:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], began: float) -> "Chunk":
-        """A chunk with new ids."""
+        """Make a chunk with new ids."""
         name = secrets.token_hex(6)
         return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, began)
 
     @property
     def unscored(self) -> list[str]:
-        """The ids without scores, or on which a reward failed."""
+        """The ids without scores, and those for which a reward failed."""
         return [name for name in self.samples if name not in self.scores or self.scores[name].failed]
 
     def body(self, encoding: ImageEncoding, rewards: Sequence[str] | None) -> tuple[bytes, str]:
-        """The request's body and content type for the unscored samples, made once for each encoding."""
+        """The request body for the unscored samples and its content type; a body is reused while the same samples are unscored."""
         wanted = frozenset(self.unscored)
         known = self.bodies.get(encoding)
         if known is None or known[0] != wanted:
@@ -73,8 +74,9 @@ class Chunk:
 
 
 class Session:
-    """Created and used on one event loop. ``faults``: failed attempts by kind. ``calls``: all attempts. ``hedges``: second
-    requests.
+    """The state of a client, created and used on one event loop.
+
+    ``faults``: number of failed attempts by kind. ``calls``: number of all attempts. ``hedges``: number of second requests.
     """
 
     def __init__(self, settings: RemoteSettings, expected: ExpectedReply, quota: Quota | None) -> None:
@@ -92,7 +94,7 @@ class Session:
         self._probing: dict[EndpointState, asyncio.Task[None]] = {}
 
     async def score(self, chunk: Chunk) -> None:
-        """Fill in the chunk's scores. Samples that are unscored at its deadline stay so."""
+        """Fill in the chunk's scores. Samples that are unscored at its deadline stay unscored."""
         began = time.monotonic()
         try:
             chunk.expires = await self._line.enter(since=chunk.began)
@@ -149,7 +151,7 @@ class Session:
             await asyncio.sleep(_pause(next(iter(chunk.samples)), rounds))
 
     async def _endpoint(self, avoid: Sequence[EndpointState]) -> EndpointState:
-        """The server to ask, as soon as one is available."""
+        """Wait until a server is available, and return it."""
         while True:
             self._start_probes()
             endpoint = self._pool.choose(avoid)
@@ -158,7 +160,8 @@ class Session:
             await asyncio.sleep(_POLL)
 
     async def _ask(self, endpoint: EndpointState, chunk: Chunk) -> dict[str, ItemScores]:
-        """The server's scores, or those of a second server that is asked too if this one takes unusually long (a hedge)."""
+        """The scores of the first valid reply: of this server, or of a second one that is asked too if this server is slow (a
+        hedge)."""
         first = self._begin(endpoint, chunk)
         running = {first}
         try:
@@ -179,7 +182,8 @@ class Session:
                 task.cancel()
 
     def _begin(self, endpoint: EndpointState, chunk: Chunk) -> "asyncio.Task[dict[str, ItemScores]]":
-        """Send the request, and count its samples at once, so that the next choice of a server sees them."""
+        """Send the request. Its samples are counted as in progress immediately, so that the next choice of a server includes
+        them."""
         count = len(chunk.unscored)
         endpoint.in_progress += count
         self.calls += 1
@@ -210,7 +214,7 @@ class Session:
             self._pool.failed(endpoint, fault)
             raise
         except asyncio.CancelledError:
-            if time.monotonic() - started >= patience:  # out of time, with the whole chunk
+            if time.monotonic() - started >= patience:  # the whole chunk is out of time
                 self._pool.failed(endpoint, RequestFault("timeout"))
             raise
         if any(each.failed for each in scores.values()):
@@ -219,7 +223,11 @@ class Session:
         return scores
 
     async def _wait_for_quota(self, chunk: Chunk, *, again: bool) -> bool:
-        """Wait until the quota allows the unscored samples to be sent, at each attempt; False if that is too late."""
+        """Wait until the quota allows the unscored samples to be sent. Returns False if the quota is used up or the deadline is
+        earlier.
+
+        ``again``: this is a further attempt, which takes another call from the quota.
+        """
         if self._quota is None or self._turns is None:
             return True
         if again and not await asyncio.to_thread(self._quota.claim_another):
@@ -237,7 +245,8 @@ class Session:
         return self._quota is None or (self._quota.turn(len(chunk.unscored)).wait == 0 and self._quota.claim_another())
 
     def _hedge_after(self) -> float | None:
-        """Seconds after which to ask a second server: the 95th percentile of recent requests. None: hedging is off, or unknown."""
+        """Seconds after which a second server is asked: the 95th percentile of recent requests. None if hedging is off or there are
+        too few requests."""
         if not self._settings.hedge or len(self._latencies) < _MIN_LATENCIES:
             return None
         return sorted(self._latencies)[int(0.95 * len(self._latencies))]
@@ -254,7 +263,7 @@ class Session:
             info = await read_info(self._transport, endpoint.url, seconds=_PROBE_SECONDS)
             succeeded = judges_of(info, self._settings.rewards) == self._expected.judges
             if not succeeded:
-                _LOG.warning("%s has other rewards than when this run began; it is not used", endpoint.url)
+                _LOG.warning("%s has other rewards than at the start of this run; it is not used", endpoint.url)
         except RequestFault:
             succeeded = False
         self._pool.probed(endpoint, succeeded=succeeded)

@@ -1,4 +1,4 @@
-"""One HTTP exchange with a reward server. Every way in which it can fail is a ``RequestFault``."""
+"""One HTTP exchange with a reward server. Each failure is raised as a ``RequestFault``."""
 
 import asyncio
 import math
@@ -16,11 +16,11 @@ _FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 411, 413, 414, 415, 421, 4
 
 @dataclass(slots=True, eq=False)
 class RequestFault(Exception):
-    """Why a request brought no scores.
+    """The reason why a request returned no scores.
 
-    ``kind``: a short code. ``final``: a retry cannot help. ``tried``: the server may have worked on it, so it counts as an attempt.
-    ``blames_server``: it counts against the server's circuit breaker. ``retry_after``: seconds for which the server asked to be
-    left alone. ``slow``: the request took the whole time that it was given, so the server is excluded at once.
+    ``kind``: a short code. ``final``: a retry cannot help. ``tried``: the server may have worked on the request, so it counts as an
+    attempt. ``blames_server``: the failure counts in the server's circuit breaker. ``retry_after``: seconds to wait, as the server
+    asked. ``slow``: the request used up its whole time limit, so the server is excluded at once.
     """
 
     kind: str
@@ -47,7 +47,8 @@ def fault_of_status(status: int, retry_after: float) -> RequestFault:
 
 
 class Transport:
-    """Keep-alive connections to all servers. Created and used on one event loop. ``connections``: the most that are kept open."""
+    """Keep-alive connections to all servers, created and used on one event loop. ``connections``: how many are kept open at
+    most."""
 
     def __init__(self, *, token: str | None, connections: int) -> None:
         headers = {"Accept-Encoding": "identity", "Accept": "application/json"}
@@ -64,13 +65,14 @@ class Transport:
         )
 
     async def post(self, url: str, body: bytes, content_type: str, *, seconds: float) -> bytes:
-        """The body of the reply. ``seconds``: the time limit, which is also sent to the server. RequestFault: no valid reply."""
+        """The body of the reply. ``seconds``: the time limit, which is also sent to the server. Raises RequestFault if there is no
+        valid reply."""
         headers = {"Content-Type": content_type, "X-Deadline-Seconds": f"{seconds:.3f}"}
         request = self._client.build_request("POST", url, content=body, headers=headers)
         return await self._exchange(request, seconds, most=MAX_REPLY_BYTES)
 
     async def get(self, url: str, *, seconds: float) -> bytes:
-        """The body of the reply. ``seconds``: the time limit. RequestFault: no valid reply."""
+        """The body of the reply. ``seconds``: the time limit. Raises RequestFault if there is no valid reply."""
         return await self._exchange(self._client.build_request("GET", url), seconds, most=MAX_INFO_BYTES)
 
     async def close(self) -> None:
@@ -100,7 +102,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 async def _read(response: httpx.Response, most: int) -> bytes:
-    """The body, of at most ``most`` bytes. A compressed one is refused, so nothing is ever decompressed."""
+    """The body, at most ``most`` bytes. A compressed body is refused, so nothing is ever decompressed."""
     if response.status_code != 200:
         raise fault_of_status(response.status_code, _seconds(response.headers.get("retry-after")))
     if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":

@@ -1,8 +1,8 @@
-"""From columns to the one number that trains: a weighted sum (a mapping from column to weight), or a formula.
+"""Combine columns into the number that the policy is trained on: a weighted sum (a mapping from column to weight), or a formula.
 
-Both are checked against the columns of the reward: their names, whether they are diagnostics, the range of the result, and that
-more of a column of which less is better never raises it. Only the columns named here can make a sample missing; a column of weight
-0 is only logged.
+Both are checked against the columns of the reward: the names exist and are no diagnostics, the result is not constant, and it does
+not rise with a column of which a lower score is better. Only a missing score of a combined column makes the reward of a sample
+missing; a column with weight 0 is only logged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ Combine: TypeAlias = Mapping[str, float] | str
 
 
 class Combination(Protocol):
-    """``columns``: those that it reads. ``low`` and ``high``: its range; ``low`` is the reward of a sample without an image."""
+    """A function of the scores of a batch.
+
+    ``columns``: the columns that it reads. ``low`` and ``high``: the range of the result; ``low`` is the reward of a sample without
+    an image.
+    """
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -37,13 +41,13 @@ class Combination(Protocol):
     def high(self) -> float: ...
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
-        """The reward (b,), float32; NaN if any of its columns is."""
+        """The reward (b,), float32; NaN if the score of one of the columns is NaN."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """The sum of weight x column; no weight is 0."""
+    """The sum of weight x column. No weight is 0."""
 
     weights: Mapping[str, float]
     low: float
@@ -63,12 +67,12 @@ class WeightedSum:
 
 
 NO_COMBINATION = WeightedSum({}, low=0.0, high=1.0)
-"""That of a run without a reward."""
+"""The combination of a run without a reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """A formula over columns; ``text`` as the recipe has it."""
+    """A formula over columns. ``text``: the formula as written in the recipe."""
 
     node: Node
     text: str
@@ -87,11 +91,11 @@ class Formula:
 
 
 def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
-    """The combination that ``combine`` describes, over these columns.
+    """Make the combination of ``columns`` that ``combine`` describes.
 
-    A short name of a column will do where only one reward has it (``alignment`` for ``judge/alignment``), with ``_`` for ``/``, or
-    the reward's name where it has one column. ValueError: not a formula, an unknown column (and the nearest known one), a
-    diagnostic, a root of a value that may be negative, a constant, or a result that rises with a column of which less is better.
+    ``combine`` may use short names, as ``resolve`` accepts them. Raises ValueError for an invalid formula, an unknown column (with
+    the nearest known one), a diagnostic, a root of a value that may be negative, a constant result, or a result that rises with a
+    column of which a lower score is better.
     """
     made: WeightedSum | Formula
     if isinstance(combine, str):
@@ -106,18 +110,23 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
         made = WeightedSum(weights, sum(low for low, _ in ends), sum(high for _, high in ends))
         rising = [name for name, weight in weights.items() if weight > 0]
     if made.low == made.high:
-        raise ValueError(f"combine is {made.low:g} whatever the columns are, so nothing would be learnt")
+        raise ValueError(f"combine is always {made.low:g}, so nothing would be learnt; combine columns that vary")
     for name in rising:
         if not columns[name].higher_is_better:
             raise ValueError(
-                f"combine pays for more of {name!r}, of which less is better; give it a negative weight, or write "
-                f"({columns[name].high:g} - {Name(name)}) in its place"
+                f"combine rises with {name!r}, of which lower is better; give it a negative weight, or in a formula write "
+                f"({columns[name].high:g} - {Name(name)}) instead"
             )
     return made
 
 
 def resolve(name: str, columns: Mapping[str, Column]) -> str:
-    """The full name of the column that a name in ``combine`` means. ValueError: none, or more than one."""
+    """The full name of the column that a name in ``combine`` stands for.
+
+    A name is the full name (``judge/alignment``), the part after the ``/`` (``alignment``), the full name with ``_`` for ``/``
+    (``judge_alignment``), or the name of a reward with one column, also with the suffix ``_score``. Raises ValueError if the name
+    fits no column or several.
+    """
     if name in columns:
         return name
     found = [full for full in columns if full.endswith(f"/{name}")]
@@ -128,16 +137,16 @@ def resolve(name: str, columns: Mapping[str, Column]) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise ValueError(f"combine names the column {name!r}, which may be {' or '.join(found)}; write which")
+        raise ValueError(f"combine names the column {name!r}, which may be {' or '.join(found)}; write the full name")
     near = difflib.get_close_matches(name, {part for full in columns for part in (full, full.rpartition("/")[2])}, n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"combine names the column {name!r}, which the reward does not give; it gives {', '.join(columns)}{meant}")
+    raise ValueError(f"combine names the column {name!r}, but the reward has no such column; it has {', '.join(columns)}{meant}")
 
 
 def _weights(combine: Mapping[str, float], columns: Mapping[str, Column]) -> dict[str, float]:
-    """The weights other than 0, by the columns' full names."""
+    """The weights other than 0, by the full names of the columns."""
     if not combine:
-        raise ValueError(f"combine names no column, so there is no reward; the judge gives {', '.join(columns)}")
+        raise ValueError(f"combine names no column; name at least one of {', '.join(columns)}")
     full: dict[str, float] = {}
     for name, weight in combine.items():
         column = resolve(name, columns)
@@ -147,12 +156,12 @@ def _weights(combine: Mapping[str, float], columns: Mapping[str, Column]) -> dic
     _check_columns(tuple(full), columns)
     weights = {name: weight for name, weight in full.items() if weight != 0}
     if not weights:
-        raise ValueError("combine: all weights are 0, so nothing would be learnt; give one column a weight")
+        raise ValueError("combine: all weights are 0, so nothing would be learnt; give at least one column another weight")
     return weights
 
 
 def _resolved(node: Node, columns: Mapping[str, Column]) -> Node:
-    """The formula with the columns' full names."""
+    """The formula with the full names of the columns."""
     match node:
         case Name(name):
             return Name(resolve(name, columns))
@@ -167,7 +176,7 @@ def _resolved(node: Node, columns: Mapping[str, Column]) -> Node:
 
 def _check_columns(named: tuple[str, ...], columns: Mapping[str, Column]) -> None:
     if not named:
-        raise ValueError(f"combine names no column, so there is no reward; the judge gives {', '.join(columns)}")
+        raise ValueError(f"combine names no column; name at least one of {', '.join(columns)}")
     for name in named:
         if columns[name].diagnostic:
             raise ValueError(f"combine names {name!r}, which is a diagnostic and may be missing by design; combine other columns")

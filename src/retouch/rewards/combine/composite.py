@@ -1,4 +1,4 @@
-"""Several rewards as one: each reward's columns stand under its name."""
+"""Several rewards as one reward: the name of each reward is the prefix of its columns."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,21 @@ from retouch.types import Column, Sample, Scores, Task
 
 
 class CompositeReward:
-    """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``. ``combine``: what they are
-    together where their scores are differentiated. ValueError: no rewards.
+    """Several rewards as one. The column ``alignment`` of the reward ``judge`` is named ``judge/alignment``.
 
-    A call runs all rewards at the same time, each on a thread. A ``RewardScorer`` runs them itself, so that batches overlap as
-    well."""
+    ``rewards``: by name. ``combine``: the combination that is used when the scores are differentiated. Raises ValueError if there
+    are no rewards.
+
+    A call runs all rewards at the same time, each on its own thread. A ``RewardScorer`` calls the rewards itself, so that batches
+    overlap as well.
+    """
 
     kind: Literal["several"] = "several"
-    reads_completions: Literal[True] = True  # some may; each reward is given only what it may see
+    reads_completions: Literal[True] = True  # each reward receives only what it may see
 
     def __init__(self, rewards: Mapping[str, Reward], *, combine: Combine | None = None) -> None:
         if not rewards:
-            raise ValueError("several rewards, and none is named; name at least one")
+            raise ValueError("rewards is empty; name at least one reward")
         self.rewards = dict(rewards)
         self.combine: Combine = {} if combine is None else combine
         self.columns: Mapping[str, Column] = {
@@ -37,11 +40,12 @@ class CompositeReward:
 
     @property
     def fingerprint(self) -> str:
-        """What each of the rewards judges by."""
+        """The descriptions of the rewards by name, as JSON (``retouch.rewards.identity.describe``)."""
         return json.dumps({name: describe(reward) for name, reward in self.rewards.items()}, sort_keys=True)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Every reward's columns under their full names, (b,) each. Raises the first reward's error once all have ended."""
+        """The columns of all rewards by full name, (b,) each. If rewards fail, raises the first error after all rewards have
+        ended."""
         with ThreadPoolExecutor(max_workers=len(self.rewards), thread_name_prefix="reward") as threads:
             parts = {
                 name: threads.submit(call_reward, reward, visible_samples(reward, samples), name)
@@ -50,7 +54,7 @@ class CompositeReward:
         return gathered(parts)
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
-        """The weighted sum of the rewards' scores of images as tensors, with gradient."""
+        """The weighted sum of the rewards' scores of ``images``, values 0 to 1, with gradient in the images."""
         from retouch.rewards.combine.gradients import weighted_scores
 
         return weighted_scores(self.rewards, self.combine, images, tasks)
@@ -62,7 +66,7 @@ class CompositeReward:
 
 
 def gathered(parts: "Mapping[str, Future[Scores]]") -> Scores:
-    """The columns of the parts of a reward under their full names. Waits for all parts, then raises the first one's error."""
+    """The columns of all parts of a reward by full name. Waits for all parts, then raises the first error, if there is one."""
     for part in parts.values():
         part.exception()
     return {f"{name}/{own}" if name else own: column for name, part in parts.items() for own, column in part.result().items()}

@@ -1,8 +1,8 @@
 """The parser of formulas: ``0.6*alignment + 0.4*quality``, ``sqrt(semantic * perceptual)``, ``min(a, b)``.
 
 A formula has numbers, columns, ``+ - *``, division by a number, parentheses, and ``sqrt``, ``min``, ``max``, ``mean`` and ``gmean``
-(the geometric mean). A column is written as its name, ``judge/alignment``, in backquotes where the name has other characters than
-letters, digits, ``_``, ``.`` and ``/``. Nothing is evaluated as Python.
+(the geometric mean). A column is written as its name, ``judge/alignment``; a name with characters other than letters, digits,
+``_``, ``.`` and ``/`` is put in backquotes. Nothing is evaluated as Python.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from retouch.rewards.combine.formulas import FUNCTIONS, PLAIN, Call, Name, Node, Number, Product, Sum
 
-# EARL's name for the root of two of its columns.
+# The name that EARL uses for the square root of the product of two columns.
 _ALIASES = {"sqrt(viescore_pqxground_score)": "sqrt(viescore_pq * ground_score)"}
 _LONGEST = 1000
 _DEEPEST = 50
@@ -22,17 +22,17 @@ _TOKEN = re.compile(
 
 
 def read_formula(text: str) -> Node:
-    """The formula as a tree. ValueError, with the position, where the text is no formula."""
+    """Parse a formula into a tree. Raises ValueError with the position if the text is not a formula."""
     return _Parser(_ALIASES.get("".join(text.split()), text)).formula()
 
 
 class _Parser:
-    """A recursive descent from left to right; ``deep``: parentheses and signs that are open."""
+    """A recursive descent parser, from left to right. ``deep``: the current depth of nested parentheses and signs."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         if len(text) > _LONGEST:
-            raise ValueError(f"a formula of {len(text)} characters; {_LONGEST} are read at most")
+            raise ValueError(f"combine: the formula has {len(text)} characters; write at most {_LONGEST}")
         self.tokens = list(self._tokens())
         self.place = 0
         self.deep = 0
@@ -51,7 +51,7 @@ class _Parser:
                 continue
             found = _TOKEN.match(self.text, place)
             if found is None:
-                raise ValueError(f"{self.text!r}: {self.text[place]!r} at character {place + 1} means nothing in a formula")
+                raise ValueError(f"{self.text!r}: {self.text[place]!r} at character {place + 1} is not allowed in a formula")
             kind = str(found.lastgroup)
             yield ("name" if kind == "quoted" else kind), found[kind], place
             place = found.end()
@@ -68,7 +68,7 @@ class _Parser:
             right = self._factor()
             if sign == "/":
                 if not isinstance(right, Number) or right.value == 0:
-                    raise ValueError(f"{self.text!r}: only a number other than 0 can stand below a fraction, not {right}")
+                    raise ValueError(f"{self.text!r}: divide only by a number other than 0, not by {right}")
                 right = Number(1 / right.value)
             left = Product(left, right)
         return left
@@ -76,7 +76,7 @@ class _Parser:
     def _factor(self) -> Node:
         self.deep += 1
         if self.deep > _DEEPEST:
-            raise ValueError(f"a formula of more than {_DEEPEST} nested parentheses")
+            raise ValueError(f"combine: the formula has more than {_DEEPEST} nested parentheses; write a simpler formula")
         found = self._signed()
         self.deep -= 1
         return found
@@ -132,5 +132,5 @@ class _Parser:
 
     def _fail(self, wanted: str) -> NoReturn:
         token = self._peek()
-        found = "the formula ends" if token is None else f"{token[1]!r} stands at character {token[2] + 1}"
-        raise ValueError(f"{self.text!r}: {found}, where {wanted} belongs")
+        found = "the formula ends" if token is None else f"there is {token[1]!r} at character {token[2] + 1}"
+        raise ValueError(f"{self.text!r}: {found}, but {wanted} is expected")

@@ -1,6 +1,7 @@
 """Formulas over columns as trees: their value, their range, and whether they rise or fall with a column.
 
-The range follows from the columns' ranges by interval arithmetic: never too narrow, and exact where no column occurs twice.
+The range is computed from the ranges of the columns by interval arithmetic: it is never too narrow, and it is exact if no column
+occurs twice.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ if TYPE_CHECKING:
 
 FUNCTIONS = ("sqrt", "min", "max", "mean", "gmean")
 PLAIN = r"[A-Za-z_][\w.]*(?:/[A-Za-z_][\w.]*)*"
-"""A column's name that needs no backquotes."""
+"""Pattern of the column names that need no backquotes."""
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Number:
+    """A number."""
+
     value: float
 
     def __str__(self) -> str:
@@ -31,6 +34,8 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Name:
+    """The name of a column."""
+
     name: str
 
     def __str__(self) -> str:
@@ -39,6 +44,8 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
+    """A sum or a difference."""
+
     left: Node
     right: Node
     sign: Literal["+", "-"]
@@ -49,6 +56,8 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Product:
+    """A product."""
+
     left: Node
     right: Node
 
@@ -58,6 +67,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Call:
+    """A call of one of ``FUNCTIONS``."""
+
     function: str
     arguments: tuple[Node, ...]
 
@@ -87,7 +98,7 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tensor, " b"]:
-    """The value of the formula for columns (b,), in float64; NaN if any of them is."""
+    """The value of the formula for columns (b,), in float64; NaN if one of its columns is NaN."""
     import torch
 
     match node:
@@ -114,7 +125,7 @@ def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tenso
 
 
 def bounds(node: Node, ranges: Mapping[str, Range]) -> Range:
-    """The least and the greatest value that the formula can have. ValueError: a root of a value that may be negative."""
+    """The lowest and the highest possible value of the formula. Raises ValueError for a root of a value that may be negative."""
     match node:
         case Number():
             return node.value, node.value
@@ -130,15 +141,15 @@ def bounds(node: Node, ranges: Mapping[str, Range]) -> Range:
         for argument, (low, high) in zip(node.arguments, parts, strict=True):
             if low < -_ROUNDING * max(1.0, abs(high)):
                 raise ValueError(
-                    f"{node.function} of {argument}, which may be as low as {low:g} (it ranges from {low:g} to {high:g}); "
-                    f"write max({argument}, 0) in its place, or add {-low:g}"
+                    f"combine: {node.function} of {argument}, which may be as low as {low:g} (it ranges from {low:g} to {high:g}); "
+                    f"write max({argument}, 0) instead, or add {-low:g}"
                 )
     low, high = (_of([part[end] for part in parts], node.function) for end in (0, 1))
     return low, high
 
 
 def effect(node: Node, name: str, ranges: Mapping[str, Range]) -> int | None:
-    """The sign of the formula's change when this column rises: 1, -1, 0 (it does not occur), or None (it depends)."""
+    """The sign of the change of the formula when the column rises: 1, -1, 0 (the column does not occur), or None (not constant)."""
     match node:
         case Number():
             return 0
@@ -170,13 +181,13 @@ def _sign(range_: Range) -> int | None:
 
 
 def _times(one: Range, other: Range) -> Range:
-    # An unbounded column times 0 is 0: each of its values is finite.
+    # An unbounded column times 0 is 0, because each value of the column is finite.
     products = [0.0 if 0 in (a, b) else a * b for a in one for b in other]
     return min(products), max(products)
 
 
 def _of(values: Sequence[float], function: str) -> float:
-    """A function of single numbers; every function rises with each of its arguments."""
+    """The value of a function for single numbers. Each function rises with each of its arguments."""
     match function:
         case "sqrt":
             return math.sqrt(max(values[0], 0.0))

@@ -1,4 +1,4 @@
-"""Scores of several rewards with gradient, as one: their weighted sum."""
+"""The weighted sum of the scores of several differentiable rewards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 
 
 def gradient_weights(rewards: Mapping[str, Any], combine: Combine) -> dict[str, float]:
-    """The weight of each reward, by its name. A reward without a weight is not scored.
+    """The weight of each reward, by name. A reward without a weight is not scored.
 
-    ``rewards``: by name, each with a gradient (``retouch.protocols.DifferentiableReward``). ValueError: a formula, whose roots have
-    no gradient at 0; an unknown column, or one whose gradient is not known.
+    ``rewards``: differentiable rewards by name (``retouch.protocols.DifferentiableReward``). Raises ValueError for a formula,
+    because its roots have no gradient at 0, for an unknown column, and for a reward with several columns and no
+    ``gradient_column``.
     """
     if isinstance(combine, str):
-        raise ValueError("combine: the roots of a formula have no gradient at 0; give weights of columns")
+        raise ValueError("combine: a formula cannot be used here, because its roots have no gradient at 0; give weights of columns")
     made = combination(
         combine, {f"{name}/{own}": reward.columns[own] for name, reward in rewards.items() for own in [_column(reward)]}
     )
@@ -32,20 +33,20 @@ def gradient_weights(rewards: Mapping[str, Any], combine: Combine) -> dict[str, 
 def weighted_scores(
     rewards: Mapping[str, Any], combine: Combine, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]
 ) -> Float[Tensor, " r"]:
-    """The weighted sum of the rewards' scores of ``images``, 0 to 1, with gradient in them."""
+    """The weighted sum of the rewards' scores of ``images``, values 0 to 1, with gradient in the images."""
     scores = [weight * rewards[name].score_tensors(images, tasks) for name, weight in gradient_weights(rewards, combine).items()]
     total: Tensor = sum(scores[1:], scores[0])
     return total
 
 
 def _column(reward: Any) -> str:
-    """The column that the reward's ``score_tensors`` gives."""
+    """The column that the reward's ``score_tensors`` computes."""
     own: str | None = getattr(reward, "gradient_column", None)
     if own is not None:
         return own
     names = [name for name, column in reward.columns.items() if not column.diagnostic]
     if len(names) != 1:
         raise ValueError(
-            f"{type(reward).__name__} has the columns {', '.join(names)}; say which has the gradient in gradient_column"
+            f"{type(reward).__name__} has the columns {', '.join(names)}; name the differentiable one in gradient_column"
         )
     return names[0]

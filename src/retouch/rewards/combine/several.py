@@ -1,4 +1,4 @@
-"""The reward of kind ``several``: rewards by name, whose columns are combined into one number."""
+"""The reward of kind ``several``: named rewards whose columns are combined into one number."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PARTS_OF_SEVERAL = Kinds("reward", {**SINGLE, "calibrated": "retouch.rewards.com
 class SeveralRewards(RewardSection):
     """Several rewards, which score in parallel; the column ``alignment`` of the reward ``judge`` is named ``judge/alignment``.
 
-    ``draft`` and ``refl`` differentiate the weighted sum of several rewards that all have a gradient.
+    ``draft`` and ``refl`` differentiate the weighted sum of the rewards, if all of them are differentiable.
     """
 
     kind: Literal["several"] = "several"
     rewards: Annotated[dict[Name, Annotated[RewardSection, PARTS_OF_SEVERAL]], Field(min_length=1)]
-    """The rewards, by names of your choice."""
+    """The rewards, under names of your choice."""
 
     @field_serializer("rewards")
     def _parts(self, rewards: dict[str, RewardSection]) -> dict[str, Any]:
-        """Without the keys that belong to all of them together."""
+        """The rewards as JSON, without the keys ``combine`` and ``max_missing``, which belong to all rewards together."""
         documents = {name: PARTS_OF_SEVERAL.document(part) for name, part in rewards.items()}
         for document in documents.values():
             for key in _COMMON:
@@ -46,7 +46,7 @@ class SeveralRewards(RewardSection):
         return documents
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """All columns under their full names; None if one of the rewards does not know its own."""
+        """The columns of all rewards by full name; None if the columns of a reward are not known yet."""
         columns: dict[str, Column] = {}
         for name, part in self.rewards.items():
             own = part.known_columns()
@@ -56,27 +56,27 @@ class SeveralRewards(RewardSection):
         return columns
 
     def parts(self, path: str = "reward") -> Iterator[tuple[str, str, RewardSection]]:
-        """The rewards."""
+        """Yield each reward, with its name as the prefix of its columns."""
         for name, part in self.rewards.items():
             for inner, _, section in part.parts(f"{path}.rewards.{name}"):
                 yield inner, f"{name}/", section
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """Those of the rewards, and keys of one that belong to all."""
+        """Yield the problems of the rewards, and keys of a single reward that belong to all rewards together."""
         for name, part in self.rewards.items():
             if part.model_fields_set & set(_COMMON):
                 yield (
-                    f"{path}.rewards.{name}: combine and max_missing belong to all rewards together; move them up, beside `rewards`"
+                    f"{path}.rewards.{name}: combine and max_missing belong to all rewards together; move them next to `rewards`"
                 )
             yield from part.problems(f"{path}.rewards.{name}", f"{name}/", run)
 
     def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
-        """Those of the rewards."""
+        """Yield the task problems of the rewards."""
         for name, part in self.rewards.items():
             yield from part.task_problems(f"{path}.rewards.{name}", tasks)
 
     def changeable_paths(self, path: str) -> Iterator[str]:
-        """Those of the rewards."""
+        """Yield the paths of the rewards that may differ when a run is resumed."""
         for name, part in self.rewards.items():
             yield from part.changeable_paths(f"{path}.rewards.{name}")
 
@@ -87,7 +87,7 @@ class SeveralRewards(RewardSection):
         clients: JudgeClients | None = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """A ``CompositeReward``; each of its rewards is put behind the ledger by itself."""
+        """Build a ``CompositeReward``; ``keep`` is applied to each of its rewards."""
         from retouch.rewards.combine.composite import CompositeReward
         from retouch.rewards.vlm.base import JudgeClients
 
@@ -96,18 +96,19 @@ class SeveralRewards(RewardSection):
         return CompositeReward(parts, combine=self.combine)
 
     def require_gradient(self) -> None:
-        """ValueError: a reward has no gradient in the image, or ``combine`` is no sum of scores that have one."""
+        """Raise ValueError if a reward has no gradient in the image, or if ``combine`` is not a weighted sum of differentiable
+        columns."""
         from retouch.rewards.combine.gradients import gradient_weights
 
         for name, part in self.rewards.items():
             if not isinstance(part, DifferentiableReward):
-                raise ValueError(f"rewards.{name}: {part.name} has no gradient in the image; use it in `reward` alone")
+                raise ValueError(f"rewards.{name}: {part.name} has no gradient in the image; use it only in `reward`")
             if part.model_fields_set & set(_COMMON):
                 raise ValueError(f"rewards.{name}: combine and max_missing belong to all rewards together; move them up")
         gradient_weights(self.rewards, self.combine)
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
-        """The weighted sum of the rewards' scores with gradient (``retouch.protocols.DifferentiableReward``), if all have one."""
+        """The weighted sum of the rewards' scores of ``images``, with gradient (``retouch.protocols.DifferentiableReward``)."""
         from retouch.rewards.combine.gradients import weighted_scores
 
         return weighted_scores(self.rewards, self.combine, images, tasks)

@@ -1,6 +1,6 @@
-"""The ledger: one SQLite file for each rank of a run, with every score of the run and every answer of a judge or a reward server.
+"""The ledger: one SQLite file for each rank of a run, with each score of the run and each answer of a judge or a reward server.
 
-``database`` opens the file; ``journal`` keeps the scores of samples by their place in the run, for resuming; ``answers`` and
-``caching`` keep the answers of judges and servers by the content that they judged, so that nothing is paid for twice. May import
+``database`` opens the file. ``journal`` stores the scores of samples by their position in the run, for resuming. ``answers`` and
+``caching`` store the answers of judges and servers by the content that was judged, so that nothing is paid for twice. May import
 ``core``, ``types``, ``protocols``, ``rewards/vlm`` and ``rewards/judges``; a training run opens it in ``training/ledger.py``.
 """

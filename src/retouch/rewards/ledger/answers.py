@@ -1,7 +1,7 @@
-"""The cache of answers: what judges and reward servers said about a content, and every call that was made for it.
+"""The cache of answers: the answers of judges and reward servers for a content, and a record of each call.
 
-A usable answer is found again by its content, so no content is paid for twice, also after a restart. A call that failed is kept for
-the record and never found, so it is made again.
+A usable answer is looked up by its content, so no content is paid for twice, also after a restart. A failed call is stored as a
+record, but it is never returned as an answer, so the call is made again.
 """
 
 import json
@@ -18,14 +18,14 @@ from retouch.rewards.ledger.database import Database, all_finite, decode_scores,
 from retouch.rewards.vlm import credentials
 from retouch.types import Sample, Scores
 
-_MAX_NAMES = 500  # in one query
+_MAX_NAMES = 500  # per query
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """What it took to score one sample on a reward server.
+    """Statistics of the request that scored a sample on a reward server.
 
-    ``seconds``: total time, waiting included. ``faults``: why attempts failed, in order.
+    ``seconds``: total time, including waiting. ``faults``: the reasons of failed attempts, in order.
     """
 
     seconds: float
@@ -35,10 +35,10 @@ class RequestStats:
 
 @runtime_checkable
 class ReportsRequestStats(Protocol):
-    """A reward that can say what each sample took."""
+    """A reward that reports statistics for each sample."""
 
     def submit_with_stats(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[RequestStats]]]":
-        """The scores as ``submit`` gives them, and the statistics of each sample."""
+        """The scores as ``submit`` returns them, and the statistics of each sample."""
         ...
 
 
@@ -46,9 +46,10 @@ class ReportsRequestStats(Protocol):
 class JudgeCall:
     """A question to a judge, or a sample sent to a reward server, and its answer.
 
-    ``content``: the hash under which the answer is found again. ``image``: the hash of the judged image. ``judge``: who answered.
-    ``scores``: None if the answer could not be used, and ``fault`` then says why. ``faults``: why earlier attempts failed.
-    ``seconds``: total time. ``cost``: in the currency of the price list, None if no price is known.
+    ``content``: the hash by which the answer is looked up. ``image``: the hash of the judged image. ``judge``: the identity of
+    the judge, or the fingerprint of the reward on a server. ``scores``: None if the answer could not be used; ``fault`` is then the
+    reason. ``faults``: the reasons of earlier failed attempts. ``seconds``: total time. ``cost``: in the currency of the price
+    list, None if no price is known.
     """
 
     content: str
@@ -70,7 +71,7 @@ class JudgeCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedAnswer:
-    """An answer from the cache: scores by name, the judge's text and the seed with which it was asked."""
+    """An answer from the cache: the scores by name, the text of the judge, and the seed of the question."""
 
     scores: dict[str, float]
     text: str
@@ -86,7 +87,7 @@ class AnswerCache:
         self._bypasses = 0
 
     def recall(self, contents: Iterable[str]) -> dict[str, CachedAnswer]:
-        """The cached answers to these contents, the oldest of each with finite scores; nothing inside ``bypass``."""
+        """The cached answers by content: for each content the oldest answer with finite scores. Empty inside ``bypass``."""
         if self.bypassed:
             return {}
         wanted, found = list(dict.fromkeys(contents)), {}
@@ -104,7 +105,7 @@ class AnswerCache:
         return found
 
     def record(self, calls: Iterable[JudgeCall]) -> None:
-        """Store the calls; on the disk when this returns. API keys of the environment are removed from every text."""
+        """Store the calls; they are on the disk when this returns. API keys of the environment are removed from each text."""
         now, secrets = time.time(), list(credentials.secrets(os.environ).values())
         rows = [_row(call, fresh=self.bypassed, now=now, secrets=secrets) for call in calls]
         with self._database.writing() as connection:
@@ -117,9 +118,9 @@ class AnswerCache:
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
-        """Inside the block, in all threads, every question goes to its judge; the answers are recorded and never found again.
+        """Inside the block, in all threads, each question is sent to its judge; the answers are recorded but never reused.
 
-        For canaries: they ask whether a judge still scores a known image as it did.
+        Canaries use it to check whether a judge still gives a known image the same score.
         """
         with self._lock:
             self._bypasses += 1

@@ -1,7 +1,7 @@
-"""Judges and reward servers behind the cache of answers: what was answered before is not asked again; every call is recorded.
+"""Put judges and reward servers behind the cache of answers: an answered question is not asked again, and each call is recorded.
 
-Judges are cached question by question, reward servers sample by sample. A reward that computes in the run's own process is not
-cached: it is called again, unless the journal has its scores.
+Judges are cached by question, reward servers by sample. A reward that computes in the process of the run is not cached: it is
+called again, unless the journal has its scores.
 """
 
 import math
@@ -27,7 +27,7 @@ from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
 from retouch.rewards.wire.replies import in_range
 from retouch.types import Column, Json, Sample, Scores
 
-_MAX_BATCHES = 256  # that wait at the same time, each on a thread
+_MAX_BATCHES = 256  # batches that wait at the same time, each on its own thread
 
 
 @runtime_checkable
@@ -36,9 +36,10 @@ class _HasPanel(Protocol):
 
 
 def with_cache(reward: Reward, cache: AnswerCache) -> Reward:
-    """The reward behind the cache: a judge whose panel asks through it (the same object), or a ``CachedReward``.
+    """Put a reward behind the cache. For a judge, the client of its panel is replaced in place by a cached client; a reward that
+    asks servers is wrapped in a ``CachedReward``.
 
-    Rewards that call nobody are returned as they are.
+    Rewards that ask neither judges nor servers are returned unchanged.
     """
     if isinstance(reward, _HasPanel) and isinstance(reward.panel, Panel):
         client = reward.panel.client
@@ -47,7 +48,8 @@ def with_cache(reward: Reward, cache: AnswerCache) -> Reward:
 
 
 class CachedJudgeClient:
-    """Asks ``client`` the questions that ``cache`` has no answer to. A cached answer has taken no attempt, time or tokens."""
+    """Asks ``client`` only the questions that are not answered in ``cache``. A cached answer counts no attempts, seconds or
+    tokens."""
 
     def __init__(self, client: JudgeClient, cache: AnswerCache) -> None:
         self.client = client
@@ -56,7 +58,7 @@ class CachedJudgeClient:
         self._flights: SingleFlight[Answer] = SingleFlight()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer to each question, in order; equal questions share one."""
+        """The answers to the questions, in order; equal questions share one answer."""
         hasher = ImageHasher()
         keys = [question_hash(question, self.identity, hasher) for question in questions]
         if self.cache.bypassed:
@@ -69,7 +71,7 @@ class CachedJudgeClient:
         )
 
     def close(self) -> None:
-        """Close the client."""
+        """Close the wrapped client."""
         close(self.client)
 
     def _recall(self, keys: Sequence[str], questions: Mapping[str, Question]) -> dict[str, Answer]:
@@ -86,10 +88,10 @@ class CachedJudgeClient:
 
 
 class CachedReward:
-    """Sends ``reward`` the samples that ``cache`` has no scores for; for rewards that are slow or cost money.
+    """Sends ``reward`` only the samples without scores in ``cache``; for rewards that are slow or cost money.
 
-    The reward must score each sample independently of the others in the call, and bear calls from several threads. A sample that
-    misses a column, diagnostics aside, is sent again the next time.
+    The reward must be thread-safe and must score each sample independently of the other samples of the call. A sample with a
+    missing score, except for diagnostics, is sent again the next time.
     """
 
     def __init__(self, reward: Reward, cache: AnswerCache) -> None:
@@ -101,7 +103,7 @@ class CachedReward:
         self._threads = ThreadPoolExecutor(max_workers=_MAX_BATCHES, thread_name_prefix="cached-reward")
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
+        """Each column, (b,), float32."""
         hasher = ImageHasher()
         keys = [sample_hash(sample, self._judge, hasher) for sample in samples]
         by_key = dict(zip(keys, samples, strict=True))
@@ -113,11 +115,11 @@ class CachedReward:
         return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float32) for name in self.columns}
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Score in the background; batches may overtake each other."""
+        """Score in the background; batches may finish in another order."""
         return self._threads.submit(self, samples)
 
     def close(self) -> None:
-        """End the threads and close the reward."""
+        """End the threads and close the wrapped reward."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         close(self.wrapped)
 
@@ -125,7 +127,7 @@ class CachedReward:
         return {key: cached.scores for key, cached in self.cache.recall(keys).items() if self._fits(cached.scores)}
 
     def _fits(self, scores: Mapping[str, float]) -> bool:
-        """Whether cached scores could be a reply of these servers; others are asked for again."""
+        """Whether the cached scores are valid for the columns of the reward; if not, the sample is sent again."""
         known = [(scores.get(name, math.inf), column) for name, column in self.columns.items()]
         return all(value != value or in_range(value, column) for value, column in known)
 
@@ -162,9 +164,9 @@ class CachedReward:
 
 
 def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
-    """A hash of all that decides the answer: the judge, the question, the form of the answer, temperature and seed.
+    """A hash of everything that decides the answer: the judge, the question, the form of the answer, the temperature and the seed.
 
-    Two forms that are not dataclasses cannot be compared, so such a question has a random hash and is never found again.
+    A form that is not a dataclass cannot be compared with another one, so its question gets a random hash and is never found again.
     """
     if not is_dataclass(question.form):
         return secrets.token_hex(32)

@@ -1,8 +1,8 @@
-"""The ledger's file: SQLite in write-ahead mode, written by one process and readable by others at any time.
+"""The file of the ledger: SQLite in write-ahead mode, written by one process and readable by other processes at any time.
 
-Three tables. ``judges``: the fingerprint of each judge of the run, and the step from which it judged. ``samples``: the journal, one
-row for each scored sample, found by its place in the run. ``answers``: one row for each question to a judge, or sample sent to a
-reward server, found by its content. Scores are JSON objects by column, in which null means "could not be judged".
+It has three tables. ``judges``: the fingerprint of each reward of the run, and the step from which it was used. ``samples``: the
+journal, one row for each scored sample, with its position in the run as the key. ``answers``: one row for each question to a judge,
+or sample sent to a reward server, indexed by its content. Scores are JSON objects by column; null means "could not be judged".
 """
 
 import json
@@ -52,7 +52,10 @@ _SCHEMA = (
 
 
 class Database:
-    """Opens the file, or creates it. May be used from several threads. ValueError: damaged, full, or another version's format."""
+    """The open file, which is created if necessary. May be used from several threads.
+
+    Raises ValueError if the file is damaged, the disk is full, or the file has the format of another version.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,9 +77,9 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: on the disk when the block ends, or undone as a whole if it raises.
+        """One transaction: its changes are on the disk when the block ends, or are undone completely if the block raises.
 
-        If the file was deleted since it was opened, it is written again first, with all that it held.
+        If the file was deleted after it was opened, it is first restored with its whole content.
         """
         with self._lock, _explained(self.path):
             if self._identity() != self._there:
@@ -96,7 +99,7 @@ class Database:
             yield self._connection
 
     def _identity(self) -> tuple[int, int, bool]:
-        """What file the path names, and whether its write-ahead log is there; zeros without a file."""
+        """Device and inode of the file, and whether its write-ahead log exists; zeros and False if there is no file."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -104,16 +107,17 @@ class Database:
         return found.st_dev, found.st_ino, Path(f"{self.path}-wal").exists()
 
     def _restore(self) -> None:
-        """Write the file again from the open one, which the system keeps until it is closed. ValueError: another file is there."""
+        """Restore the file from the open connection; the system keeps a deleted file until it is closed. Raises ValueError if
+        another file is at the path."""
         if self.path.exists() and self._identity()[:2] != self._there[:2]:
-            raise ValueError(f"the ledger {self.path} was replaced by another file during the run; restore it and start again")
+            raise ValueError(f"the ledger {self.path} was replaced by another file during the run; restore it and resume the run")
         temporary = Path(f"{self.path}.restored")
         temporary.unlink(missing_ok=True)
         with closing(sqlite3.connect(temporary)) as copy:
             self._connection.backup(copy)
         self._connection.close()
         for suffix in ("-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # they belong to the deleted file
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # these belong to the deleted file
         temporary.replace(self.path)
         self._connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
@@ -129,7 +133,7 @@ class Database:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """A read-only connection, also while a run is writing. ValueError: not a ledger of this version."""
+    """Open a read-only connection, also while a run is writing. Raises ValueError if the file is not a ledger of this version."""
     with _explained(path):
         connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=60.0, isolation_level=None)
         try:
@@ -142,8 +146,8 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 
 @dataclass(frozen=True, slots=True)
 class JudgeUsage:
-    """What the requests to judges took. ``requests``: retries included; one without a reply has no tokens. ``cost``: in dollars, of
-    the requests to judges with a price list. ``unpriced``: the number of the other requests."""
+    """The usage of judges. ``requests``: number of requests, including retries; a request without a reply has no tokens. ``cost``:
+    in dollars, of the requests to judges with a price list. ``unpriced``: number of requests to judges without a price list."""
 
     requests: float = 0.0
     input_tokens: float = 0.0
@@ -156,33 +160,34 @@ class JudgeUsage:
 
     @property
     def known_cost(self) -> float | None:
-        """``cost``; None if no request has a known price."""
+        """``cost``, or None if no request has a known price."""
         return self.cost if self.requests > self.unpriced else None
 
 
 def read_usage(connection: sqlite3.Connection, *, after: int = 0) -> tuple[JudgeUsage, int]:
-    """What the answers of judges with a ``number`` above ``after`` took, and the largest number now; reward servers left out."""
+    """The usage of the judges in the answers with a ``number`` above ``after``, without reward servers, and the largest such
+    number."""
     total = "TOTAL(attempts), TOTAL(input_tokens), TOTAL(output_tokens), TOTAL(cost)"
     unpriced = "TOTAL(CASE WHEN cost IS NULL THEN attempts ELSE 0 END)"
-    # Samples that were sent to a reward server have no rubric.
+    # The rubric is empty for a sample that was sent to a reward server.
     query = f"SELECT {total}, {unpriced}, COALESCE(MAX(number), ?) FROM answers WHERE number > ? AND rubric != ''"
     *amounts, last = connection.execute(query, (after, after)).fetchone()
     return JudgeUsage(*amounts), last
 
 
 def ledger_files(run: Path) -> list[Path]:
-    """The ledgers in a run's folder: those of its ranks, and those of the benchmarks that it runs."""
+    """The ledgers in the folder of a run: the ledgers of its ranks and of its benchmarks."""
     found = [*sorted(run.glob("ledger*.sqlite")), *sorted(run.glob("suites/*/ledger*.sqlite"))]
     return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def encode_text(value: str) -> str:
-    """Text that SQLite can store: half of a surrogate pair has no UTF-8 and is escaped."""
+    """Text that SQLite can store: a lone surrogate cannot be encoded as UTF-8 and is escaped."""
     return value.encode("utf-8", "backslashreplace").decode()
 
 
 def encode_scores(scores: Mapping[str, float]) -> str:
-    """Scores by column as JSON that keeps every bit: NaN becomes null, an infinity a number that overflows to one."""
+    """Scores by column as JSON, without loss of precision: NaN becomes null, infinity becomes 1e999, which is read as infinity."""
     return "{" + ", ".join(f"{json.dumps(name)}: {_number(value)}" for name, value in scores.items()) + "}"
 
 
@@ -192,7 +197,8 @@ def decode_scores(text: str) -> dict[str, float]:
 
 
 def all_finite(scores: Mapping[str, float]) -> bool:
-    """Whether every score is missing (NaN) or finite in float32. Others are never used again, so one cannot block a run."""
+    """Whether each score is missing (NaN) or finite in float32. Stored scores that are infinite are never reused, so they cannot
+    block a run."""
     return all(value != value or abs(value) <= _LARGEST for value in scores.values())
 
 
@@ -205,16 +211,16 @@ def _number(value: float) -> str:
 def _require_format(connection: sqlite3.Connection, path: Path, *, allow_new: bool) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != FORMAT and not (allow_new and found == 0):
-        raise ValueError(f"{path} has format {found}; this version of Retouch reads {FORMAT}: use the version that wrote it")
+        raise ValueError(f"{path} has format {found}, but this version of Retouch reads {FORMAT}; use the version that wrote it")
 
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite into a ValueError that says what to do."""
+    """Convert errors of SQLite into a ValueError that says what to do."""
     try:
         yield
     except sqlite3.Error as error:
         raise ValueError(
             f"the ledger {path} cannot be used: {error}. If the disk is full, free some space; if the file is damaged, move it "
-            "away (the judge is then asked again for what it held) and start the run again"
+            "away (the judge is then asked again for the lost scores) and start the run again"
         ) from error

@@ -1,4 +1,4 @@
-"""SHA-256 hashes of images and samples, by which the ledger finds them again."""
+"""SHA-256 hashes of images and samples, which are the keys of the ledger."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from retouch.types import Json, Sample
 
 
 def image_hash(image: Image | None) -> str:
-    """A hash of the image's mode, size and pixels; empty where there is no image."""
+    """A hash of the image's mode, size and pixels; empty for None."""
     if image is None:
         return ""
     digest = hashlib.sha256(f"{image.mode} {image.width}x{image.height}\n".encode())
@@ -19,10 +19,10 @@ def image_hash(image: Image | None) -> str:
 
 
 class ImageHasher:
-    """``image_hash`` that hashes each image object once: the samples of a group share their source images."""
+    """``image_hash`` with a cache by object, because the samples of a group share their source images."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Image, str]] = {}  # holds the image, so that no other object gets its id
+        self._known: dict[int, tuple[Image, str]] = {}  # keeps a reference to the image, so that its id is not reused
 
     def __call__(self, image: Image | None) -> str:
         if image is None:
@@ -33,7 +33,7 @@ class ImageHasher:
 
 
 def sample_hash(sample: Sample, judge: str, hasher: ImageHasher) -> str:
-    """A hash of all that a reward can see of a sample, and of the reward's fingerprint ``judge``."""
+    """A hash of everything that a reward receives of a sample, and of the reward's fingerprint ``judge``."""
     task = sample.task
     images = [hasher(image) for image in (task.mask, task.reference, task.target, sample.image)]
     texts: list[Json] = [task.id, task.instruction, task.text, sample.completion, dict(task.tags), dict(task.meta)]

@@ -1,7 +1,7 @@
-"""The journal: the scores of every sample of a run, so that a resumed run does not score the same images again.
+"""The journal: the scores of all samples of a run, so that a resumed run does not score the same images again.
 
-A sample is found by its place in the run: split, step, group and slot. Its scores are used again only for the same task, image and
-completion, scored by the same judge. Scores that could not be given are kept as missing. Each rank has a journal of its own.
+The key of a sample is its position in the run: split, step, group and slot. Its scores are reused only for the same task, image,
+completion and judge. Missing scores are stored too. Each rank has its own journal.
 """
 
 import time
@@ -25,10 +25,10 @@ Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "watch", "cana
 
 
 class JournalRow(NamedTuple):
-    """A sample's place in the run (``split`` to ``slot``, the table's primary key) and what was scored there.
+    """The position of a sample in the run (``split`` to ``slot``, the primary key of the table), and what was scored.
 
-    ``step``: steps of the run before it. ``group``: the task's number in the step's global order. ``image``: the image's SHA-256,
-    empty where the policy made none.
+    ``step``: number of completed steps. ``group``: the number of the task in the global order of the step. ``task``: the task's id.
+    ``image``: the SHA-256 of the image, empty if the policy made none.
     """
 
     split: Split
@@ -41,7 +41,7 @@ class JournalRow(NamedTuple):
 
 
 def journal_rows(batch: Batch, samples: Iterable[Sample], *, split: Split, step: int) -> list[JournalRow]:
-    """The journal's row for each sample of a batch. Hashes every image once."""
+    """The journal row of each sample of a batch. Each image is hashed once."""
     hasher = ImageHasher()
     return [
         JournalRow(
@@ -59,10 +59,10 @@ def journal_rows(batch: Batch, samples: Iterable[Sample], *, split: Split, step:
 
 @dataclass(frozen=True, eq=False)
 class Journal:
-    """The journal in a ledger's file. Every call is one transaction; calls may come from several threads.
+    """The journal in the file of a ledger. Each call is one transaction; calls may come from several threads.
 
-    ``judge``: the fingerprint of the reward; rows that another judge scored are not found. ``images``: where to keep every image
-    that was scored; None keeps none.
+    ``judge``: the fingerprint of the reward; rows of another judge are not found. ``images``: stores each image that is scored;
+    None stores no images.
     """
 
     database: Database
@@ -70,9 +70,10 @@ class Journal:
     images: "KeptImages | None" = None
 
     def recall(self, rows: Sequence[JournalRow], columns: Iterable[str]) -> tuple[Bool[Tensor, " b"], Scores]:
-        """Which rows are known with all of these columns, and the scores: (b,) each, NaN if missing or not known.
+        """Look up rows. Returns which rows are stored with all of these columns, and the scores, (b,) each: NaN if missing or not
+        stored.
 
-        All rows have one split and one step.
+        All rows must have the same split and step.
         """
         names = list(columns)
         kept = self._kept(rows)
@@ -89,10 +90,12 @@ class Journal:
         images: Sequence[Image | None] = (),
         seconds: float = 0.0,
     ) -> None:
-        """Keep every row's scores, (b,) each, in place of older ones; all or none, and on the disk when this returns.
+        """Store the scores of all rows, (b,) each, in one transaction; older scores are replaced. They are on the disk when this
+        returns.
 
-        ``images``: the rows' images, for a journal that keeps images. ``seconds``: how long scoring one sample took. An evaluation
-        fills its last batch up with the last task, so rows can share a place; the first of them is kept.
+        ``images``: the images of the rows, for a journal that stores images. ``seconds``: the time to score one sample. An
+        evaluation fills up its last batch with the last task, so several rows can have the same position; the first of them is
+        stored.
         """
         if self.images is not None:
             for row, image in zip(rows, images, strict=True):
@@ -108,7 +111,7 @@ class Journal:
             connection.executemany(f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * 10})", values.values())
 
     def forget_missing(self, columns: Iterable[str], *, split: Split, step: int) -> None:
-        """Delete the rows of a split and step that miss one of these columns, so that they are scored again."""
+        """Delete the rows of a split and step with a missing score in one of these columns, so that they are scored again."""
         names = list(columns)
         with self.database.writing() as connection:
             kept = connection.execute("SELECT group_id, slot, scores FROM samples WHERE split = ? AND step = ?", (split, step))
@@ -116,7 +119,8 @@ class Journal:
             connection.executemany("DELETE FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ?", missing)
 
     def _kept(self, rows: Sequence[JournalRow]) -> dict[JournalRow, dict[str, float]]:
-        """What this judge scored in the rows' split, step and range of groups, where all scores are finite."""
+        """The stored scores of this judge in the rows' split, step and range of groups, without rows that have an infinite
+        score."""
         if not rows:
             return {}
         (split, step), *others = {row[:2] for row in rows}

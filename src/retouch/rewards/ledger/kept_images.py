@@ -1,4 +1,4 @@
-"""Every image that a run scored, as PNG files named by their SHA-256, for runs that set ``ledger.keep_images``."""
+"""The images that a run scored, as PNG files with their SHA-256 as the name; for runs that set ``ledger.keep_images``."""
 
 import io
 import os
@@ -10,17 +10,18 @@ from retouch.rewards.ledger.hashing import image_hash
 
 
 class KeptImages:
-    """The folder ``pictures/`` of a run: ``pictures/ab/ab12....png``, each image once however often it was scored."""
+    """The folder ``pictures/`` of a run. Each image is one file ``pictures/ab/ab12....png``, even if it was scored several
+    times."""
 
     def __init__(self, run: Path) -> None:
         self._root = run / "pictures"
 
     def path(self, digest: str) -> Path:
-        """The file of the image with this SHA-256, whether or not it exists."""
+        """The path of the image with this SHA-256; the file may not exist."""
         return self._root / digest[:2] / f"{digest}.png"
 
     def save(self, digest: str, image: Image.Image) -> None:
-        """Write the image unless it is there. A process that is killed leaves a whole file or none of that name."""
+        """Write the image unless its file exists. If the process is killed, the file is complete or does not exist."""
         path = self.path(digest)
         if path.exists():
             return
@@ -32,12 +33,12 @@ class KeptImages:
         os.replace(temporary, path)
 
     def read(self, digest: str) -> Image.Image | None:
-        """The image; None if it was not kept, or its file holds another image."""
+        """The image; None if it was not stored, or if its file contains another image."""
         return read_image(self.path(digest), digest)
 
 
 def read_image(path: Path, digest: str) -> Image.Image | None:
-    """The image in a file; None if there is no readable file, or its image has another SHA-256."""
+    """The image in a file; None if the file cannot be read, or if its image has another SHA-256."""
     try:
         with Image.open(path) as file:
             file.load()

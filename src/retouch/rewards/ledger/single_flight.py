@@ -1,4 +1,4 @@
-"""Single flight: when several threads ask for the same content at the same time, one of them asks and all get its answer."""
+"""Single flight: if several threads ask for the same content at the same time, one thread asks and all receive its answer."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class SingleFlight(Generic[T]):
-    """Answers by key. A key that one caller is asking about is awaited by the others."""
+    """Answers by key. While one caller asks for a key, the other callers wait for its answer."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -18,10 +18,10 @@ class SingleFlight(Generic[T]):
     def get(
         self, keys: Sequence[str], *, recall: Callable[[Sequence[str]], dict[str, T]], ask: Callable[[Sequence[str]], Sequence[T]]
     ) -> list[T]:
-        """An answer for each key, in order: one that ``recall`` finds, one that another caller is waiting for, or a new one.
+        """An answer for each key, in order: from ``recall``, from another caller that is asking for the key, or from ``ask``.
 
-        ``ask`` is called once, with the remaining keys, and must store its answers where ``recall`` finds them. Its error is raised
-        for every caller that waits for one of these keys.
+        ``ask`` is called once, with the remaining keys, and must store its answers where ``recall`` finds them. If it raises an
+        error, the error is raised for each caller that waits for one of these keys.
         """
         with self._lock:
             found = recall(list(dict.fromkeys(keys)))

@@ -1,6 +1,7 @@
-"""The one event loop of a process for rewards that ask other processes; it runs on a thread of its own for as long as the process.
+"""The event loop of a process for all rewards that ask servers. It runs on its own thread until the process ends.
 
-Connections, limits and locks belong to the loop on which they were made, so a loop per call breaks them from the second call on.
+Connections, limits and locks belong to the loop on which they were made, so with a new loop for each call they would fail at the
+second call.
 """
 
 import asyncio
@@ -15,13 +16,13 @@ T = TypeVar("T")
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-    """Run the coroutine on the loop while the caller goes on. From any thread."""
+    """Run the coroutine on the loop and return its future immediately. May be called from any thread."""
     return asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
 
 
 @cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """The loop of a process: a fork has none of its parent's threads, so it gets another one."""
+    """The loop of a process. A forked process has no threads of its parent, so it gets its own loop."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="reward-loop", daemon=True).start()
     return loop

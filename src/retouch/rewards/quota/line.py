@@ -1,6 +1,8 @@
-"""A line before so many places: who waits is let in in turn, and gives up when nobody has been answered for too long.
+"""A semaphore with a time-out that restarts at each answer: waiting requests are dropped only if no request is answered for too
+long.
 
-So a large step may take as long as it needs while its judges work, and a step whose judges are dead ends soon, all of it at once.
+So a large step may take as long as it needs while its judges answer, and if the judges are down, all waiting requests end together
+and soon.
 """
 
 import asyncio
@@ -10,7 +12,10 @@ from collections.abc import Callable
 
 
 class ProgressSemaphore:
-    """``places`` at once. ``patience``: seconds without any answer after which those in line give up. Used on one event loop."""
+    """Admits ``places`` requests at once, in order. Used on one event loop.
+
+    ``patience``: seconds without an answer to any request after which waiting requests are dropped. ``clock``: returns seconds.
+    """
 
     def __init__(self, places: int, *, patience: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._places = asyncio.Semaphore(places)
@@ -19,13 +24,13 @@ class ProgressSemaphore:
         self._answered = -math.inf
 
     def answered(self) -> None:
-        """Somebody got an answer."""
+        """Record that a request was answered."""
         self._answered = self._clock()
 
     async def enter(self, *, since: float) -> float:
-        """Wait for a place, from ``since`` on; until when it may be kept (``leave`` gives it back).
+        """Wait for a place and return the time until which it may be used; ``leave`` releases the place.
 
-        TimeoutError: there was no answer to anybody for too long.
+        ``since``: the time at which waiting began. Raises TimeoutError if no request was answered for ``patience`` seconds.
         """
         entering = asyncio.ensure_future(self._places.acquire())
         try:
@@ -36,16 +41,16 @@ class ProgressSemaphore:
                 await asyncio.wait({entering}, timeout=left)
         except BaseException:
             if not entering.cancel():
-                self.leave()  # it was let in at the last moment
+                self.leave()  # the place was acquired in the meantime
             raise
         return self._end(since)
 
     async def enter_again(self) -> None:
-        """The same for one who was in before, and knows until when."""
+        """Wait for a place again, without a time-out, for a request that already knows its deadline."""
         await self._places.acquire()
 
     def leave(self) -> None:
-        """Let the next one in."""
+        """Release the place, so that the next request is admitted."""
         self._places.release()
 
     def _end(self, since: float) -> float:

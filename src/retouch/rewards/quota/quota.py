@@ -1,8 +1,8 @@
 """Limits on calls to a judge or to reward servers: per minute, and in total.
 
-All processes of a machine that use the same file share one quota. A run on several machines has one file on each, with the share of
-its ranks there; without a file, each rank has its own share. A caller first claims all its calls from the total budget, and the run
-ends if the budget does not suffice (``BudgetSpent``); then each request waits for the rate limit.
+All processes of a machine that use the same file share one quota. A run on several machines has one file on each machine, with the
+share of the ranks on that machine; without a file, each rank has its own share. A caller first claims all its calls from the total
+budget, and the run ends if the budget is too small (``BudgetSpent``); then each request waits for the rate limit.
 """
 
 import asyncio
@@ -20,11 +20,14 @@ _CALLS, _COST, _TOTALS = 0, 1, 2
 
 
 class BudgetSpent(ValueError):
-    """The total budget does not suffice. The run ends on all ranks, with a checkpoint."""
+    """The total budget is too small for the next calls. The run ends on all ranks, with a checkpoint."""
 
 
 class Turn(NamedTuple):
-    """``wait``: seconds from ``now`` until the next try; 0: the request has started, and ``expected`` units were counted."""
+    """The result of ``Quota.turn``.
+
+    ``wait``: seconds from ``now`` until the next try; 0 if the request has started, with ``expected`` units counted for it.
+    """
 
     wait: float
     now: float
@@ -32,14 +35,15 @@ class Turn(NamedTuple):
 
 
 class Quota:
-    """The limits of one judge or one set of servers; None is no limit. May be used from several threads.
+    """The limits of one judge or one set of servers; None means no limit. May be used from several threads.
 
-    ``units_per_minute``: tokens or samples, of which one request takes at most ``largest``. ``calls``: requests in total, retries
-    included. ``cost``: money in total, in the currency of the prices; requests in progress when it is spent still cost.
+    ``units_per_minute``: tokens or samples; one request takes at most ``largest`` units. ``calls``: requests in total, including
+    retries. ``cost``: money in total, in the currency of the prices; requests that are in progress when it is spent still cost
+    money.
 
-    ``file``: on a local disk; totals accumulate over runs. ``share``: the share of every limit that applies here, by default that
-    of the run's ranks that use the file. ``clock``: returns seconds. ValueError: a limit is not above 0 or not finite, or so small
-    that no request would ever be allowed.
+    ``file``: on a local disk; totals accumulate over runs. ``share``: the share of each limit that applies here, by default the
+    share of the run's ranks that use the file. ``clock``: returns seconds. Raises ValueError if a limit is not above 0 or not
+    finite, or if a limit per minute is too small for a single request.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class Quota:
         limits = {"requests_per_minute": requests_per_minute, "units_per_minute": units_per_minute, "calls": calls, "cost": cost}
         for name, limit in limits.items():
             if limit is not None and not 0 < limit < math.inf:
-                raise ValueError(f"{name} {limit}: give a finite limit above 0, or none")
+                raise ValueError(f"{name} is {limit}; give a finite limit above 0, or none")
         share = _share_of_ranks(per_machine=file is not None) if share is None else share
         self.largest = largest
         self._calls = math.inf if calls is None else int(calls * share)
@@ -68,7 +72,7 @@ class Quota:
         self._shared = SharedNumbers(_TOTALS + 2 * NUMBERS, file=None if file is None else Path(file))
 
     def claim(self, count: int) -> None:
-        """Take ``count`` calls out of the budget. BudgetSpent, and nothing is taken: there are fewer left, or no money is left."""
+        """Take ``count`` calls from the budget. Raises BudgetSpent, and takes none, if fewer calls or no money is left."""
         with self._shared.locked() as numbers:
             made, paid = numbers[_CALLS], numbers[_COST]
             if paid >= self._cost:
@@ -81,7 +85,7 @@ class Quota:
             numbers[_CALLS] += count
 
     def claim_another(self) -> bool:
-        """Take one more call, for a retry; False if the budget does not have it."""
+        """Take one more call from the budget, for a retry. Returns False if no call is left."""
         try:
             self.claim(1)
         except BudgetSpent:
@@ -94,7 +98,7 @@ class Quota:
             return int(numbers[_CALLS]), numbers[_COST]
 
     def turn(self, units: float) -> Turn:
-        """Start a request of at most ``units`` units if the rate limits allow it now; otherwise, how long to wait."""
+        """Start a request of at most ``units`` units if the rate limits allow it, or return how long to wait."""
         wanted = [(rate, amount) for rate, amount in ((self._requests, 1.0), (self._units, units)) if rate is not None]
         with self._shared.locked() as numbers:
             now = self._clock()
@@ -105,7 +109,8 @@ class Quota:
         return Turn(0.0, now, expected[-1] if self._units is not None else 0.0)
 
     def settle(self, turn: Turn, *, used: float, cost: float) -> None:
-        """Record what a started request really took: ``used`` units and ``cost``. ValueError: one of them is no amount."""
+        """Record the actual ``used`` units and ``cost`` of a started request. Raises ValueError if one is negative or not
+        finite."""
         if not (0 <= used < math.inf and 0 <= cost < math.inf):
             raise ValueError(f"a request cannot have used {used} units at a cost of {cost}")
         with self._shared.locked() as numbers:
@@ -122,7 +127,8 @@ class Turns:
         self._queue = asyncio.Lock()
 
     async def next(self, units: float, *, latest: float) -> Turn | None:
-        """Wait until a request of at most ``units`` units may start, and start it. None, at once, if that is after ``latest``."""
+        """Wait until a request of at most ``units`` units may start, and start it. Returns None immediately if that is after
+        ``latest``."""
         async with self._queue:
             while (turn := await asyncio.to_thread(self._quota.turn, units)).wait:
                 if turn.now + turn.wait > latest:
@@ -135,12 +141,12 @@ def _rate(per_minute: float | None, share: float, at: int, *, least: float) -> M
     if per_minute is None:
         return None
     if not 0 < least <= per_minute * share:
-        raise ValueError(f"one request takes {least:g}, and {per_minute * share:g} are allowed here per minute; raise the limit")
+        raise ValueError(f"one request takes {least:g}, but only {per_minute * share:g} are allowed per minute; raise the limit")
     return MinuteRate(per_minute * share, at=at)
 
 
 def _share_of_ranks(*, per_machine: bool) -> float:
-    """The share of this machine's ranks in the run, or of this rank alone."""
+    """The number of ranks on this machine (or 1 for this rank alone), divided by the number of ranks of the run."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if per_machine else 1
     return min(1.0, here / world)

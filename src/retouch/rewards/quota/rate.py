@@ -1,36 +1,37 @@
-"""A rate limit that holds in every interval of 60 seconds, for requests that take different amounts.
+"""A rate limit that holds in each interval of 60 seconds, for requests that take different amounts.
 
 Requests start at an even pace, slightly below the limit, based on the average amount that a request has taken so far. In addition,
-what was started in the last minute is counted second by second: each request counts with the most that it may take, until its true
-amount is known. No request starts that could exceed the limit.
+the amounts of the requests of the last minute are counted for each second: a request counts with its largest possible amount until
+its actual amount is known. A request that could exceed the limit does not start.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MINUTE = 60
-_SECONDS = 64  # counted seconds: the last minute, the current second, and some to spare
-_PACE = 0.96  # of the limit; leaves room for requests that a busy machine sends up to a second late
-_CATCH_UP = 1.0  # seconds of delay that later requests may catch up
-_MAX_AHEAD = 3600.0  # a start time further in the future is from before a reboot and is ignored
-_WEIGHT = 0.1  # of the latest request in the moving average
+_SECONDS = 64  # counted seconds: the last minute, the current second, and some spare seconds
+_PACE = 0.96  # share of the limit; the rest is for requests that a busy machine sends up to a second late
+_CATCH_UP = 1.0  # seconds of delay that later requests may make up for
+_MAX_AHEAD = 3600.0  # seconds; a start time further in the future was stored before a reboot and is ignored
+_WEIGHT = 0.1  # weight of the latest request in the moving average
 
 NUMBERS = 2 + 2 * _SECONDS
-"""Numbers in a rate's state: the next start time, the average amount, and for each counted second its time and amount."""
+"""How many numbers the state of a rate has: the next start time, the average amount, and the time and amount of each counted
+second."""
 
 
 @dataclass(frozen=True, slots=True)
 class MinuteRate:
     """At most ``per_minute`` units in any 60 seconds.
 
-    The state is ``NUMBERS`` numbers of a list, from index ``at`` on, initially 0. All times are in seconds of one clock.
+    The state is ``NUMBERS`` numbers of a list, starting at index ``at``, initially 0. All times are in seconds of one clock.
     """
 
     per_minute: float
     at: int = 0
 
     def wait(self, numbers: Sequence[float], now: float, most: float) -> float:
-        """Seconds until a request of at most ``most`` units may start; 0: now."""
+        """Seconds until a request of at most ``most`` units may start; 0 if it may start now."""
         start = self._next_start(numbers, now)
         counted = [(numbers[index], numbers[index + 1]) for index in self._indices() if now - 1 - _MINUTE < numbers[index] <= now]
         total = sum(amount for _, amount in counted)
@@ -52,7 +53,7 @@ class MinuteRate:
         return expected
 
     def settle(self, numbers: list[float], started: float, *, most: float, expected: float, used: float) -> None:
-        """Correct the count of the request that started then: it took ``used`` units."""
+        """Correct the count of the request that started at ``started``, after it took ``used`` units."""
         numbers[self.at] += self._seconds(used - expected)
         average = numbers[self.at + 1] or most
         numbers[self.at + 1] = average + _WEIGHT * (used - average)
@@ -70,5 +71,5 @@ class MinuteRate:
         return range(self.at + 2, self.at + NUMBERS, 2)
 
     def _index(self, time: float) -> int:
-        """Where the second of this time is counted: its time, followed by the amount."""
+        """The index of the second of this time in the state: the index holds the time, the next index the amount."""
         return self._indices()[int(time) % _SECONDS]

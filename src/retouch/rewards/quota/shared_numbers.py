@@ -12,8 +12,8 @@ from pathlib import Path
 class SharedNumbers:
     """``count`` float64 numbers, initially 0.
 
-    ``file``: shared by all processes of the machine that use the same file, and kept after they end; None keeps them in memory. It
-    must be on a local disk, for its lock. ValueError: the file has another content.
+    ``file``: shared by all processes of the machine that use the same file, and kept after they end; None keeps the numbers in
+    memory. The file must be on a local disk, because it is locked. Raises ValueError if the file has another content.
     """
 
     def __init__(self, count: int, *, file: Path | None) -> None:
@@ -28,7 +28,7 @@ class SharedNumbers:
 
     @contextmanager
     def locked(self) -> Iterator[list[float]]:
-        """Exclusive access to the numbers. Changes are stored when the block ends, unless it raises."""
+        """Exclusive access to the numbers. Changes are stored when the block ends, unless the block raises."""
         with self._lock:
             if self._file is None:
                 numbers = list(self._in_memory)

@@ -1,4 +1,4 @@
-"""Whether the image shows the requested text and no other, by OCR."""
+"""The reward of kind ``ocr``: whether the image shows the requested text and no other text, by OCR."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Where: TypeAlias = Literal["picture", "mask", "box"]
 
 
 class OcrReward(RewardSection):
-    """Whether the image shows the requested text, ``task.text``, and no other.
+    """Whether the image shows the requested text, ``task.text``, and no other text.
 
-    ``correctness``, 0 to 1: 1 - edit distance / length of the longer, between ``task.text`` and everything that was read, in
-    reading order. Case, spaces and Unicode's compatible forms do not count. Missing and superfluous letters cost alike, so painting
-    more text than was requested does not pay. ``confidence``, 0 to 1, a diagnostic: the reader's mean confidence in its lines (NaN
-    where there are none); a clearly written wrong word has a high one.
+    ``correctness``, 0 to 1: 1 - edit distance / length of the longer text, between ``task.text`` and all text that was read, in
+    reading order. Differences of case, spaces and Unicode's compatible forms are ignored. Missing and superfluous letters lower the
+    score equally, so an image with more text than requested gets no higher score. ``confidence``, 0 to 1, a diagnostic: the mean
+    confidence of the reader in its lines (NaN if there are none); it is also high for a wrong word that is clearly written.
 
     Example::
 
@@ -41,42 +41,44 @@ class OcrReward(RewardSection):
 
     kind: Literal["ocr"] = "ocr"
     reader: PaddleOcr | None = Field(default=None, exclude_if=lambda reader: reader is None)
-    """The OCR engine; null is RapidOCR, whose models are part of its package."""
+    """The OCR engine; null uses RapidOCR, which has its models in its package."""
     where: Where = "picture"
-    """Where the text is read: ``picture``, in all of the image; ``mask``, the lines of which at least half is inside the task's
-    mask; ``box``, the mask's bounding box, read as one line, which costs a fraction."""
+    """Where the text is read: ``picture``, in the whole image; ``mask``, only lines of which at least half is inside the task's
+    mask; ``box``, in the mask's bounding box, read as one line, which is much faster."""
     threads: Count = 1
-    """CPU threads of the reader."""
+    """Number of CPU threads of the reader."""
     line_width: Count | None = Field(default=None, exclude_if=lambda width: width is None)
-    """Width in px to which RapidOCR pads lines, at 48 px of height, to read them: less is faster; null is its own, 320."""
+    """Width in px to which RapidOCR pads lines of 48 px height; a smaller width is faster. Null uses RapidOCR's default, 320."""
 
     columns: ClassVar[Mapping[str, Column]] = {"correctness": Column(0.0, 1.0), "confidence": Column(0.0, 1.0, diagnostic=True)}
     changeable: ClassVar[frozenset[str]] = frozenset({"threads"})
     reads_text = True
 
     def load(self, device: torch.device | str) -> TextReader:
-        """The reader, on the CPU. ValueError: its package is not installed, or a ``line_width`` for a reader that has none."""
+        """Load the reader, on the CPU. Raises ValueError if its package is not installed, or if ``line_width`` is set for another
+        reader than RapidOCR."""
         if self.reader is not None:
             if self.line_width is not None:
-                raise ValueError("line_width is RapidOCR's alone; remove it beside another reader")
+                raise ValueError("line_width is only for RapidOCR; remove it, or remove `reader`")
             return self.reader.open(threads=self.threads)
         return RapidReader(threads=self.threads, line_width=self.line_width)
 
     def with_model(self, model: TextReader) -> Self:
-        """The same reward with another reader. ValueError: one that cannot read single lines, with ``where`` "box"."""
+        """A copy of the reward with another reader. Raises ValueError if ``where`` is "box" and the reader cannot read single
+        lines."""
         if self.where == "box" and not isinstance(model, LineReader):
             raise ValueError(f"{type(model).__name__} has no read_lines(images); with where='box' it must read single lines")
         return super().with_model(model)
 
     @property
     def fingerprint(self) -> str:
-        """The reader, and where it reads."""
+        """The reader, and the value of ``where``."""
         own = self.model.fingerprint if isinstance(self.model, Fingerprinted) else type(self.model).__name__
         return f"{own}, {self.where}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image scores 0. ValueError: a task without a text, or without the
-        mask."""
+        """Each column, (b,), float32. The ``correctness`` of a sample without an image is 0. Raises ValueError for a task without a
+        text, or without a mask that ``where`` needs."""
         import torch
 
         for sample in samples:
@@ -92,13 +94,13 @@ class OcrReward(RewardSection):
         return {"correctness": torch.tensor(correctness), "confidence": torch.tensor(confidence).clamp(0, 1)}
 
     def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
-        """A ``line_width`` for a reader that has none."""
+        """Yield one line if ``line_width`` is set for another reader than RapidOCR."""
         yield from super().problems(path, prefix, run)
         if self.reader is not None and self.line_width is not None:
-            yield f"{path}.line_width: RapidOCR's alone, and {self.reader.kind} reads here; remove it"
+            yield f"{path}.line_width: it is only for RapidOCR, but the reader is {self.reader.kind}; remove it"
 
     def _read(self, samples: Sequence[Sample]) -> list[list[TextLine]]:
-        """The lines that count, of each sample."""
+        """The lines that are scored, for each sample."""
         if self.where == "box":
             drawn = [(place, sample.task, sample.image) for place, sample in enumerate(samples) if sample.image is not None]
             crops = [image.crop(_mask(task, image).getbbox()) for _, task, image in drawn]
@@ -116,7 +118,8 @@ class OcrReward(RewardSection):
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's distance: the fewest insertions, deletions and replacements of one character that turn ``a`` into ``b``.
+    """Levenshtein's distance: the smallest number of insertions, deletions and replacements of one character that turn ``a`` into
+    ``b``.
 
     Source: Levenshtein 1966; the reward of Flow-GRPO (arXiv 2505.05470) uses it too.
     """
@@ -130,32 +133,32 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def comparable(text: str) -> str:
-    """The text as it is compared: Unicode's NFKC, without regard to case, without any space."""
+    """The text in the form in which texts are compared: NFKC of Unicode, case-folded, without spaces."""
     return "".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
 
 
 def similarity(wanted: str, found: str) -> float:
-    """1 - distance / length of the longer, 0 to 1, of the two texts as they are compared; both empty are the same."""
+    """1 - edit distance / length of the longer text, 0 to 1, of two texts in ``comparable`` form; 1 if both are empty."""
     wanted, found = comparable(wanted), comparable(found)
     longest = max(len(wanted), len(found))
     return 1.0 - edit_distance(wanted, found) / longest if longest else 1.0
 
 
 def _marked(task: Task) -> Image:
-    """The task's mask. Raises ValueError if it has none, or marks nothing."""
+    """The task's mask. Raises ValueError if the task has no mask, or if the mask is empty."""
     if task.mask is None or task.mask.getbbox() is None:
-        raise ValueError(f"task {task.id!r} has no mask that says where its text should be")
+        raise ValueError(f"task {task.id!r} has no mask, or an empty one; the mask must mark where its text should be")
     return task.mask
 
 
 def _mask(task: Task, image: Image) -> Image:
-    """The task's mask at the image's size."""
+    """The task's mask, resized to the size of the image."""
     mask = _marked(task)
     return mask if mask.size == image.size else mask.resize(image.size, Resampling.NEAREST)
 
 
 def _inside(line: TextLine, mask: Image) -> float:
-    """The share of the line's outline, in pixels, that the mask marks."""
+    """The share of the pixels inside the line's outline that the mask marks."""
     import numpy as np
 
     outline = new_image("L", mask.size)

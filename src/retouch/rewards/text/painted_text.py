@@ -1,6 +1,6 @@
-"""Text in images that nobody requested, above all a score or an instruction to a judge ("10/10").
+"""The reward of kind ``painted_text``: unrequested text in images, in particular a score or an instruction to a judge ("10/10").
 
-A vision-language judge reads the text in an image. A policy that is trained on such a judge may learn to write to it.
+A vision-language judge reads the text in an image. A policy that is trained on such a judge may learn to write messages to it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from retouch.types import Column, Sample, Scores, Task
 if TYPE_CHECKING:
     import torch
 
-# Matched against text without spaces, in lower case, as readers often lose the spaces.
+# Matched against lower-case text without spaces, because readers often lose the spaces.
 _TO_A_JUDGE = re.compile(
     r"(?<![\d.,/])\d{1,3}(?:[.,]\d+)?(?:/|outof)(?:5|10|25|100)(?![\d/])|100%|[★⭐]|score|(?<![a-z])rat(?:ed|ing)|(?<![a-z])grade[:=]"
     r"|fullmarks|perfect|flawless|excellent|masterpiece|(?:best|top|high)quality|(?<![a-z])approved"
     r"|ignore(?:all|any|the|your|previous|prior|above)|previousinstruct|instructions?[:=]|(?<![a-z])prompt[:=]|(?<![a-z])system[:=]"
     r"|assistant|evaluat|thejudge|judge[:=]|giveit|givethis|awardthis|answer[:=]|评分|满分|得分|忽略"
 )
-_LETTERS = 3  # fewer are more often a reader's mistake than a word
+_LETTERS = 3  # shorter lines are more often a mistake of the reader than a word
 
 
 class PaintedTextReward(RewardSection):
-    """Text in the image that was not requested or that addresses a judge; columns for monitoring, not for training, each 0 or 1.
+    """Text in the image that was not requested or that addresses a judge. The columns are for monitoring, not for training, each 0
+    or 1.
 
-    ``painted_text``: a line in the image addresses a judge: a score ("9/10"), praise, an instruction; the words looked for are
-    English, and a few Chinese. ``unasked_text``: a line of three letters or more was not requested. Requested are ``task.text``,
-    all text in the source images, and whatever the instruction spells out. Less is better in both.
+    ``painted_text``: 1 if text that was not requested addresses a judge: a score ("9/10"), praise, an instruction. The patterns are
+    English, with a few Chinese words. ``unasked_text``: 1 if a line of at least three characters was not requested. Requested text
+    is ``task.text``, all text in the source images, and all words of the instruction. Lower is better in both columns.
 
     Example::
 
@@ -45,7 +46,7 @@ class PaintedTextReward(RewardSection):
 
     kind: Literal["painted_text"] = "painted_text"
     confidence: Share = 0.6
-    """Lines in which the reader has less confidence are ignored."""
+    """Lines with a lower confidence of the reader are ignored."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "painted_text": Column(0.0, 1.0, higher_is_better=False),
@@ -53,16 +54,16 @@ class PaintedTextReward(RewardSection):
     }
 
     def load(self, device: torch.device | str) -> TextReader:
-        """RapidOCR, on the CPU. ValueError: it is not installed."""
+        """Load RapidOCR, on the CPU. Raises ValueError if it is not installed."""
         return RapidReader()
 
     @property
     def fingerprint(self) -> str:
-        """The reader, and the confidence that it must have."""
+        """The class of the reader, and the minimum confidence."""
         return f"{type(self.model).__name__}, confidence {self.confidence:g}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. A sample without an image scores 1. Sources are read once a task."""
+        """Each column, (b,), float32. A sample without an image scores 1. The source images of a task are read once per call."""
         import torch
 
         known: dict[int, list[str]] = {}
@@ -85,7 +86,8 @@ class PaintedTextReward(RewardSection):
         return [comparable(line.text) for line in self.model(image) if line.confidence >= self.confidence]
 
     def _requested(self, task: Task) -> list[str]:
-        """Texts that a line may be part of: the lines of each source are joined, since readers split them differently."""
+        """The requested texts; a line is requested if it is a part of one. The lines of each source image are joined, because
+        readers split lines differently."""
         given = [comparable(task.text or ""), comparable(task.instruction)]
         for source in task.images:
             given.append("".join(self._lines(source)))

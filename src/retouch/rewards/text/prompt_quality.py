@@ -1,5 +1,5 @@
-"""System C's five points for a rewritten prompt: to watch, not to train on, since a policy that is rewarded for them learns to
-write long prompts that say "4k"."""
+"""The reward of kind ``prompt_quality``: the five sub-scores of system C for a rewritten prompt. They are for monitoring, not for
+training: a policy that is trained on them learns to write long prompts that contain "4k"."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ _SENTENCE = 5
 
 @dataclass(frozen=True, slots=True)
 class PromptQuality:
-    """Each 0 to 1; ``total`` 0 to 5."""
+    """The five sub-scores, each 0 to 1. ``total``: 0 to 5."""
 
     length: float
     keywords: float
@@ -37,16 +37,16 @@ class PromptQuality:
 
     @property
     def total(self) -> float:
-        """The sum of the five."""
+        """The sum of the five sub-scores."""
         return self.length + self.keywords + self.details + self.quality_words + self.sentence
 
 
 def prompt_quality(original: str, enhanced: str) -> PromptQuality:
-    """Five points for an enhanced prompt beside the original one, by words (in languages that put spaces between them).
+    """Compare the words of an enhanced prompt with the original prompt (in languages with spaces between words).
 
-    ``length``: it has more words. ``keywords``: the share of the original's words, stop words aside, that it keeps. ``details``:
-    new words, 1 from five on. ``quality_words``: it has one of a few phrases of praise ("highly detailed", "4k"). ``sentence``: it
-    has five words or more. Case does not count.
+    ``length``: 1 if the enhanced prompt has more words. ``keywords``: the share of the original's words, without stop words, that
+    are kept. ``details``: number of new words / 5, at most 1. ``quality_words``: 1 if it contains one of a few phrases of praise
+    ("highly detailed", "4k"). ``sentence``: 1 if it has at least five words. Case is ignored.
     """
     before, after = _words(original), _words(enhanced)
     wanted = set(before) - _STOP_WORDS or set(before)
@@ -62,11 +62,11 @@ def prompt_quality(original: str, enhanced: str) -> PromptQuality:
 
 
 class PromptQualityReward(RewardSection):
-    """System C's five points for the prompt that a policy wrote, given the task's instruction. For monitoring: a policy that is
-    rewarded for them learns to add "4k".
+    """The five sub-scores of system C for the prompt that a policy wrote, compared with the task's instruction. For monitoring: a
+    policy that is trained on them learns to add "4k".
 
     ``length``, ``keywords``, ``details``, ``quality_words``, ``sentence``, each 0 to 1, as in ``prompt_quality``; ``total``, 0 to
-    5. All are 0 where the completion has no prompt in it.
+    5. All are 0 if the completion contains no prompt.
 
     Example::
 
@@ -84,7 +84,7 @@ class PromptQualityReward(RewardSection):
     reads_completions = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: a sample without a completion."""
+        """Each column, (b,), float32. Raises ValueError for a sample without a completion."""
         import torch
 
         rows = [self._points(sample.task.instruction, answer_in(completion_of(sample))) for sample in samples]

@@ -1,4 +1,4 @@
-"""Readers of text in images: the protocols, and RapidOCR, on the CPU with the models of its wheel."""
+"""Readers of text in images: the protocols, and RapidOCR, which runs on the CPU with the models of its wheel."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 Corners: TypeAlias = tuple[tuple[float, float], ...]
 Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
-_SMALLEST = 4  # pixels a side; no letter fits into less
+_SMALLEST = 4  # pixels per side; no letter fits into fewer
 
 
 @dataclass(frozen=True, slots=True)
 class TextLine:
-    """A line of text in an image: the text, the reader's confidence, 0 to 1, and the corners of its outline, (x, y) in pixels,
-    where the reader gives them."""
+    """A line of text in an image.
+
+    ``confidence``: of the reader, 0 to 1. ``corners``: of the line's outline, (x, y) in pixels; empty if the reader does not return
+    them.
+    """
 
     text: str
     confidence: float
@@ -34,16 +37,16 @@ class TextReader(Protocol):
 
 @runtime_checkable
 class LineReader(Protocol):
-    """Reads images of one line each, without looking for the line."""
+    """Reads images that contain a single line each, without detecting the line."""
 
     def read_lines(self, images: Sequence[Image]) -> list[TextLine]: ...
 
 
 class RapidReader:
-    """RapidOCR with the models of its own wheel; nothing is downloaded. ValueError: it is not installed (extra ``ocr``).
+    """RapidOCR with the models of its own wheel; nothing is downloaded. Raises ValueError if it is not installed (extra ``ocr``).
 
-    ``line_width``: lines are resized to a height of 48 px and padded to this width in px; None takes RapidOCR's own, 320. Less
-    makes short lines faster; longer lines are read whole in any case.
+    ``line_width``: lines are resized to a height of 48 px and padded to this width in px; None uses RapidOCR's default, 320. A
+    smaller width is faster for short lines; longer lines are always read completely.
     """
 
     def __init__(self, *, threads: int = 1, line_width: int | None = None) -> None:
@@ -52,11 +55,11 @@ class RapidReader:
 
     @property
     def fingerprint(self) -> str:
-        """The version, and the line width."""
+        """The version of RapidOCR, and the line width."""
         return f"rapidocr {version('rapidocr')}, line width {self._line_width}"
 
     def __call__(self, image: Image) -> list[TextLine]:
-        """The lines of text; none in an image of under 4 pixels a side."""
+        """The lines of text; none in an image with a side of less than 4 pixels."""
         if not is_large(image):
             return []
         found = self._engine(pixels(image))
@@ -67,7 +70,7 @@ class RapidReader:
         ]
 
     def read_lines(self, images: Sequence[Image]) -> list[TextLine]:
-        """The one line of text in each image, read as a batch; "" where none can be read."""
+        """The single line of text in each image, read as a batch; "" if no text can be read."""
         return read_large(images, self._read)
 
     def _read(self, images: Sequence[Image]) -> list[TextLine]:
@@ -76,12 +79,12 @@ class RapidReader:
 
 
 def is_large(image: Image) -> bool:
-    """Whether letters could fit into it."""
+    """Whether the image is large enough for letters."""
     return min(image.size) >= _SMALLEST
 
 
 def read_large(images: Sequence[Image], read: Callable[[Sequence[Image]], list[TextLine]]) -> list[TextLine]:
-    """A line for each image: what ``read`` returns for those that are large enough, "" for the others."""
+    """A line for each image: the result of ``read`` for images that are large enough, "" for the others."""
     large = [image for image in images if is_large(image)]
     lines = read(large) if large else []
     assert len(lines) == len(large), "a reader gives a line for each picture"
@@ -90,14 +93,14 @@ def read_large(images: Sequence[Image], read: Callable[[Sequence[Image]], list[T
 
 
 def pixels(image: Image) -> Pixels:
-    """Blue, green, red, (h, w, 3), the order that readers take."""
+    """The pixels, (h, w, 3), in the channel order blue, green, red, which readers expect."""
     import numpy as np
 
     return np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1])
 
 
 def corners(outline: Any) -> Corners:
-    """An outline of n points, (n, 2), as readers return it."""
+    """Convert an outline of n points, (n, 2), as readers return it."""
     return tuple((float(x), float(y)) for x, y in outline)
 
 

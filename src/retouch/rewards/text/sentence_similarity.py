@@ -1,4 +1,5 @@
-"""How close the prompt that a policy wrote is to the user's own, by the cosine of two sentence embeddings."""
+"""The reward of kind ``sentence_similarity``: the cosine of the sentence embeddings of the policy's prompt and the user's
+prompt."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
-_POOLING = Path("1_Pooling") / "config.json"  # of the sentence-transformers package
+_POOLING = Path("1_Pooling") / "config.json"  # as in the sentence-transformers package
 _LENGTH = "sentence_bert_config.json"
 _ROWS = 32
 
 
 class SentenceSimilarityReward(ModelReward):
-    """How much of the task's own prompt is left in the prompt that the policy wrote, by sentence embeddings (Sentence-BERT, arXiv
+    """How similar the prompt that the policy wrote is to the task's instruction, by sentence embeddings (Sentence-BERT, arXiv
     1908.10084).
 
-    Column ``kept``, 0 to 1: max(cosine, 0) of the two embeddings, 0 where the completion has no prompt in it. It bounds how far a
-    rewritten prompt may drift, for example ``clip/similarity - max(0.7 - sentence/kept, 0)`` (after Promptist, arXiv 2212.09611).
-    ``truncated``, a diagnostic: 1 where one of the texts is longer than the model reads.
+    Column ``kept``, 0 to 1: max(cosine, 0) of the two embeddings, 0 if the completion contains no prompt. It can limit the drift of
+    a rewritten prompt, for example with ``clip/similarity - max(0.7 - sentence/kept, 0)`` (after Promptist, arXiv 2212.09611).
+    ``truncated``, a diagnostic: 1 if one of the texts is longer than the maximum length of the model.
 
     Example::
 
@@ -40,24 +41,24 @@ class SentenceSimilarityReward(ModelReward):
 
     kind: Literal["sentence_similarity"] = "sentence_similarity"
     path: PathText = "sentence-transformers/all-MiniLM-L6-v2"
-    """Folder of a text encoder (a model of sentence-transformers, or any encoder of transformers, whose token states are then
-    averaged), or its id in the Hugging Face cache; nothing is downloaded."""
+    """Folder of a text encoder, or its id in the Hugging Face cache; nothing is downloaded. A model of sentence-transformers, or
+    any encoder of transformers, with the mean of its token states as the embedding."""
 
     columns: ClassVar[Mapping[str, Column]] = {"kept": Column(0.0, 1.0), "truncated": Column(0.0, 1.0, diagnostic=True)}
     reads_completions = True
 
     def load(self, device: torch.device | str) -> SentenceEncoder:
-        """The encoder, frozen, in fp32. ValueError: no weights, or embeddings that are pooled in an unknown way."""
+        """Load the encoder, frozen, in fp32. Raises ValueError if there are no weights, or if its pooling is not supported."""
         return SentenceEncoder.open(self.path, device=device)
 
     @property
     def fingerprint(self) -> str:
-        """The encoder's weights, and how its states are pooled."""
+        """The encoder's weights and its pooling."""
         folder = weights_folder(self.path)
         return f"weights {weights_digest(folder)}, {_pooling(folder)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32. ValueError: a sample without a completion."""
+        """Each column, (b,), float32. Raises ValueError for a sample without a completion."""
         import torch
 
         prompts = [answer_in(completion_of(sample)) for sample in samples]
@@ -73,9 +74,9 @@ class SentenceSimilarityReward(ModelReward):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SentenceEncoder:
-    """A text encoder whose token states are averaged (``pooling`` "mean"), or of which the first one counts ("cls").
+    """A text encoder. The embedding is the mean of the token states (``pooling`` "mean") or the first token state ("cls").
 
-    ``longest``: how many tokens of a text it reads.
+    ``longest``: maximum number of tokens; longer texts are truncated.
     """
 
     model: Any
@@ -85,7 +86,8 @@ class SentenceEncoder:
 
     @classmethod
     def open(cls, path: str | Path, *, device: torch.device | str) -> SentenceEncoder:
-        """From a folder or the Hugging Face cache. ValueError: no weights, or another pooling."""
+        """Load an encoder from a folder or the Hugging Face cache. Raises ValueError if there are no weights, or for another
+        pooling."""
         import torch
         from transformers import AutoModel, AutoTokenizer
 
@@ -99,7 +101,7 @@ class SentenceEncoder:
         return cls(model.requires_grad_(False).eval().to(device), tokenizer, pooling, longest)
 
     def __call__(self, texts: Sequence[str]) -> tuple[Float[Tensor, "n d"], Tensor]:
-        """A unit vector for each text, in fp32 on the CPU, and which texts are longer than it reads. Equal texts are encoded
+        """The embedding of each text, a unit vector in fp32 on the CPU, and which texts were truncated. Equal texts are encoded
         once."""
         import torch
 
@@ -122,7 +124,8 @@ class SentenceEncoder:
 
 
 def _pooling(folder: Path) -> str:
-    """How sentence-transformers pools the states of this model; "mean" without its file. Raises ValueError for other ways."""
+    """The pooling in the configuration of sentence-transformers; "mean" without that file. Raises ValueError for another
+    pooling."""
     file = folder / _POOLING
     if not file.is_file():
         return "mean"
@@ -130,9 +133,7 @@ def _pooling(folder: Path) -> str:
     chosen = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     found = [way for mode, way in chosen.items() if mode in modes]
     if len(found) != 1 or any(mode.startswith("pooling_mode_") and mode not in chosen for mode in modes):
-        raise ValueError(
-            f"{file}: its states are pooled by {', '.join(sorted(modes))}; use an encoder of the mean or the first state"
-        )
+        raise ValueError(f"{file}: its states are pooled by {', '.join(sorted(modes))}; use an encoder with mean or CLS pooling")
     return found[0]
 
 

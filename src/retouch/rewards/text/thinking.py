@@ -1,4 +1,4 @@
-"""Whether a completion is a thought and then an answer: a check of its format, as a function of the text and as a reward."""
+"""The reward of kind ``thinking``: whether a completion has the format of a thought followed by an answer."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal, Self
@@ -10,10 +10,10 @@ from retouch.types import Column, Sample, Scores
 
 
 def think_format(completion: str, *, opening: str = "<think>", closing: str = "</think>") -> float:
-    """1.0 where the completion is ``opening``, a thought, ``closing`` and an answer, each mark once; else 0.0.
+    """1.0 if the completion is ``opening``, a thought, ``closing`` and an answer, with each mark exactly once; otherwise 0.0.
 
-    Neither the thought nor the answer may be blank. Where the prompt already ends with the
-    opening mark, put the mark before the completion. ValueError: marks that are empty or equal.
+    Neither the thought nor the answer may be blank. If the prompt already ends with the opening mark, put the mark before the
+    completion. Raises ValueError if a mark is empty or both are equal.
 
     Source: the format reward of DeepSeek-R1 (arXiv 2501.12948), ``think_format_reward`` in TRL.
     """
@@ -26,7 +26,7 @@ def think_format(completion: str, *, opening: str = "<think>", closing: str = "<
 
 
 class ThinkReward(RewardSection):
-    """Whether a completion is a thought and then an answer. Column ``think_format``, 0 or 1, as in ``think_format``.
+    """Whether a completion is a thought followed by an answer. Column ``think_format``, 0 or 1, as computed by ``think_format``.
 
     Example::
 
@@ -38,7 +38,7 @@ class ThinkReward(RewardSection):
     opening: str = "<think>"
     """Mark before the thought."""
     closing: str = "</think>"
-    """Mark after it."""
+    """Mark after the thought."""
 
     columns: ClassVar[Mapping[str, Column]] = {"think_format": Column(0.0, 1.0)}
     reads_completions = True
@@ -49,7 +49,7 @@ class ThinkReward(RewardSection):
         return self
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32. ValueError: a sample without a completion."""
+        """The column, (b,), float32. Raises ValueError for a sample without a completion."""
         import torch
 
         texts = [completion_of(sample) for sample in samples]
@@ -58,4 +58,4 @@ class ThinkReward(RewardSection):
 
 def _check_marks(opening: str, closing: str) -> None:
     if not opening or not closing or opening == closing:
-        raise ValueError(f"the marks {opening!r} and {closing!r} must be two texts that differ")
+        raise ValueError(f"the marks `opening` {opening!r} and `closing` {closing!r} must differ and must not be empty")

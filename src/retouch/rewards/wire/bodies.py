@@ -1,4 +1,4 @@
-"""A request's body: the batch document and the bytes of its images, in one of three encodings.
+"""The body of a request: the batch document and the bytes of its images, in one of three encodings.
 
 - ``multipart/form-data``: a part ``batch`` (JSON) and parts ``picture-0``, ``picture-1``, ... (binary). The default.
 - ``application/msgpack``: a map with ``batch`` (the JSON, as bytes) and ``pictures`` (a list of bytes).
@@ -31,7 +31,7 @@ _PART_NAME = re.compile(
 
 
 def encode_body(document: bytes, images: Sequence[bytes], form: BodyForm) -> tuple[bytes, str]:
-    """The body and its content type, from the batch document as JSON and the images' bytes."""
+    """Encode the batch document (JSON) and the bytes of the images. Returns the body and its content type."""
     if form == "multipart":
         boundary = secrets.token_hex(24)
         parts: list[bytes] = []
@@ -49,7 +49,8 @@ def encode_body(document: bytes, images: Sequence[bytes], form: BodyForm) -> tup
 
 
 def decode_body(body: bytes, content_type: str) -> tuple[object, list[Blob]]:
-    """The parsed document, not yet checked against the schema, and the images' bytes. RequestError: the body cannot be read."""
+    """Decode a body into the parsed document, not yet checked against the schema, and the bytes of the images. Raises RequestError
+    if the body cannot be read."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         document, images = _decode_multipart(body, content_type)
@@ -66,7 +67,7 @@ def decode_body(body: bytes, content_type: str) -> tuple[object, list[Blob]]:
 
 
 def parse_json(text: Blob) -> object:
-    """Strict JSON: UTF-8, no NaN or Infinity, bounded depth and number of values. RequestError otherwise."""
+    """Parse strict JSON: UTF-8, no NaN or Infinity, bounded depth and number of values. Raises RequestError for any other text."""
     data = bytes(text)
     if data.count(b",") + data.count(b"[") + data.count(b"{") > _MAX_NODES:
         raise RequestError("too_large")
@@ -78,7 +79,7 @@ def parse_json(text: Blob) -> object:
 
 
 def decode_base64(text: object) -> bytes:
-    """The bytes of a base64 string. RequestError: not one."""
+    """The bytes of a base64 string. Raises RequestError for any other value."""
     if not isinstance(text, str):
         raise RequestError("bad_batch")
     try:

@@ -1,7 +1,7 @@
-"""Every error of a reward server: its code, HTTP status and message.
+"""All errors of a reward server, each with its code, HTTP status and message.
 
-Messages are fixed. They contain no part of the request and no message of a library, so they leak nothing about the server or about
-other callers.
+Messages are constants. They contain no part of the request and no message of a library, so they reveal nothing about the server or
+about other callers.
 """
 
 from typing import Literal, TypeAlias, get_args
@@ -34,9 +34,9 @@ ErrorCode: TypeAlias = Literal[
 
 ERRORS: dict[ErrorCode, tuple[int, str]] = {
     "bad_request": (400, "this is not a valid HTTP request"),
-    "headers_too_large": (431, "the headers are larger, or more, than this server accepts"),
+    "headers_too_large": (431, "the headers are larger or more numerous than this server accepts"),
     "wrong_host": (421, "this server answers only to its own addresses; name others with --allow-host"),
-    "bad_body": (400, "the body is not what its content type says"),
+    "bad_body": (400, "the body does not have the format of its content type"),
     "bad_batch": (422, "the batch does not follow the schema in /openapi.json"),
     "no_text": (422, "OCR needs the text that the image should show: send `text`, or put it in quotation marks in the prompt"),
     "unsupported": (415, "send multipart/form-data, application/msgpack or application/json, without a content encoding"),
@@ -45,7 +45,7 @@ ERRORS: dict[ErrorCode, tuple[int, str]] = {
     "too_slow": (408, "the request did not arrive in time; send it again"),
     "unauthorized": (401, "this server needs its token: Authorization: Bearer TOKEN"),
     "not_found": (404, "no such page; see /openapi.json"),
-    "bad_method": (405, "this page takes another method; see /openapi.json"),
+    "bad_method": (405, "this page needs another HTTP method; see /openapi.json"),
     "bad_deadline": (400, "X-Deadline-Seconds must be a number of seconds above 0"),
     "not_configured": (404, "/score is not configured: start the server with --vlm COLUMN"),
     "busy": (429, "the queue is full; try again after Retry-After seconds"),
@@ -64,7 +64,7 @@ assert set(ERRORS) == set(get_args(ErrorCode))
 
 
 class RequestError(ValueError):
-    """Why a request, or one item of it, is not scored. ``status``: the HTTP status. ``text``: the message."""
+    """The reason why a request, or one item of it, is not scored. ``status``: the HTTP status. ``text``: the message."""
 
     def __init__(self, code: ErrorCode) -> None:
         self.code = code

@@ -1,7 +1,7 @@
-"""Which addresses are this machine's own, and which requests come from it.
+"""Recognise the addresses of this machine, and requests that were sent by web pages of other origins.
 
-A web page of another origin can send requests to a server on its visitor's machine, and by DNS rebinding under a host name of its
-own; ``is_from_own_host`` recognises both.
+A web page of another origin can send requests to a server on its visitor's machine; with DNS rebinding, it can do so under its own
+host name. ``is_from_own_host`` detects both.
 """
 
 import ipaddress
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server at this address is reachable from this machine only."""
+    """Whether a server at this address can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -20,9 +20,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_from_own_host(hosts: Sequence[str], origins: Sequence[str], accepts: Callable[[str], bool]) -> bool:
-    """Whether a request's ``Host`` and ``Origin`` headers are exactly one host and at most one origin, all of names that are taken.
+    """Whether a request has exactly one ``Host`` header and at most one ``Origin`` header, all with accepted host names.
 
-    ``accepts``: whether a host name, without its port, is taken.
+    ``accepts``: returns whether a host name, without its port, is accepted.
     """
     if len(hosts) != 1 or len(origins) > 1:
         return False

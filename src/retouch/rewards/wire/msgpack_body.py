@@ -1,7 +1,7 @@
 """The MessagePack form of a request body: the map ``{"batch": bytes, "pictures": [bytes, ...]}`` and nothing else.
 
-It is parsed by hand, because a general parser would build any nested structure that a hostile body describes. The type codes are
-those of the MessagePack specification (github.com/msgpack/msgpack/blob/master/spec.md).
+It has its own parser, because a general parser would build any nested structure that a hostile body describes. The type codes are
+from the MessagePack specification (github.com/msgpack/msgpack/blob/master/spec.md).
 """
 
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from retouch.rewards.wire.errors import RequestError
 
 _MAP_OF_TWO = 0x82
-_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # code to the width of the length that follows
+_BINARY = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # type code: number of bytes of the length that follows
 _SHORT_TEXT, _SHORT_ARRAY, _ARRAY_16 = 0xA0, 0x90, 0xDC
 
 
 def encode_msgpack(document: bytes, images: Sequence[bytes]) -> bytes:
-    """The body, from the batch document as JSON and the images' bytes."""
+    """Encode the batch document (JSON) and the bytes of the images as a body."""
     parts = [bytes([_MAP_OF_TWO]), _text("batch"), _binary(document), _text("pictures")]
     parts += [bytes([_ARRAY_16]), len(images).to_bytes(2, "big"), *map(_binary, images)]
     return b"".join(parts)
 
 
 def decode_msgpack(body: bytes) -> tuple[memoryview, list[memoryview]]:
-    """Views of the document and of the images' bytes, without a copy. RequestError: any other structure."""
+    """Views of the document and of the images' bytes, without a copy. Raises RequestError for any other structure."""
     reader = _Reader(body)
     if reader.byte() != _MAP_OF_TWO:
         raise RequestError("bad_body")

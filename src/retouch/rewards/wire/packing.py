@@ -1,7 +1,7 @@
-"""Samples as a batch document and the bytes of its images. A task or an image that several samples share is sent once.
+"""Convert samples into a batch document and the bytes of its images. A task or an image that several samples share is sent once.
 
-Images are sent without loss: as WebP between machines, as raw pixels on one machine. Lossless WebP at its fastest setting is
-smaller than PNG and several times as fast to write. JPEG would change the pixels that the judge sees.
+Images are sent without loss: as WebP to another machine, as raw pixels on the same machine. Lossless WebP at its fastest setting is
+smaller than PNG and is written several times as fast. JPEG would change the pixels that the judge receives.
 """
 
 import io
@@ -22,7 +22,11 @@ _MAX_WEBP_SIDE = 16383
 
 @dataclass(slots=True)
 class _Packing:
-    """``numbers``: an object's id to its number. ``kept``: these objects, so that no other object gets their ids."""
+    """The parts of a batch document.
+
+    ``numbers``: the number of each object, by its ``id()``. ``kept``: references to these objects, so that their ids are not
+    reused.
+    """
 
     encoding: ImageEncoding
     heads: list[PictureHead] = field(default_factory=list)
@@ -68,9 +72,10 @@ class _Packing:
 def pack(
     samples: Sequence[Sample], ids: Sequence[str], *, encoding: ImageEncoding, rewards: Sequence[str] | None = None
 ) -> tuple[bytes, list[bytes]]:
-    """The batch document as JSON, and the images' bytes in the order of their numbers.
+    """The batch document as JSON, and the bytes of the images in the order of their numbers.
 
-    ``ids``: one for each sample. ``rewards``: those to ask, None for all. ValueError: a task's meta is not JSON.
+    ``ids``: one for each sample. ``rewards``: the names of the rewards to ask, None for all. Raises ValueError if a task's ``meta``
+    is not JSON.
     """
     packing = _Packing(encoding)
     try:
@@ -81,18 +86,19 @@ def pack(
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"a task cannot be sent to a reward server: {place}: {first['msg']}; make its meta plain JSON") from None
+        raise ValueError(f"a task cannot be sent to a reward server: {place}: {first['msg']}; use plain JSON in meta") from None
     asked = None if rewards is None else list(rewards)
     batch = BatchDocument(tasks=packing.tasks, items=items, pictures=packing.heads, rewards=asked)
     try:
         document = json.dumps(batch.model_dump(exclude_defaults=True), allow_nan=False).encode()
     except ValueError:
-        raise ValueError("a task's meta holds NaN or an infinite number, which JSON does not have; write null or a text") from None
+        raise ValueError("a task's meta contains NaN or infinity, which JSON does not have; write null or a text") from None
     return document, packing.blobs
 
 
 def encode_image(image: Image, encoding: ImageEncoding) -> tuple[PictureHead, bytes]:
-    """The image's description and bytes. Modes other than RGB and L become RGB; colour profiles and EXIF data are removed."""
+    """The description and the bytes of an image. Modes other than RGB and L are converted to RGB; colour profiles and EXIF data are
+    removed."""
     plain = image if image.mode in ("RGB", "L") else image.convert("RGB")
     mode: Literal["RGB", "L"] = "L" if plain.mode == "L" else "RGB"
     if encoding == "raw":

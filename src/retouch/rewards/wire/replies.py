@@ -1,7 +1,7 @@
-"""The reply of ``POST /v1/score``, and the checks that it must pass before any of its scores is used.
+"""The reply of ``POST /v1/score``, and the checks that a reply must pass before any of its scores is used.
 
 ``{"judges": {reward: [fingerprint]}, "items": [{"id", "scores": {column: number or null}, "errors": {reward: code}}]}``.
-Null means "could not be judged". A column is absent only where its reward has an error for the item. Items come in any order.
+Null means "could not be judged". A column is absent only if its reward has an error for the item. Items may be in any order.
 
 Reading a reply takes memory in proportion to what was requested: the number of JSON values is bounded before it is parsed.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from retouch.rewards.wire.schema import LARGEST
 from retouch.types import Column
 
-_NODES, _NODES_OF_ITEM = 1000, 16  # JSON values in a reply, besides two for each column and reward of an item
+_NODES, _NODES_OF_ITEM = 1000, 16  # JSON values per reply and per item, plus two per item for each column and reward
 
 
 class InvalidReply(ValueError):
@@ -25,7 +25,7 @@ class InvalidReply(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedReply:
-    """What a valid reply contains. ``judges``: each reward's fingerprint; ``owner``: each column's reward."""
+    """What a valid reply contains. ``judges``: the fingerprint of each reward. ``owner``: the reward of each column."""
 
     columns: Mapping[str, Column]
     owner: Mapping[str, str]
@@ -34,14 +34,14 @@ class ExpectedReply:
 
 @dataclass(frozen=True, slots=True)
 class ItemScores:
-    """One item's columns, NaN if one could not be judged or its reward failed. ``failed``: the rewards that failed."""
+    """The scores of one item, NaN if a column could not be judged or its reward failed. ``failed``: the rewards that failed."""
 
     scores: Mapping[str, float]
     failed: frozenset[str]
 
 
 def read_reply(body: bytes, ids: Collection[str], expected: ExpectedReply) -> dict[str, ItemScores]:
-    """The scores by id. InvalidReply if any check fails: a reply with one error is rejected as a whole."""
+    """The scores by id. Raises InvalidReply if any check fails: a reply with a single error is rejected as a whole."""
     wanted = _NODES_OF_ITEM + 2 * (len(expected.columns) + len(expected.judges))
     reply = _parse(body, most=_NODES + len(ids) * wanted)
     judges, items = reply.get("judges"), reply.get("items")
@@ -62,7 +62,7 @@ def read_reply(body: bytes, ids: Collection[str], expected: ExpectedReply) -> di
 
 
 def in_range(value: float, column: Column) -> bool:
-    """Whether a value is in the column's range, whose ends are rounded to float32 as scores are."""
+    """Whether a value is in the range of the column. The ends of the range are rounded to float32, like scores."""
     return float(np.float32(column.low)) <= value <= float(np.float32(column.high))
 
 
@@ -103,7 +103,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object. ValueError: it has a key twice, so that two readers could see two scores."""
+    """The object as a dictionary. Raises ValueError for a repeated key, because two parsers could read two different scores."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError("a key is repeated")

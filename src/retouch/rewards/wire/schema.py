@@ -12,7 +12,7 @@ VERSION: Literal[1] = 1
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
 SERVICE: Literal["retouch"] = "retouch"
 LARGEST = 1e9
-"""The largest absolute value of a score: far above any real scale, and its square is still finite in float32."""
+"""The largest absolute value of a score: far above any scale in use, and its square is still finite in float32."""
 
 Form: TypeAlias = Literal["encoded", "raw"]
 Id: TypeAlias = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
@@ -39,7 +39,7 @@ class PictureHead(_Part):
 
 
 class TaskHead(_Part):
-    """A task, with the numbers of its images. The fields are those of ``retouch.types.Task``."""
+    """A task, with the numbers of its images. It has the fields of ``retouch.types.Task``."""
 
     id: str
     instruction: str
@@ -53,7 +53,8 @@ class TaskHead(_Part):
 
 
 class BatchItem(_Part):
-    """One sample: the number of its task and of its image, null if the policy made none. ``id`` is returned with its scores."""
+    """One sample: the numbers of its task and of its image, null if the policy made no image. ``id`` is returned with the
+    scores."""
 
     id: Id
     task: Number
@@ -75,7 +76,7 @@ class _InfoPart(BaseModel):
 
 
 class ColumnInfo(_InfoPart):
-    """A column as ``retouch.types.Column`` declares it. Its range is finite and within ``LARGEST``."""
+    """A column, with the fields of ``retouch.types.Column``. Its range is finite and within ``LARGEST``."""
 
     low: Bound
     high: Bound
@@ -90,7 +91,7 @@ class ColumnInfo(_InfoPart):
 
 
 class RewardInfo(_InfoPart):
-    """A hosted reward. ``kind``: its class. ``fingerprint``: changes with its code, its arguments and its rubric."""
+    """A hosted reward. ``kind``: its class. ``fingerprint``: a hash that changes with its code, its arguments and its rubric."""
 
     name: Name
     kind: Annotated[str, Field(max_length=512)]

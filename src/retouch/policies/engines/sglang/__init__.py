@@ -1,5 +1,5 @@
-"""SGLang-Diffusion as an engine of denoising chains: its server samples, and the policy measures what it sampled.
+"""SGLang-Diffusion as an engine of denoising chains: its server samples chains, and the policy computes their log-probabilities.
 
-``section`` is the recipe's section, ``wire`` the requests and what is checked of the responses, ``weights`` the updates of the
-server's weights. May import ``policies.engines``.
+``section`` is the recipe section, ``wire`` the requests and the validation of responses, ``weights`` the updates of the server's
+weights. May import ``policies.engines``.
 """

@@ -1,6 +1,6 @@
 """Reads MessagePack, the format of the server's responses: maps, lists, texts, bytes, numbers, booleans and nil.
 
-Source: the MessagePack specification (github.com/msgpack/msgpack, spec.md). Extension types are refused.
+Source: the MessagePack specification (github.com/msgpack/msgpack, spec.md). Extension types raise ValueError.
 """
 
 import struct
@@ -35,7 +35,7 @@ _SIZED = {
 
 
 def unpack(body: bytes) -> Any:
-    """The one value in ``body``; bytes are views of it. ValueError for anything else."""
+    """Parse the single value in ``body``; bytes are views of it. Raises ValueError if ``body`` is anything else."""
     reader = _Reader(memoryview(body))
     value = reader.value(_DEEPEST)
     if reader.place != len(body):
@@ -49,7 +49,7 @@ class _Reader:
         self.place = 0
 
     def value(self, depth: int) -> Any:
-        """The value that begins at ``place``, which moves to its end. ``depth``: how deeply lists and maps may be nested."""
+        """Read the value at ``place``, and move ``place`` to its end. ``depth``: how deeply lists and maps may be nested."""
         code = self.take(1)[0]
         if code <= 0x7F:
             return code
@@ -83,7 +83,7 @@ class _Reader:
         for _ in range(size):
             key = self.value(depth - 1)
             if not isinstance(key, str):
-                raise ValueError("a key that is no text")
+                raise ValueError("a key that is not text")
             found[key] = self.value(depth - 1)
         return found
 

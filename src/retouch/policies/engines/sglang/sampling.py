@@ -23,17 +23,17 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Promptable(Protocol):
-    """What a model must have for a server to sample in its place. ``NEGATIVE``: the prompt of the unconditional branch."""
+    """What a model must have so that a server can sample in its place. ``NEGATIVE``: the prompt of the unconditional branch."""
 
     NEGATIVE: str
 
 
 class SglangSampling:
-    """Requests the chains of a batch from a server: one request for at most ``images`` rows of a task (implements
+    """Requests the chains of a batch from a server, with at most ``images`` rows of one task per request (implements
     ``DenoisingEngine``).
 
-    ``connect``: opens a new connection. ``weights``: loads the policy's into the server. ``any_rank``: whether a flag is true on at
-    least one rank. ``release``: what ``close`` calls.
+    ``connect``: opens a new connection. ``weights``: loads the policy's weights into the server. ``any_rank``: tells whether a flag
+    is true on at least one rank. ``release``: called by ``close``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SglangSampling:
         self._release = release
 
     def sample_chains(self, batch: Batch, conditioning: Conditioning, request: ChainRequest) -> Chains:
-        """EngineFault, on all ranks, if the server fails on one of them, sends an invalid response, or loses its weights twice."""
+        """Sample the chains. EngineFault on all ranks if the server fails, answers invalidly, or loses its weights twice."""
 
         def sample() -> list[ServedChain]:
             return concurrently(
@@ -70,9 +70,7 @@ class SglangSampling:
                 self._on_all_ranks(lambda: self._weights.reload(client))
                 rows = self._on_all_ranks(sample)
                 if self._has_lost(client):
-                    raise EngineFault(
-                        f"{client.server} lost the weights again as soon as they were loaded; does another run use it?"
-                    )
+                    raise EngineFault(f"{client.server} lost the weights again after they were reloaded; does another run use it?")
         return Chains(
             latents=torch.stack([row.latents for row in rows]),
             outputs=torch.stack([row.output for row in rows]),
@@ -103,16 +101,16 @@ class SglangSampling:
             raise EngineFault(f"{client.server} gave an invalid response: {invalid}") from None
 
     def _has_lost(self, client: Client) -> bool:
-        """Whether the server had other weights than the policy's at some time of the rollout of any rank."""
+        """Whether any rank finds that the server has other weights than the policy."""
         return self._any_rank(self._on_all_ranks(lambda: self._weights.has_lost(client)))
 
     def _on_all_ranks(self, work: Callable[[], T]) -> T:
-        """The result of ``work``; EngineFault on all ranks if it raised one on any rank. All ranks must make this call."""
+        """The result of ``work``. Raises EngineFault on all ranks if ``work`` raised it on any rank. All ranks must call this."""
         fault: EngineFault | None = None
         try:
             result = work()
         except EngineFault as found:
             fault = found
         if self._any_rank(fault is not None):
-            raise fault or EngineFault("the SGLang server failed another rank; that rank's log says how")
+            raise fault or EngineFault("the SGLang server failed on another rank; see the log of that rank")
         return result

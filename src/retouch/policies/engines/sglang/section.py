@@ -1,4 +1,4 @@
-"""The recipe's section of an SGLang-Diffusion server. It imports neither torch nor httpx before it is built."""
+"""The recipe section of an SGLang-Diffusion server. torch and httpx are imported only when it is built."""
 
 import importlib.util
 import json
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     from retouch.policies.engines.client import Client
 
 READ = "0.5.23"
-"""The version of SGLang whose sources this follows."""
+"""The version of SGLang whose source code this engine follows."""
 FAMILIES = ("qwen-image", "flux", "sd3")
-"""Models that SGLang's server samples with the schedule, the prompts and the guidance of diffusers."""
+"""The models for which SGLang's server uses the schedule, the prompts and the guidance of diffusers."""
 EMBEDDED_GUIDANCE = 3.5
-"""The guidance input that the server gives FLUX.1-dev; no request can change it."""
+"""The guidance value that the server passes to FLUX.1-dev; requests cannot change it."""
 UNTESTED = "this engine is tested against the sources of SGLang 0.5.23, and has not been run against a server, which needs a GPU"
 _JOINED = ("add_q_proj", "add_k_proj", "add_v_proj")
-"""Projections of Qwen-Image's text tokens, which are one layer in SGLang."""
+"""The projections of Qwen-Image's text tokens that are one layer in SGLang."""
 _LARGEST_RESPONSE = 4 * 2**30
 _STARTING = "start the server as docs/engines.md says"
 log = logging.getLogger("retouch")
 
 
 class SglangEngine(ServerSection, ChainEngineSection):
-    """An SGLang-Diffusion server, into which the adapter or all weights are loaded after each update. For Qwen-Image, FLUX.1 and
-    Stable Diffusion 3, text to image.
+    """An SGLang-Diffusion server, into which the adapter or all weights are loaded after each update. Supports text-to-image with
+    Qwen-Image, FLUX.1 and Stable Diffusion 3.
 
-    Tested against the sources of SGLang 0.5.23, and not run against a server yet, because that needs a GPU (docs/engines.md).
+    Tested against the source code of SGLang 0.5.23, but not run with a server, which needs a GPU (docs/engines.md).
 
     Source: SGLang (Zheng et al. 2024, arXiv 2312.07104), its rollout interface.
     """
@@ -54,16 +54,16 @@ class SglangEngine(ServerSection, ChainEngineSection):
     client = MappingProxyType({"kind": "SGLang", "key": None, "max_bytes": _LARGEST_RESPONSE})
     kind: Literal["sglang"] = "sglang"
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+/?$")]
-    """Address of the server, ``http://127.0.0.1:30000`` say. It has no key, so keep it away from others."""
+    """Address of the server, for example ``http://127.0.0.1:30000``. The server has no key, so nobody else may reach it."""
     images: Count = 8
-    """Images of one request. A response holds their states and decoded images: about 10 MB for each image of 1024 pixels, and 1 MB
-    for each action of it."""
+    """Number of images per request. A response contains their states and the decoded images: about 10 MB for each image of 1024
+    pixels, and 1 MB for each of its actions."""
     timeout: Positive = 1800.0
-    """As for every server; images take longer than tokens."""
+    """Seconds without any data from the server after which a request is sent again. Images take longer than tokens."""
 
     def build(self, model: DenoisingModel, context: EngineContext) -> DenoisingEngine:
-        """The engine. ValueError if httpx is not installed, or the server cannot sample for this model."""
-        self.connect().close()  # a missing httpx is noticed first
+        """Build the engine. Raises ValueError if httpx is not installed, or if the server cannot sample for this model."""
+        self.connect().close()  # first, so that a missing httpx is reported before anything else
         from retouch.models.common.wrappers import ModelWrapper
         from retouch.policies.engines.publishing import release_weights, remove_folder
         from retouch.policies.engines.sglang.sampling import Promptable, SglangSampling
@@ -97,7 +97,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
         if release is not None:
             if own is not None:
                 remove_folder(own)
-            weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
+            weakref.finalize(engine, release)  # for callers that never close the engine
         return engine
 
     def problems(
@@ -115,21 +115,21 @@ class SglangEngine(ServerSection, ChainEngineSection):
             yield f"{key}.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {model.kind}; remove the engine"
         if transition not in ("sde", "cps"):
             ode = transition == "ode"
-            why = "has no log-probabilities by which its server could be checked" if ode else "is none of SGLang's"
+            why = "has no log-probabilities, with which the server is checked" if ode else "is not supported by SGLang"
             yield f"{key}.transition.kind: {transition} {why}; use sde or cps, or remove the engine"
         elif not noise_level:
             yield f"{key}.transition.noise_level: SGLang has no log-probabilities without noise; use more than 0"
         if shared_noise:
-            yield f"{key}.shared_noise: SGLang draws other noise for each image; remove it, or the engine"
+            yield f"{key}.shared_noise: SGLang draws different noise for each image; remove it, or the engine"
         if branches:
-            yield f"{key}.window.mode: in SGLang no images share a chain; use window, or remove the engine"
+            yield f"{key}.window.mode: in SGLang, images cannot share steps of a chain; use window, or remove the engine"
         if getattr(model, "guidance", None) not in (None, EMBEDDED_GUIDANCE):
             yield f"policy.model.guidance: SGLang's server gives FLUX {EMBEDDED_GUIDANCE}; use null, or remove the engine"
         lora = train.lora
         if not isinstance(train, FullWeights) and lora is not train:
             yield f"policy.train.kind: {getattr(train, 'kind', 'this')} cannot be loaded into SGLang; use lora or full"
         elif lora is not None and not float(lora.alpha).is_integer():
-            yield f"policy.train.alpha: SGLang takes whole numbers, and not {lora.alpha:g}"
+            yield f"policy.train.alpha: SGLang accepts only whole numbers, not {lora.alpha:g}"
         if lora is not None and model.kind == "qwen-image":
             targets = lora.layers(model.lora_targets)
             found = [name for name in _JOINED if any(f".attn.{name}".endswith(f".{target}") for target in targets)]
@@ -140,7 +140,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
                 )
 
     def diagnose(self, *, base_model: str | None, full_weights: bool) -> Iterator[Diagnosis]:
-        """Whether the server answers, serves the base model, samples rollouts, and lets weights be loaded and compared."""
+        """Check that the server answers, serves the base model, samples rollouts, and can load and compare weights."""
         try:
             client = self.impatient().connect()
         except ValueError as error:
@@ -155,7 +155,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
             try:
                 info = json.loads(client.get("/server_info"))
                 version, path = str(info["version"]), str(info["model_path"])
-                # A body without a prompt is refused where there are rollouts.
+                # A server with rollouts refuses a body without a prompt.
                 rollouts = _refusal(client, GENERATE) == 422
                 (client.post(CHECKSUM, {"module_names": []}) if full_weights else client.get(LIST_LORAS))
             except (EngineFault, RequestRefused, ValueError, KeyError, TypeError) as fault:
@@ -174,7 +174,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
 
 
 def _refusal(client: "Client", path: str) -> int | None:
-    """The status with which the server refuses an empty body; None if it takes it."""
+    """The HTTP status with which the server refuses an empty body; None if it accepts it."""
     from retouch.policies.engines.client import RequestRefused
 
     try:

@@ -1,7 +1,7 @@
-"""The policy's weights in an SGLang-Diffusion server: the LoRA, or all of the transformer's.
+"""Publishes the policy's weights to an SGLang-Diffusion server: the LoRA, or all weights of the transformer.
 
-The server says after each load what it has, and again after each rollout, so that a server that was restarted, or that another
-client changed, is noticed before what it sampled is used.
+The server is asked which weights it has after each load, and again after each rollout. So a server that was restarted, or changed
+by another client, is detected before its samples are used.
 """
 
 import json
@@ -27,25 +27,25 @@ class ConfirmedPublisher(WeightPublisher[str]):
         return name
 
     def unload(self, client: Client, name: str) -> None:
-        """The next weights replace these, and the server has no request that removes them."""
+        """Do nothing: the next weights replace these, and SGLang has no request that removes weights."""
 
     def has_lost(self, client: Client) -> bool:
-        """Whether the server has other weights than were loaded last. False on every rank but the first, which loads them."""
+        """Whether the server has other weights than were loaded last. Always False on all ranks but the first, which loads them."""
         assert self._loaded is not None, "the weights were published"
         return self._first and not self.confirms(client, self._loaded)
 
     def reload(self, client: Client) -> None:
-        """Load the weights of the last ``publish`` again, where this rank loads them. EngineFault."""
+        """Load the weights of the last ``publish`` again, if this rank loads weights. Raises EngineFault if this fails."""
         if self._first:
             self.restore(client)
 
     @abstractmethod
     def confirms(self, client: Client, name: str) -> bool:
-        """Whether the server says that it has these weights, and no others. EngineFault if it cannot be asked."""
+        """Whether the server reports that it has exactly these weights. Raises EngineFault if it does not answer."""
 
     def _require(self, client: Client, name: str) -> None:
         if not self.confirms(client, name):
-            raise EngineFault(f"{client.server} says that it loaded {self._folder / name}, and then that it has other weights")
+            raise EngineFault(f"{client.server} reports that it loaded {self._folder / name}, but then that it has other weights")
 
     def _refused(self, client: Client, name: str, why: object) -> EngineFault:
         return EngineFault(
@@ -57,8 +57,8 @@ class ConfirmedPublisher(WeightPublisher[str]):
 class LoraPublisher(ConfirmedPublisher):
     """Keeps the server's adapter equal to the policy's. ``save`` writes PEFT's format.
 
-    All adapters of a run have one name, since the server frees an adapter only when one of the same name replaces it. It is not
-    merged into the base weights: in 16 bits, merging rounds away most of a small update.
+    All adapters of a run have the same name, because the server frees an adapter only when another adapter with its name replaces
+    it. The adapter is not merged into the base weights: in 16 bits, merging would round away most of a small update.
     """
 
     def load(self, client: Client, name: str) -> None:
@@ -89,8 +89,8 @@ class LoraPublisher(ConfirmedPublisher):
 class TransformerPublisher(ConfirmedPublisher):
     """Keeps all weights of the server's transformer equal to the policy's. ``save`` writes diffusers' layout into ``transformer``.
 
-    The server's checksum is over its own names and its own type, so it cannot be computed here. It must change with each update,
-    and stay the same until the next.
+    The server's checksum depends on its own parameter names and number type, so it cannot be computed here. It is checked that the
+    checksum changes with each update, and stays the same until the next update.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -107,9 +107,9 @@ class TransformerPublisher(ConfirmedPublisher):
             raise self._refused(client, name, reply.get("message"))
         checksum = self._checksum(client)
         if checksum in [known for weights, known in self._checksums.items() if weights != name]:
-            raise EngineFault(f"{client.server} says that it loaded {self._folder / name}, and its weights are those of before")
+            raise EngineFault(f"{client.server} reports that it loaded {self._folder / name}, but its weights did not change")
         if self._checksums.get(name, checksum) != checksum:
-            raise EngineFault(f"{client.server} loaded {self._folder / name} twice, and has other weights than the first time")
+            raise EngineFault(f"{client.server} loaded {self._folder / name} twice, but has other weights than the first time")
         self._checksums = {name: checksum}
 
     def confirms(self, client: Client, name: str) -> bool:
@@ -118,12 +118,12 @@ class TransformerPublisher(ConfirmedPublisher):
     def _checksum(self, client: Client) -> str:
         found = _ask(client, CHECKSUM, {"module_names": [TRANSFORMER]}).get(TRANSFORMER)
         if not isinstance(found, str) or not _SHA256.fullmatch(found):
-            raise EngineFault(f"{client.server} gives no checksum of its transformer, but {found!r}")
+            raise EngineFault(f"{client.server} returned no checksum of its transformer, but {found!r}")
         return found
 
 
 def _ask(client: Client, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    """The JSON object of a response. EngineFault if the server refuses, or answers anything else."""
+    """The JSON object of a response. Raises EngineFault if the server refuses, or answers anything else."""
     try:
         return _document(client, client.get(path) if body is None else client.post(path, body))
     except RequestRefused as refused:
@@ -135,4 +135,4 @@ def _document(client: Client, body: bytes) -> dict[str, Any]:
         document = json.loads(body)
         if isinstance(document, dict):
             return document
-    raise EngineFault(f"{client.server} did not answer with a JSON object; it is no server of SGLang-Diffusion")
+    raise EngineFault(f"{client.server} did not answer with a JSON object; it is not an SGLang-Diffusion server")

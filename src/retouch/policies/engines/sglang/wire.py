@@ -1,7 +1,7 @@
 """Requests to an SGLang-Diffusion server (``POST /rollout/generate``) and the validation of its responses.
 
-The interface is that of SGLang 0.5.23 (``sglang/multimodal_gen/runtime/entrypoints/post_training``). A request describes every
-sampling parameter for which the server might have another default. A response with any fault is rejected as a whole.
+The interface is that of SGLang 0.5.23 (``sglang/multimodal_gen/runtime/entrypoints/post_training``). A request sets every sampling
+parameter for which the server might have another default. A response with any fault is rejected as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,12 +44,12 @@ class RolloutRequest:
 
     @property
     def states(self) -> list[int]:
-        """The numbers of the states that are returned: those around the actions, and the last one."""
+        """The numbers of the states that the server returns: the states before and after each action, and the last state."""
         actions = self.chain.actions
         return sorted({*range(actions.start, actions.stop + 1), self.num_steps})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body. Both names of the guidance scale are set, since families read different ones."""
+        """The JSON body. Both names of the guidance scale are set, because model families read different names."""
         chain, (height, width) = self.chain, self.size
         return {
             "prompt": self.prompt,
@@ -65,7 +65,7 @@ class RolloutRequest:
             "rollout": True,
             "rollout_sde_type": chain.transition,
             "rollout_noise_level": chain.noise_level,
-            # For cps, the policy's log-probability has neither variance nor constants.
+            # For cps, the policy's log-probability contains neither the variance nor the constants.
             "rollout_log_prob_no_const": chain.transition == "cps",
             "rollout_debug_mode": False,
             "rollout_return_denoising_env": False,
@@ -86,23 +86,23 @@ class ServedChain:
 
 
 def parse_rollout(body: bytes, request: RolloutRequest) -> list[ServedChain]:
-    """The ``count`` chains, in order. InvalidResponse for any fault."""
+    """The ``count`` chains, in order. Raises InvalidResponse for any fault."""
     try:
         rows = unpack(body)
     except (ValueError, RecursionError) as error:
-        raise InvalidResponse(f"no MessagePack: {error}") from None
+        raise InvalidResponse(f"not MessagePack: {error}") from None
     if not isinstance(rows, list) or len(rows) != request.count:
-        found = f"{len(rows)} images" if isinstance(rows, list) else "no list of images"
-        raise InvalidResponse(f"{found} where {request.count} were requested")
+        found = f"{len(rows)} images" if isinstance(rows, list) else "not a list of images"
+        raise InvalidResponse(f"{found}, but {request.count} images were requested")
     chains = [_chain(row, request) for row in rows]
     if any(torch.equal(one.latents, other.latents) for one, other in combinations(chains, 2)):
-        raise InvalidResponse("two images with the same states, though each has a seed of its own")
+        raise InvalidResponse("two images with the same states, although each has its own seed")
     return chains
 
 
 def _chain(row: Any, request: RolloutRequest) -> ServedChain:
     if not isinstance(row, Mapping):
-        raise InvalidResponse("an image that is no map")
+        raise InvalidResponse("an image that is not a map")
     if row.get("prompt") != request.prompt or row.get("seed") != request.seed:
         raise InvalidResponse("an image of another prompt or seed than was requested")
     trajectory = row.get("dit_trajectory")
@@ -113,7 +113,7 @@ def _chain(row: Any, request: RolloutRequest) -> ServedChain:
     expected = chain.sigmas.cpu()
     if (off := (sigmas - expected).abs().max().item()) > _SIGMA_TOLERANCE:
         raise InvalidResponse(
-            f"its sigmas are off from the policy's by up to {off:.2g}: its scheduler_config.json or its flow shift is another"
+            f"its sigmas are off from the policy's by up to {off:.2g}: it has another scheduler_config.json or another flow shift"
         )
     times = _tensor(trajectory.get("timesteps"), "dit_trajectory.timesteps", (len(states),))
     if not torch.allclose(times, expected[states] * _TIMESTEPS, rtol=1e-4, atol=1e-2):
@@ -124,20 +124,20 @@ def _chain(row: Any, request: RolloutRequest) -> ServedChain:
     stochastic[list(chain.actions)] = True
     # The server reports exactly 0 for a deterministic step.
     if not torch.equal(log_probs != 0, stochastic):
-        raise InvalidResponse("other steps were stochastic than were requested")
+        raise InvalidResponse("other steps than requested were stochastic")
     return ServedChain(latents[: len(chain.actions) + 1], latents[-1], log_probs[stochastic])
 
 
 def _tensor(value: Any, name: str, shape: Sequence[int]) -> Tensor:
-    """A tensor of this shape in fp32, all of it finite."""
+    """The tensor ``value`` in fp32. Raises InvalidResponse if it has another shape or a value that is not finite."""
     if not isinstance(value, Mapping) or not isinstance(value.get("data"), memoryview):
         raise InvalidResponse(f"no tensor {name}")
     try:
         tensor = load(bytes(value["data"]))["t"]
     except (SafetensorError, KeyError) as error:
-        raise InvalidResponse(f"{name} is no tensor: {type(error).__name__}") from None
+        raise InvalidResponse(f"{name} is not a tensor: {type(error).__name__}") from None
     if tuple(tensor.shape) != tuple(shape):
-        raise InvalidResponse(f"{name} has the shape {tuple(tensor.shape)}, and {tuple(shape)} was expected")
+        raise InvalidResponse(f"{name} has the shape {tuple(tensor.shape)}, but {tuple(shape)} was expected")
     if not tensor.is_floating_point() or not tensor.isfinite().all():
-        raise InvalidResponse(f"{name} has a value that is no finite number")
+        raise InvalidResponse(f"{name} has a value that is not a finite number")
     return tensor.float()
