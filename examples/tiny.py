@@ -32,13 +32,13 @@ def sd3() -> dict[str, Any]:
 
 def enhancer() -> dict[str, Any]:
     """A tiny Qwen2-VL that writes prompts, and the text-to-image model that draws them."""
-    from retouch.data.playground.paintings import PaintingData
+    from retouch.data.playground.paintings import TextToImageData
 
     return {
         **RUN,
         "model": retouch.models.PlaygroundEnhancer(),
         "renderer": {"model": retouch.models.PlaygroundTextToImage(), "num_steps": 2, "batch": 8},
-        "train_dataset": PaintingData(complexity={1: 1.0, 2: 1.0}, count=100),
+        "train_dataset": TextToImageData(complexity={1: 1.0, 2: 1.0}, count=100),
         "rollout": {"kind": "tokens", "max_new_tokens": 26},
     }
 

@@ -23,7 +23,7 @@ def run(target: Target) -> Iterator[Finding]:
     with _one_rank(target):
         norms, weights = _train(target, sharded=False)
         for waits, how in ((False, ""), (True, ", weights wait in CPU memory")):
-            sharded_norms, sharded_weights = _train(target, sharded=True, weights_wait=waits)
+            sharded_norms, sharded_weights = _train(target, sharded=True, weights_on_cpu=waits)
             pairs = zip(norms, sharded_norms, strict=True)
             yield at_most(f"gradient norm, relative difference{how}", max(abs(a - b) / a for a, b in pairs), LIMIT)
             assert weights.keys() == sharded_weights.keys()
@@ -31,13 +31,13 @@ def run(target: Target) -> Iterator[Finding]:
             yield at_most(f"trained weights after two steps, relative difference{how}", worst, LIMIT)
 
 
-def _train(target: Target, *, sharded: bool, weights_wait: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+def _train(target: Target, *, sharded: bool, weights_on_cpu: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """The gradient norms of the steps, and the fp32 master weights after them."""
     built = build(SD3_SHORT, target)
     module, ranks, options = built.parts.model.module, built.parts.ranks, built.recipe.optimizer.options
     stepper: Stepper = built.stepper
     if sharded:
-        shard(module, ranks, weights_wait=weights_wait)
+        shard(module, ranks, weights_on_cpu=weights_on_cpu)
         stepper = FsdpStepper(module, ranks, **options)
     norms = [_step(built, stepper, number) for number in range(STEPS)]
     state = stepper.state()

@@ -80,7 +80,7 @@ def _rollout(recipe: Recipe, step: int) -> tuple[int, int]:
     """Evaluations of a step's rollout, and the actions of a sample that train."""
     (phase,) = recipe.resolved_phases()
     rollout: Any = phase.rollout
-    if rollout.writes_tokens:
+    if rollout.is_autoregressive:
         renderer: Any = recipe.renderer
         images = getattr(renderer, "num_steps", 0) * (1 + (getattr(renderer, "guidance_scale", 1.0) > 1))
         return phase.rows * (1 + images), 1

@@ -277,6 +277,10 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
         ("step,group,slot,rating\n1,0,0,good\n", "line 2: could not convert"),
         ("step,group,slot,rating\n1,0,0,nan\n", "not a finite number"),
         ("image,rating\n../nothing.png,3\n", "no file ../nothing.png"),
+        ("image,rating\na.png\n", "line 2: `rating` is empty"),
+        ("step,group,slot,rating\n1,0,0,3\n1\n", "line 3: `group` is empty"),
+        ("sha256,rating\n,3\n", "line 2: `sha256` is empty"),
+        ("rating,image\n3\n", "line 2: `image` is empty"),
     ],
 )
 def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
@@ -384,6 +388,16 @@ def test_scores_that_are_wrong_are_taken_out_of_use_and_their_cost_stays(tmp_pat
     after = ask(run, "cost")["asked"]
     assert [each["calls"] for each in after] == [each["calls"] for each in before]
     assert ask(run, "expel", *words)["answers"] == []
+
+
+def test_answers_of_a_judge_are_found_by_the_steps_of_their_samples(tmp_path, ask):
+    """The samples of a reward that asks a judge have the fingerprint of the reward, which is not that of the judge."""
+    run = poisoned(tmp_path)
+    with closing(Database(ledger_path(run, 0))) as database, database.writing() as connection:
+        connection.execute("UPDATE samples SET judge = 'a reward'")
+    found = ask(run, "expel", "--judge", "gpt, typed", "--steps", "2:3")
+    assert (len(found["samples"]), len(found["answers"])) == (0, 2)
+    assert in_use(run) == ([1, 2, 3], ["c0"])
 
 
 def test_a_poisoned_answer_is_never_used_even_before_it_is_expelled(tmp_path):

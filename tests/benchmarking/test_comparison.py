@@ -1,6 +1,7 @@
 """Comparisons: equal models seldom differ, a difference is found and paired, and the page shows where."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_the_page_shows_the_items_that_differ_most_first(tmp_path: Path) -> None
     assert text.count("data:image/png") == 9, "source, A and B of three items"
     assert "| all | 12 | overall |" in str(found)
     assert set(found.about["table"]) == {"all", "1 edit", "2 edits", "3 edits"}
+
+
+def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path: Path) -> None:
+    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+    rows = folders[1] / "scores" / "own" / "rows.jsonl"
+    first, *others = [json.loads(line) for line in rows.read_text().splitlines()]
+    first["scores"] = dict.fromkeys(first["scores"])
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
+    text = compare(*folders, top=12).page.read_text()
+    assert text.count("no score") == 2, "of B, and of the difference"
+    assert "nan" not in read(text).words
 
 
 def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from retouch import cli
 from retouch.benchmarks.kinds import SUITES, find_suite
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch.config import consent
@@ -86,6 +87,14 @@ def test_suites_are_found_by_name_and_take_options() -> None:
         suite.items(Path("x"))
     with pytest.raises(ValueError, match="name one with --judge"):
         require_judge(suite, None)
+
+
+@pytest.mark.parametrize("judge", ['{"kind": "endpoint"', ' {"kind": "viescore", }', "{"])
+def test_a_judge_that_is_broken_json_is_the_users_mistake(judge: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "playground", "--images", "nowhere", "--judge", judge]) == 2
+    error = capsys.readouterr().err
+    assert f"{judge!r} is not JSON; use a reward section as in a recipe, or a name" in error
+    assert "Traceback" not in error
 
 
 def test_every_suite_says_what_it_is() -> None:

@@ -162,7 +162,10 @@ def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys: pytes
     assert cli.main(["completion", "zsh"]) == 0
     assert "bashcompinit" in capsys.readouterr().out
     assert cli.main(["completion", "fish"]) == 0
-    assert "complete -c retouch -n '__fish_seen_subcommand_from train' -l fresh" in capsys.readouterr().out
+    script = capsys.readouterr().out
+    assert "complete -c retouch -n '__fish_seen_subcommand_from train' -l fresh" in script
+    assert "95 % intervals" in script
+    assert "%%" not in script
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/below"])

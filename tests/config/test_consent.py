@@ -22,7 +22,7 @@ from retouch.inference.opening import open_target
 from retouch.models.language import ImportedLanguageModel
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import load, parse
-from retouch.recipe.reward_words import parse_reward
+from retouch.recipe.reward_arguments import parse_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards.imported import ImportedReward
 

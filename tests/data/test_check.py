@@ -160,6 +160,15 @@ def test_bad_csv_lines_are_named_by_their_first_line(photos):
     ]
 
 
+def test_a_csv_header_that_is_not_csv_is_a_problem(photos):
+    (photos / "metadata.csv").write_text('"file"name,instruction\na.png,x\n')
+    (problem,) = check(photos)
+    assert (problem.severity, problem.what.split("metadata.csv")[1]) == (
+        "error",
+        ":1: the header is not CSV: ',' expected after '\"'",
+    )
+
+
 def test_a_path_that_holds_no_data_set_is_a_problem_of_its_own(tmp_path):
     (problem,) = check(tmp_path / "none")
     assert problem == Problem(str(tmp_path / "none"), 0, f"{tmp_path / 'none'}: no such file or folder")

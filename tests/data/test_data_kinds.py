@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -44,6 +45,17 @@ class Changing(Numbers):
     def build(self, context: DataContext) -> DataSets:
         self.made.append(1)
         return DataSets(_tasks(range(len(self.made))), _tasks(range(100, 102)))
+
+
+class SharesItsSecondImages(Numbers):
+    """Its held-out tasks have source images of training tasks, in another place."""
+
+    def build(self, context: DataContext) -> DataSets:
+        first, second = (Image.new("RGB", (8, 8), (255, k, 0)) for k in range(2))
+        train = [replace(task, images=(*task.images, first)) for task in _tasks(range(2))]
+        return DataSets(
+            train, [replace(task, images=(first if k else second, *task.images)) for k, task in enumerate(_tasks((4, 5)))]
+        )
 
 
 class Wrong(Numbers):
@@ -109,6 +121,7 @@ def test_the_contract_finds_what_is_broken() -> None:
         (Numbers(shared=True), "ids of training tasks"),
         (Changing(), "the tasks differ"),
         (Wrong(), "contents says target True"),
+        (SharesItsSecondImages(), r"held-out tasks have the source images of training tasks: \['n/5'\]"),
     ):
         with pytest.raises(AssertionError, match=message):
             check_data_source(source)

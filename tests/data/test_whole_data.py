@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
+import stream_files
 from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.data.base import DataContext
 from retouch.data.guard import find_test_sets
 from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import HubData
+from retouch.data.sources.stream import StreamData
+from retouch.inference.evaluation import whole_data
 from retouch.inference.tokenizing import read_tasks
 from retouch.recipe.recipe import parse
 from retouch.types import Codes
@@ -75,6 +78,18 @@ def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path: Path, capsys:
     )
     assert found["table"]["all"]["n"] == ROWS
     assert found["step"] == 0
+
+
+def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = stream_files.parquet(tmp_path / "other", files=1, rows=ROWS)
+    data = {"kind": "stream", "path": str(other), "columns": {"instruction": "instruction", "image": "image"}, "size": [24, 24]}
+    document = json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())
+    file = tmp_path / "stream.json"
+    file.write_text(json.dumps({**document, "data": {**data, "held_out": 2}}))
+    assert evaluated(capsys, str(file))["table"]["all"]["n"] == 2
+    assert evaluated(capsys, str(file), "--data", str(other))["table"]["all"]["n"] == ROWS
+    changed = parse(json.loads(file.read_text()), whole_data("org/name", StreamData(path=str(other), columns=data["columns"]))).data
+    assert changed == HubData(path="org/name", columns=data["columns"], held_out="all")
 
 
 def test_fault_3_the_split_dev_of_omniedit_is_a_test_set() -> None:

@@ -35,7 +35,7 @@ def test_a_checkpoint_needs_memory_for_one_tensor(saved: tuple[str, Path]) -> No
     assert found["held"] < 4 * found["largest"]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_other_numbers_of_ranks_continue_from_it(saved: tuple[str, Path], ranks: int) -> None:
     kind, folder = saved
     wanted = load_file(folder / "2.safetensors")

@@ -94,7 +94,7 @@ def test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_await
     monkeypatch.setattr(torch.cuda, "synchronize", awaited.append)
     ranks = Ranks(world=2, device=torch.device(device))
     network = Blocks(nn.Linear(2, 2))
-    fsdp.shard(network, ranks, weights_wait=True)
+    fsdp.shard(network, ranks, weights_on_cpu=True)
     assert given == [(kind, CPUOffloadPolicy(pin_memory=page_locked)) for kind in (nn.Linear, Blocks)]
     network(torch.ones(1, 2))
     assert awaited == [ranks.device] * page_locked

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import stream_ranks
 from retouch.data.base import DataContext
-from retouch.data.sampler import DrawnInOrder
+from retouch.data.sampler import UnindexedTasks
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -58,7 +58,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_two_ranks_draw_the_rows_of_one_process_between_them_also_after_a_stop(parts: Path) -> None:
     train = stream_ranks.stream().build(DataContext()).train
-    assert isinstance(train, DrawnInOrder)
+    assert isinstance(train, UnindexedTasks)
     count, places = stream_ranks.COUNT, range(stream_ranks.COUNT)
     drawn = [train.at_step(step, count=count, places=places) for step in range(stream_ranks.STEPS)]
     alone = [[tasks[place].instruction for place in places] for tasks in drawn]

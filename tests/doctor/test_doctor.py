@@ -40,8 +40,9 @@ from retouch.records import libraries
 from retouch.records.folder import RunFolder
 from retouch.rewards.base import close
 from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.votes.calibration import Calibration
 from retouch.session.session import run
-from retouch.training.preflight import preflight
+from retouch.training.preflight import Check, preflight
 from retouch.types import Column
 from tiny_recipes import SMALL
 
@@ -253,21 +254,34 @@ _PHOTO_TASKS = ('data={"kind":"folder","path":"x"}', 'reward={"kind":"share","co
 
 # A model whose weights are present
 
+_FULL_BF16 = ('policy.train={"kind":"full"}', "policy.model.dtype=bfloat16")
+_NFT = ('objective={"kind":"nft","reference_weight":0.1}', 'rollout={"num_steps":3,"transition":{"kind":"ode"}}')
 
-def test_the_footprint_is_what_a_run_keeps() -> None:
-    recipe = small()
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        (*_FULL_BF16, "rollout.staleness=2"),
+        (*_FULL_BF16, *_NFT),
+    ],
+)
+def test_the_footprint_is_what_a_run_keeps(changes: tuple[str, ...]) -> None:
+    recipe = small(*changes)
     parts = assemble(recipe, Ranks())
     described = describe(recipe, playground_weights())
     assert described is not None
     found = footprint(recipe, described)
     assert stored_count(described["text_encoder"]) == parts.model.text.encoder.num_parameters()
     stepper = parts.stepper()
-    for parameter in parts.copies.parameters.values():
-        parameter.grad = torch.ones_like(parameter)
+    stepper.backward(torch.stack([parameter.float().sum() for parameter in parts.copies.parameters.values()]).sum())
     stepper.step(1e-3)
     state = capture(parts, stepper, step=1)
     kept = [tensor for group in ("weights", "optimizer", "copies") for tensor in state.tensors[group].values() if tensor.dim()]
     assert found.checkpoint == sum(tensor.nbytes for tensor in kept)
+    on_device = [copy for name, copy in parts.copies.copies.items() if name not in parts.copies.devices]
+    planned = {row.name: row.bytes for row in found.plan.rows}["copies of the trained weights"]
+    assert planned == sum(tensor.nbytes for copy in on_device for tensor in copy.values())
     conditioning = parts.model.encode([parts.sets[0].train[0]])
     image = parts.model.initial_noise(conditioning, [torch.Generator()]).shape[1]
     text = conditioning.tensors["embeds"].shape[1]
@@ -391,9 +405,57 @@ def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> No
     assert "overall missing" in unsure.text
 
 
-def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path) -> None:
-    rewards = {"votes": {"kind": "votes", "queue": str(tmp_path / "queue")}, "judge": {"kind": "playground"}}
-    reward = {"kind": "several", "rewards": rewards, "combine": {"votes/preference": 1}}
+class Placed:
+    """A reward that notes where it was built."""
+
+    columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
+    built: list[torch.device] = []  # noqa: RUF012
+
+    def __init__(self, *, device: torch.device) -> None:
+        self.built.append(device)
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {"overall": torch.zeros(len(samples))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "mps", "place"),
+    [
+        (["device=auto"], 0, True, "mps"),
+        (["device=auto"], 1, False, "cuda:0"),
+        (["device=auto", "devices.reward=cpu"], 1, False, "cpu"),
+        (["device=auto", "devices.policy=cuda:1"], 2, False, "cuda:1"),
+        (["device=auto", "devices.reward=cuda:1"], 2, False, "cuda:1"),
+        (["device=auto", "devices.reward=cuda:1"], 0, False, "cpu"),
+        (["device=cuda"], 0, False, "cpu"),
+    ],
+)
+def test_the_reward_is_built_where_the_run_would(
+    changes: list[str], gpus: int, mps: bool, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this machine lacks the device, the reward is built on one that it has."""
+    module = SimpleNamespace(Placed=Placed, __spec__=SimpleNamespace(submodule_search_locations=None))
+    monkeypatch.setitem(sys.modules, "judges", module)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    Placed.built.clear()
+    found = check_scoring(small(*changes, 'reward={"kind":"import","class":"judges:Placed","combine":{"overall":1}}'), None)
+    assert found.status == "ok"
+    assert Placed.built == [torch.device(place)]
+
+
+@pytest.mark.parametrize("column", ["preference", "win_probability"])
+def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path, column: str) -> None:
+    votes = {"kind": "votes", "queue": str(tmp_path / "queue")}
+    if column == "win_probability":
+        line = (0.0, 1.0)
+        Calibration("preference", scores=line, probability=line, sd=line, low=line, high=line, votes=9, tasks=9).save(
+            tmp_path / "map.json"
+        )
+        votes = {"kind": "calibrated", "of": votes, "column": "preference", "map": str(tmp_path / "map.json")}
+    rewards = {"votes": votes, "judge": {"kind": "playground"}}
+    reward = {"kind": "several", "rewards": rewards, "combine": {f"votes/{column}": 1}}
     recipe = small(f"reward={json.dumps(reward)}", "eval.column=judge/overall")
     found = check_scoring(recipe, build_sets(recipe, recipe.data, size=None))
     assert found.status == "ok"
@@ -474,6 +536,40 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     assert full.text.endswith(f"free under {tmp_path}")
     longer = small(f"out={tmp_path}", "steps=10", "checkpoints.every=1", "checkpoints.keep_every=2")
     assert check_disk(longer, 1000).text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
+
+
+def test_checkpoints_of_a_run_whose_length_is_in_passes(tmp_path: Path) -> None:
+    changes = ["steps=null", "passes=2", "tasks_per_step=2", "checkpoints.every=1", "checkpoints.keep_every=2"]
+    recipe = small(f"out={tmp_path}", *changes)
+    sets = build_sets(recipe, recipe.data, size=None)
+    (phase,) = recipe.resolved_phases()
+    kept = 2 + phase.total_steps(len(sets.train)) // 2
+    assert kept > 2
+    assert check_disk(recipe, 1000, sets=sets).text.startswith(f"{kept} checkpoints of 0.00 MB")
+    unknown = check_disk(recipe, 1000)
+    assert unknown.status == "note"
+    assert "and another one for every 2 steps, whose number is not known" in unknown.text
+    assert check_disk(recipe, 10**18).status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "fix"),
+    [
+        ("ratio_before", [], "--set policy.model.dtype=float32"),
+        ("moved", [], "--set learning_rate=0.01"),
+        ("ratio_after", ['policy.train.targets=["to_q"]'], "--set policy.train.targets=null --set learning_rate=0.01"),
+    ],
+)
+def test_what_a_failed_trial_step_suggests_can_be_typed(
+    check: str, changes: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(*changes)
+    parts = assemble(recipe, Ranks())
+    monkeypatch.setattr(type(parts), "trial_steps", lambda *_, **__: [Check(check, False, 0.0, None, "it failed")])
+    monkeypatch.setattr(trial, "assemble", lambda *_: parts)
+    (found,) = (finding for finding in trial.check_trial(recipe, Ranks()) if finding.status == "FAILED")
+    assert found.fix == fix
+    parse(recipe.document(), fix.removeprefix("--set ").split(" --set "))
 
 
 # Where weights are found

@@ -9,10 +9,11 @@ from safetensors.torch import load_file
 
 from retouch import cli
 from retouch.assembly.phases import copies_needed
-from retouch.doctor.checks import check_data
+from retouch.doctor.checks import check_data, check_engines
 from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding
 from retouch.doctor.writer_memory import check_writer_memory
+from retouch.models.playground.family import playground_weights
 from retouch.models.playground.language import PlaygroundEmu3
 from retouch.recipe.recipe import load
 
@@ -86,6 +87,14 @@ def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
     (together,) = check(C, "h100", "devices=null")
     assert "policy, renderer, reward need" in together.text
     assert lines(together)["reward, openai/clip-vit-base-patch32"] == pytest.approx(0.61, abs=0.01)
+
+
+def test_a_part_in_cpu_memory_is_not_compared_with_the_gpu() -> None:
+    policy, _, reward, *_ = check(C, "4090", "devices.reward=cpu")
+    assert (reward.status, reward.text) == ("note", "reward needs 0.61 GB on cpu")
+    assert "of the 25.34 GB of 4090" in policy.text
+    (alone, *_) = check(C, "4090", "devices=null", "device=cpu")
+    assert "of the 25.34 GB of 4090" in alone.text, "the named GPU stands in for the recipe's device"
 
 
 @pytest.mark.parametrize(
@@ -179,3 +188,45 @@ def test_the_playgrounds_image_tokens_have_a_plan_too(start: str) -> None:
     count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
     copies = len(copies_needed(recipe))
     assert checkpoint == count * 4 * (1 + copies + 2)  # AdamW has two moments
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights"),
+    [
+        ("recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet", "writer"),
+        ("recipes/sd3/prompt-enhancer-playground.jsonnet", "enhancer"),
+    ],
+)
+def test_the_engine_of_a_playground_model_is_checked(recipe: str, weights: str) -> None:
+    checked = load(recipe, ['rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:9"}'])
+    assert checked.policy.model.base_model == str(playground_weights(weights))
+    (found,) = check_engines(checked)
+    assert (found.status, found.subject) == ("FAILED", "engine")
+    assert "http://127.0.0.1:9" in found.text
+
+
+_FULL = ('policy.train={"kind":"full"}', 'objective.kl={"kind":"k3","weight":0.1}')
+_AVERAGE, _AHEAD = 'policy.ema={"decay":0.99}', "rollout.staleness=2"
+_SHARDED = ("devices=null", "ranks=8", "sharding=fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_device", "saved"),
+    [
+        ((), 1, 1),
+        ((_AVERAGE,), 1 + 2, 1 + 2),  # an average of weights in 16 bits is in fp32
+        ((_AHEAD,), 1, 1 + 2),  # the copies for stale rollouts are in CPU memory
+        ((_AHEAD, "devices.reference=cpu"), 0, 1 + 2),
+        ((_AHEAD, *_SHARDED), 1 + 2, 1 + 2),  # FSDP2 shards all copies
+    ],
+)
+def test_weight_copies_are_planned_where_and_in_the_type_in_which_they_are_kept(
+    changes: tuple[str, ...], on_device: int, saved: int
+) -> None:
+    """In units of the weights, which are in 16 bits. A checkpoint also has fp32 master weights and both moments: 2 + 4."""
+    recipe = load(C, (*_FULL, *changes))
+    (found, *_), checkpoint = check_writer_memory(recipe, None, PlannedDevice("h200", GPUS["h200"], None))
+    rows = lines(found)
+    assert rows.get("copies of the trained weights", 0.0) == pytest.approx(on_device * rows["writer, trained weights"], abs=0.02)
+    assert checkpoint is not None
+    assert checkpoint / 1e9 == pytest.approx((1 + saved + 2 + 4) * 16.58, rel=0.001)

@@ -17,14 +17,14 @@ from huggingface_hub import constants
 from retouch import cli
 from retouch.config.packaged import available
 from retouch.doctor.checks import check_data
-from retouch.doctor.doctor import Wishes, next_steps
+from retouch.doctor.doctor import DoctorOptions, next_steps
 from retouch.doctor.estimate import cost_of, time_of
 from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import failed
 from retouch.doctor.fitting import smallest_fit
 from retouch.doctor.reward import check_scoring
 from retouch.recipe.derived.judge_calls import Calls
-from retouch.recipe.recipe import Recipe, load
+from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.rehearsal.machines import find_machine
 from retouch.rehearsal.meter import Stage, Work
@@ -109,6 +109,21 @@ def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.C
     assert any(line.startswith("ok      memory        policy needs ") for line in lines)
 
 
+def test_fault_11_weights_that_can_be_downloaded_are_not_weights_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    words = ["sd3/prompt-enhancer", "--device", "h100", "--base", "Qwen/Qwen2-VL-7B-Instruct", "--set"]
+    lines = doctor(capsys, *words, "policy.model.path=some/one")
+    assert not any("does not exist yet" in line for line in lines)
+    assert (
+        "note    weights       the weights of some/one are not on this machine: they will be downloaded when training starts. "
+        "Memory is planned for a model of its size, Qwen/Qwen2-VL-7B-Instruct"
+    ) in lines
+    lines = doctor(capsys, *words, "policy.model.path=mine/exported")
+    assert any(line.startswith("FAILED  weights       mine/exported does not exist yet: there is no run mine") for line in lines)
+
+
 def test_fault_11_the_doctor_ends_with_the_smallest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sd3/prompt-enhancer", "--device", "a100-40gb", "--set", "microbatch=64"]
     last = doctor(capsys, *words)[-1]
@@ -132,6 +147,22 @@ def test_fault_11_changes_are_few_and_mild(fits: Callable[[Recipe], bool], chang
     assert (None if found is None else set(found)) == (None if changes is None else set(changes))
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("sd3/ocr-grpo", ['optimizer.moments="8bit"', "ranks=8"]),
+        ("sd3/prompt-enhancer", ['policy.train={"kind": "full"}', "devices.reference=cpu", "ranks=8"]),
+    ],
+)
+def test_fault_11_changes_that_are_refused_together_do_not_hide_those_that_fit(name: str, refused: list[str]) -> None:
+    recipe = load(name, [*refused, "microbatch=8", "policy.gradient_checkpointing=false"])
+    with pytest.raises(ValueError, match="fsdp2"):
+        parse(recipe.document(), ["sharding=fsdp2"])
+    found = smallest_fit(recipe, lambda made: made.policy.gradient_checkpointing and made.microbatch == 1)
+    assert found is not None
+    assert set(found) == {"policy.gradient_checkpointing=true", "microbatch=1"}
+
+
 def test_fault_11_every_failure_has_its_own_next_step() -> None:
     failures = [
         failed("sharding", "DeepSpeed is not installed", fix="pip install 'retouch[deepspeed]'"),
@@ -143,11 +174,11 @@ def test_fault_11_every_failure_has_its_own_next_step() -> None:
         "retouch doctor 'my recipe.jsonnet' --set data.path=DIR --set microbatch=1",
     ]
     assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
-    asked = Wishes(device="4090", base="a folder/model", price=2.5, estimate=True).options()
+    asked = DoctorOptions(device="4090", base="a folder/model", price=2.5, estimate=True).words()
     assert list(next_steps([failed("memory", "does not fit", fix="--device h200")], ["quickstart"], asked)) == [
         "retouch doctor quickstart --base 'a folder/model' --price-per-hour 2.5 --device h200",
     ]
-    assert Wishes(estimate=True).options() == ["--estimate"]
+    assert DoctorOptions(estimate=True).words() == ["--estimate"]
 
 
 def test_fault_11_missing_weights_of_a_reward_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

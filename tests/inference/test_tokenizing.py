@@ -177,7 +177,7 @@ def test_what_is_judged_does_not_train_and_lists_are_mixed(folder, made, tmp_pat
 
 
 def test_tokens_of_another_size_or_for_another_policy_are_refused(folder, made, tmp_path):
-    with pytest.raises(ValueError, match="12 feature files are of another"):
+    with pytest.raises(ValueError, match="12 of 12 feature files were made with another"):
         assemble(parse(document(tmp_path, folder, [made], policy__model__size=[16, 16])), Ranks())
     writer = {"model": {"kind": "playground-writer"}, "kind": "autoregressive"}
     drawn = {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}

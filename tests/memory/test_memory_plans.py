@@ -38,7 +38,7 @@ SETUP = WriterSetup(
     logits_at_once=8,
     dtype=torch.float32,
     trained_dtype=torch.float32,
-    copies=0,
+    copies=(),
     gradient_checkpointing=False,
 )
 
@@ -111,7 +111,7 @@ def test_trained_weights_follow_from_parameter_counts() -> None:
     assert language is not None
     wide, narrow, layers = 3584, 512, 28
     trained = 32 * layers * (2 * (wide + wide) + 2 * (wide + narrow))
-    setup = replace(SETUP, dtype=torch.bfloat16, lora=LoraShape(32, TARGETS), copies=2, ranks=8)
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=LoraShape(32, TARGETS), copies=(torch.float32,) * 2, ranks=8)
     alone = rows(writer_plan(language, setup))
     assert alone["writer, trained weights"] == alone["gradients"] == 4 * trained
     assert alone["AdamW's two moments"] == 8 * trained
@@ -127,16 +127,16 @@ def test_trained_weights_follow_from_parameter_counts() -> None:
         assert sharded[name] == pytest.approx(alone[name] / 8, rel=1e-6)
     replicated = 2 * (2 * 152064 * wide + vision_weights(language))  # embeddings and head, and the vision tower
     assert sharded["writer, frozen weights"] == replicated + math.ceil((alone["writer, frozen weights"] - replicated) / 8)
-    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_wait=True)))
+    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_on_cpu=True)))
     assert waiting["writer, frozen weights"] == replicated
     assert not {"writer, trained weights", "gradients", "AdamW's two moments", "copies of the trained weights"} & waiting.keys()
-    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_wait=True, lora=None)))
+    waiting = rows(writer_plan(language, replace(setup, sharding="fsdp2", weights_on_cpu=True, lora=None)))
     assert waiting["gradients"] == waiting["writer, trained weights"] == 2 * replicated
     whole = rows(writer_plan(language, replace(setup, lora=None)))
     assert "writer, frozen weights" not in whole
     assert whole["gradients"] == whole["writer, trained weights"]
-    offloaded = writer_plan(language, replace(setup, lora=None, offload_reference=True))
-    assert rows(offloaded)["copies of the trained weights"] == whole["writer, trained weights"], "one of two"
+    offloaded = writer_plan(language, replace(setup, lora=None, copies=(torch.float32,), offload_reference=True))
+    assert rows(offloaded)["copies of the trained weights"] == whole["writer, trained weights"], "the other of the two"
     assert offloaded.phases[-1].bytes > whole["writer, trained weights"], "it is moved to the device to be used"
 
 
@@ -258,7 +258,7 @@ def test_emu3_from_its_published_configuration() -> None:
         logits_at_once=256,
         dtype=torch.bfloat16,
         trained_dtype=torch.bfloat16,
-        copies=1,
+        copies=(torch.bfloat16,),
         gradient_checkpointing=True,
         ranks=8,
         sharding="zero2",

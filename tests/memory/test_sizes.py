@@ -202,23 +202,29 @@ def test_fsdp_shares_the_transformer_and_nothing_else():
     block = 2 * 20.4e9 / 60  # bytes of one of the sixty blocks
     assert eight["two gathered blocks"] == pytest.approx(2 * block, rel=0.02)
     assert rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8)) == one
-    waiting = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8, sharding="fsdp", weights_wait=True))
+    waiting = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8, sharding="fsdp", weights_on_cpu=True))
     assert waiting == {name: eight[name] for name in ("two gathered blocks", "text_encoder", "vae", "activations (estimate)")}
 
 
 def test_parts_elsewhere_and_copies():
     setup = {"lora": QWEN_LORA, "rows": 1, "tokens": 100}
-    base, less = rows(Setup(**setup)), rows(Setup(**setup, without=("text_encoder",), copies=2))
+    base, less = rows(Setup(**setup)), rows(Setup(**setup, without=("text_encoder",), copies=(torch.float32, torch.bfloat16)))
     assert less == {
         **{k: v for k, v in base.items() if k != "text_encoder"},
-        "copies of the trained weights": 2 * base["gradients"],
+        "copies of the trained weights": base["gradients"] + base["gradients"] // 2,
     }
     assert plan(QWEN, Setup(**setup)).total == sum(base.values())
     with pytest.raises(ValueError, match="'transformer'"):
         plan(QWEN, Setup(**setup, without=("transformer",)))
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"tokens": 0}, {"ranks": 0}, {"copies": -1}, {"dtype": torch.float8_e4m3fn}])
+EIGHT_BITS = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rows": 0}, {"tokens": 0}, {"ranks": 0}, {"copies": (EIGHT_BITS,)}, {"dtype": EIGHT_BITS}, {"trained_dtype": EIGHT_BITS}],
+)
 def test_impossible_setups(wrong):
     with pytest.raises(ValueError, match=r"at least|16 or 32"):
         Setup(**{"lora": None, "rows": 1, "tokens": 1, **wrong})

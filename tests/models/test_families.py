@@ -13,6 +13,7 @@ from retouch.models.base import DiffusersModel, ImageModel, ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.protocols import DenoisingModel
 from retouch.recipe.policy import DenoisingPolicyKeys
+from retouch.recipe.recipe import load
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy", "huggingface_hub")
 READ_ALL = """
@@ -53,6 +54,19 @@ class Plain(DenoisingModel):
 
 def policy(**model: Any) -> DenoisingPolicyKeys:
     return DenoisingPolicyKeys.model_validate_json(json.dumps({"kind": "denoising", "model": model, "train": {"kind": "full"}}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "key"),
+    [
+        ("recipes/qwen-image-2/flow-grpo.jsonnet", "policy.model.source_area"),
+        ("recipes/sd3/prompt-enhancer.jsonnet", "policy.model.area"),
+    ],
+)
+def test_an_area_smaller_than_the_smallest_size_is_refused(recipe: str, key: str) -> None:
+    load(recipe, [f"{key}={32 * 32}"])
+    with pytest.raises(ValueError, match=rf"{key}: should be greater than or equal to 1024, not 1023"):
+        load(recipe, [f"{key}={32 * 32 - 1}"])
 
 
 def test_no_kind_imports_torch_when_a_recipe_is_read() -> None:

@@ -109,7 +109,7 @@ BRIDGING = (
     Mutant(
         "a run cannot go on with less at once",
         "recipe/derived/differences.py",
-        ' or re.sub(r"^phases\\.\\d+\\.", "", key) in LESS_AT_ONCE',
+        ' or re.sub(r"^phases\\.\\d+\\.", "", key) in MEMORY_KEYS',
         "",
         f"{MEMORY}::test_the_run_goes_on_as_it_says",
     ),

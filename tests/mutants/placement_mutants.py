@@ -33,7 +33,7 @@ PLACING = (
     Mutant(
         "weights that should wait in CPU memory stay on the device",
         "distributed/fsdp.py",
-        "CPUOffloadPolicy(pin_memory=on_gpu) if weights_wait else",
+        "CPUOffloadPolicy(pin_memory=on_gpu) if weights_on_cpu else",
         "CPUOffloadPolicy(pin_memory=on_gpu) if False else",
         f"{SHARDING}::test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_awaits",
     ),

@@ -66,8 +66,8 @@ RENDERING = (
     Mutant(
         "a cut-off completion is always drawn",
         "renderers/prompts.py",
-        'None if completion.truncated and config.cut_off == "fault" else answer_in(completion.text)',
-        "answer_in(completion.text)",
+        'None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)',
+        "_prompt_in(completion)",
         f"{PROMPTS}::test_cut_off_is_a_fault_where_the_recipe_says_so",
     ),
     Mutant(

@@ -94,7 +94,7 @@ VALUES = (
     Mutant(
         "the head steps as often as losses are multiplied",
         "distributed/head_stepper.py",
-        "gradient.div_(self.loss_times)",
+        "gradient.div_(self.loss_scale)",
         "gradient.div_(1)",
         f"{_LOOP}::test_what_losses_are_multiplied_by_is_taken_off_the_heads_gradient",
     ),

@@ -255,7 +255,7 @@ def test_weights_by_noise_are_refused_where_they_mean_nothing():
     told = PolicyGradient(clip_low=1e-6, clip_high=1e-6, step_weights="noise", ratio_norm=True)
     (line,) = told.problems(CONTEXT)
     assert line == "objective.step_weights: ratio_norm already gives every step the same scale; remove one of them"
-    (line,) = objective(step_weights="noise").problems(replace(CONTEXT, writes_tokens=True, reduction="token"))
+    (line,) = objective(step_weights="noise").problems(replace(CONTEXT, is_autoregressive=True, reduction="token"))
     assert line == "objective.step_weights: it weights denoising steps, and tokens have none; remove it"
     assert "step_weights" not in objective().model_dump()
 
@@ -294,6 +294,9 @@ def test_clip_ranges_that_fit_their_reduction_pass():
         ("sum", 0.2, 0.28),
         ("token", 0.2, 0.28),
         ("token", 3e-4, 4e-4),
+        ("token", None, 1.5),
+        ("mean", None, 1e-4),
+        ("sum", None, 0.2),
     ]:
         check_clip(reduction, low, high)
 
@@ -303,6 +306,8 @@ def test_clip_ranges_that_fit_their_reduction_pass():
     [
         ("mean", 1e-4, 0.2, "never clip; use .* or reduction 'sum'"),
         ("sum", 1e-4, 0.2, "always clip; use about 0.2, or reduction 'mean'"),
+        ("mean", None, 0.2, "^clip range 0.2 on .* never clip"),
+        ("sum", None, 1e-4, "^clip range 0.0001 on .* always clip"),
         ("token", 1.0, 0.2, "0 <= low < 1"),
         ("token", 0.2, -0.1, "high >= 0"),
         ("max", 0.1, 0.1, "'mean', 'sum' or 'token'"),
@@ -323,7 +328,7 @@ CONTEXT = ObjectiveContext(
     objective="objective",
     rollout="rollout",
     model="sd3",
-    writes_tokens=False,
+    is_autoregressive=False,
     token_kinds=None,
     stochastic=True,
     noise_level=0.7,
@@ -342,10 +347,31 @@ def test_an_own_objective_of_log_probabilities_is_refused_where_there_are_none(s
     assert list(Likelihood().problems(context)) == ([] if stochastic else [said])
 
 
+def test_cispo_without_a_lower_bound_is_checked_by_its_upper_bound_alone():
+    tokens = replace(CONTEXT, is_autoregressive=True, reduction="token")
+    assert list(PolicyGradient(surrogate="cispo", clip_high=1.5).problems(tokens)) == []
+    (said,) = PolicyGradient(surrogate="cispo", clip_high=0.2).problems(CONTEXT)
+    assert said.startswith("objective.clip_high: clip range 0.2 on ")
+    (said,) = PolicyGradient(surrogate="cispo", clip_low=1.5, clip_high=1.5).problems(tokens)
+    assert said.startswith("objective.clip_low, objective.clip_high: clip range low 1.5")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"surrogate": "cispo"}, "objective.clip_high: cispo needs it; 0.2 is usual"),
+        ({"surrogate": "cispo", "clip_low": 0.2}, "objective.clip_high: cispo needs it; 0.2 is usual"),
+        ({"clip_high": 0.2}, "objective.clip_low, objective.clip_high: clip needs both; 0.2 is usual"),
+    ],
+)
+def test_a_missing_bound_is_named(options, says):
+    assert list(PolicyGradient(**options).problems(replace(CONTEXT, is_autoregressive=True, reduction="token"))) == [says]
+
+
 def test_a_bonus_for_the_entropy_of_transitions_is_refused():
     told = PolicyGradient(clip_low=1e-4, clip_high=1e-4, entropy_bonus=0.01)
     assert list(told.problems(CONTEXT)) == [
         "objective.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
     ]
-    words_context = replace(CONTEXT, writes_tokens=True, reduction="token")
+    words_context = replace(CONTEXT, is_autoregressive=True, reduction="token")
     assert list(objective(entropy_bonus=0.01).problems(words_context)) == []

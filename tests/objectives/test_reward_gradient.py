@@ -336,7 +336,7 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"objective__steps": 4}, "objective.steps: 4, and the chain has 3 (rollout.num_steps); use 3 or fewer"),
+        ({"objective__steps": 4}, "objective.steps: 4 steps with gradient, and the chain has 3 (rollout.num_steps); use 3"),
         ({"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 3}}, "objective.low: 3 leaves no step below 3; use 2"),
         (
             {"objective": {"kind": "refl", "reward": {"kind": "target"}, "low": 0, "high": 4}},

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiny_policies as tiny
-from retouch.policies.weights import WeightCopies
+from retouch.policies.weights import WeightCopies, stale_copies
 
 
 def linear():
@@ -151,3 +151,21 @@ def test_an_average_of_weights_in_16_bits_moves_by_less_than_their_rounding():
         assert module.weight.dtype == torch.bfloat16
         assert module.weight[0, 0].item() == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2**-8)
     assert module.weight[0, 0] == 1.5
+
+
+def test_copies_for_stale_rollouts_have_the_type_of_the_weights_and_the_same_bits():
+    module = nn.Linear(3, 2, dtype=torch.bfloat16)
+    copies = WeightCopies(module)
+    for name in (*stale_copies(2), "reference", "old"):
+        copies.snapshot(name)
+    types = {name: copy["weight"].dtype for name, copy in copies.copies.items()}
+    assert types == {**dict.fromkeys(("sampling-0", "sampling-1", "reference"), torch.bfloat16), "old": torch.float32}
+    kept = module.weight.detach().clone()
+    # A checkpoint may hold the same numbers in fp32.
+    state = {name: tensor.float() for name, tensor in copies.state().items()}
+    with torch.no_grad():
+        module.weight.mul_(3)
+    copies.snapshot("sampling-1")
+    copies.load(state)
+    with copies.using("sampling-1"):
+        assert torch.equal(module.weight, kept)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.models.playground.family import PlaygroundTextToImage, playground_weights
 from retouch.models.playground.language import PlaygroundEnhancer
 from retouch.pretraining import build_text_to_image as building
@@ -57,7 +57,7 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
     folder = built / "one" / "painter"
     model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
-    task = described(PaintingData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
+    task = described(TextToImageData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
     ours = model.encode([task])
     pipeline.prompt_template_encode = model.text.template.head + "{}" + model.text.template.tail
     pipeline.prompt_template_encode_start_idx = model.text.prefix

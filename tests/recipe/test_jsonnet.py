@@ -119,6 +119,14 @@ def test_an_unknown_recipe_names_those_that_are_near() -> None:
         find("recipes/quickstrt.jsonnet")
 
 
+@pytest.mark.parametrize("name", [".", "..", "", "/"])
+def test_a_folder_in_place_of_a_recipe_is_named_as_one(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^[./]*: is a folder, not a recipe, and no packaged recipe has this name; `retouch recipes`"
+    ):
+        find(name)
+
+
 def test_ones_own_file_goes_before_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find("recipes/quickstart.jsonnet") == packaged_recipes() / "quickstart.jsonnet"

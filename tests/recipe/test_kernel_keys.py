@@ -24,7 +24,7 @@ def test_kernels_may_change_when_a_run_resumes() -> None:
     other = recipe("policy.attention=native", "policy.compile=regional", "optimizer.fused=always")
     assert differences(recipe(), other) == []
     assert (recipe().optimizer.options.get("fused"), other.optimizer.options["fused"]) == (None, True)
-    used = other.policy.for_use()
+    used = other.policy.for_inference()
     assert (getattr(used, "attention", "none"), used.compile) == (None, None)
 
 

@@ -14,7 +14,7 @@ from retouch.config.packaged import available
 from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.recipe.derived.differences import differences
-from retouch.recipe.derived.out_of_memory import LESS_AT_ONCE, OutOfMemory, suggestions
+from retouch.recipe.derived.out_of_memory import MEMORY_KEYS, OutOfMemory, suggestions
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
@@ -94,7 +94,7 @@ def test_the_run_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_key_exists_and_may_be_lowered(tmp_path: Path) -> None:
-    assert {path for paths in places(Recipe).values() for path in paths} >= LESS_AT_ONCE
+    assert {path for paths in places(Recipe).values() for path in paths} >= MEMORY_KEYS
     writer = parse(tiny_writer_runs.recipe(tmp_path, tmp_path, rollout__chunk=64, microbatch=8))
     phased = parse(apply(SMALL, ["steps=null", 'phases=[{"name": "a", "steps": 2}]']))
     for recipe in [writer, phased, *map(load, available())]:

@@ -13,7 +13,7 @@ from retouch.config.schema import kinds_of
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
-from retouch.recipe.reward_words import parse_reward, read_combined, read_reward
+from retouch.recipe.reward_arguments import parse_reward, read_combined, read_reward
 from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.imported import ImportedReward
@@ -170,7 +170,7 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
             "reward.rewards.clip: combine and max_missing belong to all rewards together",
         ),
         (several(**TWO), {"reward__rewards__clip__path": 3}, "reward.rewards.clip.path: should be a valid string, not 3"),
-        (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: AlexNet's features"),
+        (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: A safetensors file with AlexNet's features"),
         (several(**{"a/b": {"kind": "ocr"}}), {}, "reward.rewards.a/b"),
         ({"kind": "several", "rewards": {}, "combine": "a"}, {}, "reward.rewards: should have at least 1 item"),
         (
@@ -204,7 +204,11 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
             {"rollout__chunk": 8},
             "rollout.chunk: 8 splits groups of 6, but win_rate compares whole groups",
         ),
-        (ASPECTS, {"reward__judge__quota": {"cost": 5.0}}, "reward.judge.quota.cost: counted by prices, and there are none"),
+        (
+            ASPECTS,
+            {"reward__judge__quota": {"cost": 5.0}},
+            "reward.judge.quota.cost: the cost is computed from prices, and none are given",
+        ),
         (ASPECTS, {"eval__column": "qality"}, "eval.column: the reward gives no 'qality'; did you mean 'quality'?"),
         (
             ASPECTS,
@@ -226,7 +230,7 @@ def test_a_mistake_in_a_reward_is_named_when_the_recipe_is_read(reward, changes,
 @pytest.mark.parametrize("key", ["sk-canary-5f1c0ffee9d34b7aa1", "my key", "lower_case"])
 def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated(key):
     (line,) = refusal(ASPECTS, reward__judge__key=key)
-    assert line.startswith("reward.judge.key: give the name of an environment variable, OPENAI_API_KEY say")
+    assert line.startswith("reward.judge.key: give the name of an environment variable, such as OPENAI_API_KEY")
     assert key not in line
 
 

@@ -88,7 +88,7 @@ def test_a_mistake_is_named_by_its_full_path(changes: dict[str, Any], line: str)
 
 def test_the_encoder_has_no_default() -> None:
     without = {key: value for key, value in BASE["renderer"].items() if key != "encoder"}
-    assert [line for line in refusal(renderer=without) if line.startswith("renderer.encoder: missing: What encodes")]
+    assert [line for line in refusal(renderer=without) if line.startswith("renderer.encoder: missing: The encoder of the dialogue")]
 
 
 @pytest.mark.parametrize(

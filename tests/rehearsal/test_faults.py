@@ -53,6 +53,11 @@ def test_memory_that_is_kept_shows_in_the_stage_that_keeps_it(found: dict[str, d
     assert found["hog"]["held"]["activations"] > found[""]["held"]["activations"] + 2**30
 
 
+def test_evaluations_are_those_of_a_run(found: dict[str, dict[str, Any]]) -> None:
+    """Three steps, evaluated every 2 (after 0, 2 and 3 steps), every 3, and only at the start and at the end."""
+    assert [found[name]["evaluations"] for name in ("", "checkpointing", "ranks")] == [3, 2, 2]
+
+
 def test_gradient_checkpointing_saves_activations_and_costs_work(found: dict[str, dict[str, Any]]) -> None:
     plain, checkpointed = found[""], found["checkpointing"]
     assert checkpointed["held"]["activations"] < plain["held"]["activations"]

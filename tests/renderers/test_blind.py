@@ -5,7 +5,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.renderers.wrappers import BlindRenderer
+from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 from retouch.types import Completion, Task
 
 
@@ -30,7 +30,7 @@ class Answers:
 def test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through() -> None:
     seen = Seen()
     tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
-    assert len(BlindRenderer(seen)(tasks, Answers())) == 2
+    assert len(IgnoreCompletionsRenderer(seen)(tasks, Answers())) == 2
     assert seen.outputs == [
         Completion(ids=(), text=task.instruction, truncated=False, key=written.key)
         for task, written in zip(tasks, Answers.outputs, strict=True)

@@ -22,7 +22,7 @@ from retouch.protocols import Renderer
 from retouch.renderers.pipelines import PipelineTextToImage
 from retouch.renderers.prompts import PromptRenderer, PromptSampler, TextToImage
 from retouch.renderers.sampling import noise_generators
-from retouch.renderers.wrappers import BlindRenderer
+from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 from retouch.testing import check_renderer
 from retouch.types import Completion
 
@@ -262,5 +262,19 @@ def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
     draws = renderer(kind[0])
     asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
     wanted = draws(rows, replace(trajectory, outputs=tuple(asked)))
-    for ours, theirs in zip(BlindRenderer(draws)(rows, trajectory), wanted, strict=True):
+    for ours, theirs in zip(IgnoreCompletionsRenderer(draws)(rows, trajectory), wanted, strict=True):
         assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("instruction", ["Prompt: a cat", "?!"])
+def test_a_blind_renderer_does_not_parse_the_instruction(kind, instruction):
+    draws, said = renderer(kind[0]), outputs("a dog")
+    task = tiny_models.task("a", instruction)
+    (wanted,) = draws.text_to_image.sample([task], noise_generators(said.outputs, shared=True))
+    (ours,) = IgnoreCompletionsRenderer(draws)([task], said)
+    assert ours.tobytes() == wanted.tobytes()
+
+
+def test_an_empty_completion_is_not_drawn(kind):
+    empty = SimpleNamespace(outputs=(Completion((), "", False, (3, 5, 0, 0)),))
+    assert renderer(kind[0])(tasks(1), empty) == [None]

@@ -296,5 +296,5 @@ def test_settings_that_are_none(editor):
     with pytest.raises(ValueError, match="give at least 1"):
         renderer(editor, frozen(editor), cached=0)
     for wrong in ({"num_steps": 0}, {"num_steps": 1, "guidance_scale": 0.5}):
-        with pytest.raises(ValueError, match="give at least 1"):
+        with pytest.raises(ValueError, match="use at least 1 step"):
             OdeSampler(editor, **wrong)

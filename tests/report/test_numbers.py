@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from html_check import read
+from retouch.records.summary import Summary
 from retouch.report import curves, numbers
 from retouch.report.charts import Chart, Line, draw
+from retouch.report.headline import gap_bar
 from retouch.report.markup import join, tag, text
 from retouch.report.series import (
     Point,
@@ -137,6 +139,16 @@ def test_shares_of_time_add_up_with_what_no_stage_accounts_for() -> None:
     assert "other" in page.words
     assert curves.time_bars([{"step": 1, "time/a": None}]) is None
     assert curves.seconds_spent([{"step": 1, "time/step": 10.0, "time/a": 6.0}, {"step": 2, "time/a": 5.0}]) == 15.0
+    assert curves.seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
+
+
+def test_a_best_of_k_of_0_is_on_the_bar() -> None:
+    bar = gap_bar(Summary(column="reward", on="tasks", before=-3.0, after=-2.0, steps=1, ceiling=-1.0, best_of_k=0.0))
+    assert bar is not None
+    (tick,) = read(bar).all("span", "tick")
+    assert tick["style"] == "left:100.00%"
+    gained, *_ = read(bar).all("span", "gained")
+    assert gained["style"] == "left:0.00%;width:33.33%"
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])

@@ -15,7 +15,7 @@ from judge_double import KEY, Double
 from live_server import live
 from retouch.protocols import Reward
 from retouch.recipe.document import evaluate
-from retouch.recipe.reward_words import parse_reward
+from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.base import close
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.vlm.local_model import LocalJudge

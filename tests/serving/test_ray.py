@@ -104,6 +104,19 @@ def test_a_reload_changes_the_judge_and_loses_no_request(tmp_path: Path, monkeyp
             assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
 
 
+def test_a_reward_that_cannot_be_built_again_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (SUPPORT / "served_rewards.py").read_text()
+    module = tmp_path / "broken_judge.py"
+    module.write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with ray_server("broken_judge:Digest") as server:
+        module.write_text("raise ValueError('no weights')\n")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for("the old ones stay in use")
+        body, kind = body_of(samples_of(2))
+        assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
+
+
 def test_who_has_no_token_cannot_talk_to_the_cluster() -> None:
     """Whoever may talk to it may run code on it."""
     ask = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')"

@@ -191,7 +191,7 @@ def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -
         (["share:red", "--host", "0.0.0.0"], "is reachable from other machines: set RETOUCH_TOKEN"),
         (["share:red", "--replicas", "0"], "at least 1"),
         (["share:red", "--limit", "max_bach=3"], "did you mean max_batch"),
-        (["share:red", "--limit", "max_batch=x"], "max_batch is a whole number"),
+        (["share:red", "--limit", "max_batch=x"], "max_batch must be a whole number"),
         (["share:red", "--limit", "window=-1"], "window"),
         (["share:red", "--ocr", "share"], "--ocr needs --vlm"),
         (["share:red", "--token-file", "nothing"], "no such file"),

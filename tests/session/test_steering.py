@@ -21,7 +21,7 @@ from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
 from retouch.session.listener import Listener, StepResult
 from retouch.session.session import open_session
-from retouch.session.steering import Steering
+from retouch.session.steering import ControlRequests
 from retouch.types import Column, Sample, Scores
 
 COMPUTED = (*WEIGHTS, "metrics.jsonl", "evals.jsonl")
@@ -120,7 +120,7 @@ def test_only_valid_requests_to_a_run_that_is_training_are_recorded(tmp_path: Pa
 def test_requests_from_before_the_start_are_refused(tmp_path: Path) -> None:
     folder = folder_of_a_run(tmp_path)
     make_request(folder, "stop", via="test")
-    steering = Steering(folder, Ranks(), samples_every=5, step=7)
+    steering = ControlRequests(folder, Ranks(), samples_every=5, step=7)
     (refused,) = read_requests(folder).values()
     assert (refused.taken, refused.step, refused.answer) == (False, 7, "the run was not training")
     assert not steering.wanted(stop=False, last=False).stop
@@ -131,7 +131,7 @@ def test_requests_from_before_the_start_are_refused(tmp_path: Path) -> None:
 
 def test_a_request_is_found_although_the_clock_of_the_folder_stands_still(tmp_path: Path) -> None:
     folder = folder_of_a_run(tmp_path)
-    steering = Steering(folder, Ranks(), samples_every=5, step=0)
+    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     for step in range(1, 30):
         name = make_request(folder, "checkpoint", via="test")
         assert steering.wanted(stop=False, last=False).checkpoint
@@ -141,7 +141,7 @@ def test_a_request_is_found_although_the_clock_of_the_folder_stands_still(tmp_pa
 
 def test_a_step_without_requests_costs_one_stat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_a_run(tmp_path)
-    steering = Steering(folder, Ranks(), samples_every=5, step=0)
+    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     make_request(folder, "checkpoint", via="test")
     os.utime(folder.control, (1, 1))
     assert steering.wanted(stop=False, last=False).checkpoint
@@ -169,7 +169,7 @@ def test_a_file_that_is_no_request_is_ignored(tmp_path: Path, content: bytes) ->
     (folder.control / "0.json").write_bytes(content)
     (folder.control / "1.json").symlink_to(folder.recipe)
     (folder.control / "2.json").mkdir()
-    steering = Steering(folder, Ranks(), samples_every=5, step=0)
+    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     wanted = steering.wanted(stop=False, last=False)
     assert (wanted.stop, wanted.checkpoint) == (False, False)
     assert (folder.control / "0.json").read_bytes() == content
@@ -177,7 +177,7 @@ def test_a_file_that_is_no_request_is_ignored(tmp_path: Path, content: bytes) ->
 
 def test_a_run_goes_on_if_its_answer_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_a_run(tmp_path)
-    steering = Steering(folder, Ranks(), samples_every=5, step=0)
+    steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     make_request(folder, "checkpoint", via="test")
 
     def refuse(*given: object, **named: object) -> None:

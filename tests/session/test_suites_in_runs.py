@@ -218,6 +218,62 @@ def test_a_spent_budget_ends_a_run_that_goes_on_with_the_missing_result(tmp_path
     assert RunFolder(recipe.folder).read_summary() is not None
 
 
+@pytest.mark.parametrize(("response", "back_to"), [("stop", None), ("roll_back", 0)])
+def test_an_alarm_of_the_watch_stops_the_run_although_a_budget_is_spent_in_the_same_step(
+    tmp_path: Path, double: Double, response: str, back_to: int | None
+) -> None:
+    watch = {"every": 2, "tasks": 3, "brightness": {"limit": 1e-9, "on_alarm": response}}
+    recipe = small(tmp_path, judged(double.url, calls=30), watch=watch, checkpoints={"every": 0})
+    with pytest.raises(AlarmStop, match=r"watch\.brightness"):
+        run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    stopped = folder.read_alarm()
+    assert stopped is not None
+    assert (stopped["step"], stopped["back_to"], [each["rule"] for each in stopped["alarms"]]) == (2, back_to, ["brightness"])
+    assert checkpoint.latest(folder.checkpoints).name == f"step-{2 if back_to is None else back_to:06d}"  # type: ignore[union-attr]
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2]
+    assert folder.read_metrics()[-1]["watch/alarm/brightness"] == 1.0
+    assert [step for step, _ in results(recipe)] == [0, 1]
+    assert "budget of 30 calls" in folder.log(0).read_text()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_alarm_of_a_suite_stops_the_run_although_the_next_suite_spends_its_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumed: bool
+) -> None:
+    """``resumed``: the budget of the first suite was spent too, and was raised before the next start."""
+    monkeypatch.setattr(suites, "fall", lambda suite, before, now: Fall(5.0, 4.0, 1.0, 9.0))
+    monkeypatch.setattr(RunSuites, "_reward_change", lambda self, since, step, metrics: 0.1)
+    own, spent = RunSuites._run, {"preservation"}
+
+    def run_suite(self: RunSuites, suite: OpenSuite, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+        if suite.name in spent and step == 1:
+            raise BudgetSpent(f"the budget of {suite.name} is spent")
+        if suite.name == "playground":
+            return own(self, suite, step, metrics)
+        return {"step": step, "headline": "overall", "table": {"all": {"overall": {"mean": 1.0}}}, "alarm": None}
+
+    monkeypatch.setattr(RunSuites, "_run", run_suite)
+    other = {"suite": "preservation", "data": str(suite_rows.preservation(tmp_path)), "every": 1}
+    recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"}, other, checkpoints={"every": 0})
+    if resumed:
+        spent.add("playground")
+        with pytest.raises(BudgetSpent, match="of playground"):
+            run(recipe, fresh=False)
+        spent.remove("playground")
+    with pytest.raises(AlarmStop, match="suite playground"):
+        run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    stopped = folder.read_alarm()
+    assert stopped is not None
+    assert (stopped["step"], [each["rule"] for each in stopped["alarms"]]) == (1, ["suite playground"])
+    assert checkpoint.latest(folder.checkpoints).name == "step-000001"  # type: ignore[union-attr]
+    (line,) = folder.read_metrics()
+    assert ("watch/alarm/suite playground" in line) != resumed
+    with pytest.raises(AlarmStop, match="was stopped by an alarm"):
+        run(recipe, fresh=False)
+
+
 def test_a_run_that_starts_over_keeps_the_answers_about_its_suites(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "suites" / "playground" / "step-000000").mkdir(parents=True)

@@ -68,14 +68,14 @@ def main(folder: Path, kind: str) -> None:
     os.environ |= {"HF_ENDPOINT": serve(folder / "files"), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     import stream_files
     from retouch.data.base import DataContext
-    from retouch.data.sampler import DrawnInOrder
+    from retouch.data.sampler import UnindexedTasks
     from retouch.data.sources.stream import StreamData
 
     {"parquet": stream_files.parquet, "tar": stream_files.tar}[kind](folder / "files")
     rows = {}
     for ahead in (0, 1):
         stream = StreamData(path=NAME, held_out=5, check=3, shuffle=16, ahead=ahead).build(DataContext(seed=3)).train
-        assert isinstance(stream, DrawnInOrder)
+        assert isinstance(stream, UnindexedTasks)
         steps = [stream.at_step(step, count=11, places=range(11)) for step in range(10)]
         rows[f"ahead {ahead}"] = [task.instruction for step in steps for task in step]
         stream.close()

@@ -69,14 +69,18 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
         "data": {"kind": "prompts", "path": "none.txt", "held_out": 2},
         "reward": {"kind": "share", "channel": "red", "combine": {"share": 1}},
         "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "closed", "weight": 0.04}},
-        "eval": {"tasks": 4, "batch": 2},
+        "eval": {"tasks": 4, "batch": 2, "every": 2},
         **changes,
     }
 
 
 def main(folder: Path, chosen: Sequence[str]) -> None:
     tiny_pipelines.sd3().save_pretrained(folder)
-    settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"], "small chunks": ["rollout.chunk=4"]}
+    settings = {
+        "checkpointing": ["policy.gradient_checkpointing=true", "eval.every=3"],
+        "ranks": ["ranks=4", "eval.every=0"],
+        "small chunks": ["rollout.chunk=4"],
+    }
     settings |= {kind: ["ranks=4", f"sharding={kind}", 'policy.train={"kind": "full"}'] for kind in ("fsdp2", "zero2")}
     settings |= {"fsdp2, waiting": [*settings["fsdp2"], "devices.weights=cpu"]}
     settings |= {"cached": ["policy.prompt_embeddings=cached"], "offloaded": ["devices.offload=true"]}
@@ -96,6 +100,7 @@ def main(folder: Path, chosen: Sequence[str]) -> None:
             line["waits"] = {name: dict(stage.work.waits) for name, stage in stages.items()}
             line["communicated"] = stages["update"].work.counts["communicated"]
             line["held"] = dict(stages["update"].held[0])
+            line["evaluations"] = found.evaluations
             line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
             if fault in ("", "small chunks"):
                 small = replace(MACHINES["h100"], memory=int(0.95 * line["peak"] / (1 - FREE_SHARE)))

@@ -33,7 +33,7 @@ class Trained:
         self.ranks = ranks
         model = tiny_writers.writer("qwen2.5-vl", train=train, stop=tiny_writing.STOPS)
         if kind.startswith("fsdp2"):
-            shard(model.module, ranks, weights_wait=kind == "fsdp2-weights")
+            shard(model.module, ranks, weights_on_cpu=kind == "fsdp2-weights")
         self.copies = ShardedCopies(model.module, ranks) if kind.startswith("fsdp2") else WeightCopies(model.module)
         self.copies.snapshot("reference")
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from retouch.data.base import DataContext
-from retouch.data.sampler import DrawnInOrder, places_in_step
+from retouch.data.sampler import UnindexedTasks, places_in_step
 from retouch.data.sources.stream import StreamData
 
 COUNT = 7
@@ -21,7 +21,7 @@ EVERY = 3
 def main(folder: str, state: str, rank: int, world: int, steps: int, kill_after: int) -> None:
     sets = StreamData(path=folder, held_out=5, check=3, shuffle=16).build(DataContext(seed=3))
     stream, file = sets.train, Path(state)
-    assert isinstance(stream, DrawnInOrder)
+    assert isinstance(stream, UnindexedTasks)
     rows: list[list[str]] = []
     if file.exists():
         stored = json.loads(file.read_text())

@@ -170,3 +170,5 @@ def test_tokens_and_their_limits():
     check_policy(policy, batch)
     with pytest.raises(AssertionError, match="the limit is 1e-06"):
         check_policy(policy, batch, ratio_limit=1e-6)
+    with pytest.raises(AssertionError, match=r"the limit is 0e\+00"):
+        check_policy(policy, batch, ratio_limit=0.0)

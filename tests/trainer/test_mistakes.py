@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler
+from peft import LoraConfig
 from PIL import Image
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,6 +103,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"peft_config": {"r": 8}},
         "peft_config: dict; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig",
     ),
+    "a pattern of layers": (
+        {"peft_config": LoraConfig(target_modules="all-linear")},
+        "peft_config.target_modules: 'all-linear' is a pattern; give a list of endings of layer names, such as ['to_q', 'to_v']",
+    ),
+    "another kind of LoRA": (
+        {"peft_config": LoraConfig(use_dora=True)},
+        "peft_config.use_dora: True is not supported; leave it at False. Retouch uses r, lora_alpha, lora_dropout, target_modules",
+    ),
+    "a LoRA with biases": ({"peft_config": LoraConfig(bias="all")}, "peft_config.bias: 'all' is not supported; leave it at 'none'"),
+    "a LoRA with another scale and other ranks": (
+        {"peft_config": LoraConfig(use_rslora=True, rank_pattern={"to_q": 4})},
+        "peft_config.use_rslora: True is not supported; leave it at False",
+    ),
+    "a LoRA that starts elsewhere": (
+        {"peft_config": LoraConfig(init_lora_weights="olora")},
+        "peft_config.init_lora_weights: 'olora' is not supported; leave it at True",
+    ),
     "an objective's name": ({"objective": "grpo"}, "objective: 'grpo'; give an object: retouch.GRPO(clip=1e-4)"),
     "a clip range that never clips": ({"objective": retouch.GRPO(clip=0.2)}, "would never clip; use 1e-6 to 1e-4"),
     "a renderer of an image model": ({"renderer": "x"}, "renderer: this model makes images itself"),
@@ -171,6 +189,16 @@ def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
         retouch.Trainer(**arguments)
 
 
+def test_the_supported_settings_of_a_lora_config_are_used(pipe: Any) -> None:
+    given = LoraConfig(
+        **{"r": 4, "lora_alpha": 6, "target_modules": ["to_v", "to_q"]},
+        **{"task_type": "CAUSAL_LM", "inference_mode": True, "init_lora_weights": "gaussian"},
+    )
+    made = retouch.Trainer(pipe, red, ROWS, peft_config=given)
+    assert made.recipe.policy.train == retouch.Lora(rank=4, alpha=6.0, targets=("to_q", "to_v"))
+    assert retouch.Trainer(pipe, red, ROWS, peft_config=LoraConfig()).recipe.policy.train == retouch.Lora(rank=8, alpha=8.0)
+
+
 @pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr"])
 def test_an_image_of_any_mode_is_read_as_rgb(mode: str) -> None:
     image = Image.new("RGB", (16, 16), "red").convert("L" if mode == "I;16" else mode).convert(mode)
@@ -230,6 +258,28 @@ def test_a_reward_function_that_is_wrong(function: Any, message: str) -> None:
     samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
     with pytest.raises(ValueError, match=re.escape(message)):
         scores_of(FunctionReward.of(function), samples)
+
+
+def above(images: list[Any], *, level: float) -> list[float]:
+    return [level] * len(images)
+
+
+@retouch.reward(low=0, high=9)
+def below(images: list[Any], *, level: float, rest: object = None) -> list[float]:
+    return [level + 1] * len(images)
+
+
+def test_functions_with_bound_arguments_have_names_and_hashes_of_their_own() -> None:
+    given = [partial(above, level=1.0), partial(above, level=2.0), partial(below, level=1.0), partial(below, level=1.0, rest=above)]
+    made = [FunctionReward.of(function) for function in given]
+    assert [each.name for each in made] == ["above", "above", "below", "below"]
+    assert len({each.source for each in made}) == 4
+    assert FunctionReward.of(partial(partial(above), level=2.0)).source == made[1].source
+    assert FunctionReward.of(above).source not in {each.source for each in made}
+    assert made[2].columns["below"].high == 9
+    assert FunctionReward.of(partial(above, level=object())).source == FunctionReward.of(partial(above, level=object())).source
+    with pytest.raises(ValueError, match="a lambda has no name"):
+        FunctionReward.of(partial(lambda images, level: [level] * len(images), level=1.0))
 
 
 def test_what_a_reward_function_may_return() -> None:

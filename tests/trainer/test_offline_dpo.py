@@ -21,7 +21,7 @@ from retouch.data.base import DataContext
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.table import TableData
 from retouch.doctor.reward import check_scoring
-from retouch.recipe.reward_words import read_reward
+from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 

@@ -1,22 +1,43 @@
 """The parts without a run: ``retouch.sample``, ``retouch.load_run`` and ``retouch.serve``."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import uvicorn
 from PIL import Image
 
 import retouch
 import tiny_pipelines
 import tiny_writers
-from retouch.types import Task
+from retouch.types import Column, Task
 from small_trainer import redness
 
 PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 DRAW = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 20, "output_type": "pt"}
+
+STRANGER = """
+from retouch.types import Column
+
+class StrangeReward:
+    columns = {"zero": Column(0.0, 1.0)}
+    def __init__(self, *, device="cpu"):
+        pass
+    def __call__(self, samples):
+        return {"zero": [0.0] * len(samples)}
+"""
+
+
+class TooWide:
+    columns: ClassVar = {"wide": Column(0.0, 1e10)}
+
+    def __call__(self, samples: Any) -> Any:
+        return {"wide": torch.zeros(len(samples))}
 
 
 def trainer(out: Path, model: Any, **changes: Any) -> retouch.Trainer:
@@ -111,7 +132,8 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -
     assert loaded.metrics["reward/mean"].between(0, 1).all()
     assert set(loaded.evaluations.query("row == 'all'")["step"]) == {0, 2}
     ledger = loaded.ledger
-    assert {"split", "step", "group", "slot", "task", "redness"} <= set(ledger.columns)
+    columns = ["split", "step", "group", "slot", "task", "image", "completion", "judge", "seconds", "at", "redness"]
+    assert sorted(ledger.columns) == sorted(columns)
     assert len(ledger[ledger.split == "train"]) == 4
     assert loaded.samples().width > 0
     assert loaded.summary is not None
@@ -119,6 +141,25 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -
         loaded.policy.generate(["blue"])
     with pytest.raises(ValueError, match=f"model: the run loads {folder} itself"):
         retouch.load_run(run, model=fresh)
+
+
+def test_the_pipeline_of_a_run_whose_classes_are_imported(
+    run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a recipe that was changed when it was opened, for which no consent is remembered."""
+    modules = tmp_path_factory.mktemp("modules")
+    (modules / "stranger_of_parts.py").write_text(STRANGER)
+    monkeypatch.syspath_prepend(str(modules))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    written = json.loads((copied / "recipe.json").read_text())
+    written["recipe"]["reward"] = {"kind": "import", "class": "stranger_of_parts:StrangeReward", "combine": {"zero": 1.0}}
+    (copied / "recipe.json").write_text(json.dumps(written))
+    loaded = retouch.load_run(copied, device="cpu", allow_imports=["stranger_of_parts"])
+    assert drawn(loaded.pipeline()).shape[0] == 1
+    with pytest.raises(ValueError, match="stranger_of_parts:StrangeReward is code from outside Retouch"):
+        retouch.load_run(copied, device="cpu")
 
 
 def test_the_pipeline_makes_the_images_of_the_trainer(tmp_path: Path) -> None:
@@ -170,6 +211,11 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
     [
         ((), {}, "give at least one reward"),
         ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
+        ((redness,), {"host": "0.0.0.0", "token": "short"}, "the token must have at least 16 characters"),
+        ((redness,), {"host": "0.0.0.0", "token": "pässwörter-sind-geheim"}, "the token must have at least 16 characters"),
+        ((redness,), {"token": "with spaces, but long enough"}, "the token must have at least 16 characters"),
+        ((redness, "compressibility", redness), {}, "two rewards have the name redness"),
+        ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"),
         (("pikscore",), {}, "pikscore"),
         ((3,), {}, "3 cannot be called"),
     ],
@@ -177,3 +223,9 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
 def test_mistakes_in_serving(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)
+
+
+def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)  # as if a library's start-up failed
+    with pytest.raises(RuntimeError, match="ended while it was starting"):
+        retouch.serve(redness, port=0)

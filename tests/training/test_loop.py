@@ -24,7 +24,7 @@ from retouch.objectives.reward_gradient import DRaFT
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.training.loop import Collected, TooManyMissing, collect, train
+from retouch.training.loop import ScoredRollout, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -334,7 +334,7 @@ def test_imitation_asks_no_judge_and_weighs_every_row_alike():
     phase = tiny_loop.phase(Supervised(), count=3, group_size=1, advantage=None, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
     assert run.judge.asked == []
-    assert isinstance(collected, Collected)
+    assert isinstance(collected, ScoredRollout)
     assert collected.judged is None
     twin = tiny.policy(train="full")
     batch = phase.batch(0)

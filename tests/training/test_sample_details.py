@@ -15,20 +15,20 @@ from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder
 from retouch.records.trackers import CompositeTracker
 from retouch.renderers.decoders import LatentRenderer
-from retouch.training.loop import Collected, collect
+from retouch.training.loop import ScoredRollout, collect
 from retouch.training.recorder import Recorder
 from retouch.training.sample_details import SampleDetails
 from retouch.types import Completion, Kind, Prompts
 
 
 @pytest.fixture
-def collected() -> tuple[tiny.DenoisingPolicy, Collected]:
+def collected() -> tuple[tiny.DenoisingPolicy, ScoredRollout]:
     policy = tiny.policy(mode="all")
     run, phase = tiny_loop.run(policy), tiny_loop.phase(count=2, group_size=2, steps=range(1))
     return policy, collect(run, phase, 0)
 
 
-def stored(folder: RunFolder, made: Collected, details: SampleDetails | None) -> list[dict[str, object]]:
+def stored(folder: RunFolder, made: ScoredRollout, details: SampleDetails | None) -> list[dict[str, object]]:
     folder.create()
     Recorder(folder, CompositeTracker([]), total=1, samples=Samples(groups=2), details=details).groups(1, made)
     return folder.read_samples(1)

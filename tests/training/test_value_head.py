@@ -210,12 +210,12 @@ def test_a_trial_step_restores_the_head_and_its_optimizer():
 # The two steppers
 
 
-def pair(loss_times=1):
+def pair(loss_scale=1):
     policy, head = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     for module in (policy, head):
         nn.init.constant_(module.weight, 0.5)
     steppers = [ReplicatedStepper(module, tiny_loop.ALONE, max_grad_norm=1e-3) for module in (policy, head)]
-    return HeadStepper(*steppers, learning_rate=0.01, loss_times=loss_times), policy, head
+    return HeadStepper(*steppers, learning_rate=0.01, loss_scale=loss_scale), policy, head
 
 
 def test_each_has_its_own_learning_rate_and_clipping():
@@ -230,7 +230,7 @@ def test_each_has_its_own_learning_rate_and_clipping():
 def test_what_losses_are_multiplied_by_is_taken_off_the_heads_gradient():
     moments = []
     for times in (1, 4):
-        made, _, head = pair(loss_times=times)
+        made, _, head = pair(loss_scale=times)
         made.head.max_grad_norm = 100.0
         made.backward(times * head(torch.ones(1, 3)).sum())
         made.step(0.1)

@@ -22,7 +22,7 @@ from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.types import Task
 from retouch.view.app import build_app
-from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS, Bench
+from retouch.view.trying import MOST_BYTES, MOST_CHARACTERS, TrialWorker
 
 OWN = {"Origin": "http://127.0.0.1:8765"}
 PLACE = "/api/runs/small/try"
@@ -143,7 +143,7 @@ def test_a_try_that_is_cancelled_leaves_room_for_the_next(runs: Path) -> None:
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
 
     async def try_twice() -> list[str]:
-        bench = Bench("cpu")
+        bench = TrialWorker("cpu")
         with anyio.move_on_after(0.1) as scope:
             async for _ in bench.events(folder, job, Client(left=False)):  # type: ignore[arg-type]
                 pass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
+from retouch.assembly.phases import build_phase, copies_in_cpu_memory, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
@@ -25,7 +25,7 @@ from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import FirstGradientStep, PolicyContext
 from retouch.policies.engines.base import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
-from retouch.policies.weights import WeightCopies, stale_copies
+from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase, Rollout
@@ -157,7 +157,7 @@ class Assembly(PolicyParts):
             stepper,
             ReplicatedStepper(self.head, self.ranks, **options),
             learning_rate=section.learning_rate,
-            loss_times=self.ranks.world if sharding == "zero2" else 1,
+            loss_scale=self.ranks.world if sharding == "zero2" else 1,
         )
 
     def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
@@ -334,16 +334,12 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
             base_frozen=policy.train.reference_is_base,
         )
     policy.make_trainable(model.module, seed=recipe.seed)
-    devices = dict(placement.copy_devices)
-    for phase in recipe.resolved_phases():
-        if phase.rollout.staleness:
-            devices |= dict.fromkeys(stale_copies(phase.rollout.staleness), _CPU)
-    copies = WeightCopies(model.module, devices=devices)
+    copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import shard
         from retouch.distributed.sharded_copies import ShardedCopies
 
-        shard(model.module, ranks, weights_wait=placement.weights_wait)
+        shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
     names = copies_needed(recipe)
     if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):

@@ -10,8 +10,8 @@ from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import (
     Drawable,
-    DrawnInOrder,
     Subset,
+    UnindexedTasks,
     assign,
     further_tasks,
     global_rows,
@@ -67,7 +67,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
         length = phase.steps
         if length is None:
             assert phase.passes is not None
-            if isinstance(data.train, DrawnInOrder):
+            if isinstance(data.train, UnindexedTasks):
                 raise ValueError("passes: the number of rows of a stream is not known; give `steps` instead")
             length = steps_for_passes(phase.passes, size=max(1, len(data.train)), count=phase.tasks_per_step)
         start = steps[-1].stop if steps else 0
@@ -115,14 +115,14 @@ def build_phase(
 
     def batch(step: int) -> Batch:
         first = step - steps.start
-        if isinstance(tasks, DrawnInOrder):
+        if isinstance(tasks, UnindexedTasks):
             drawn = tasks.at_step(first, count=count, places=places_in_step(count=count, **share))
         else:
             drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
         return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
 
     def further(step: int, turn: int) -> Sequence[Task]:
-        assert not isinstance(tasks, DrawnInOrder), "refused below"
+        assert not isinstance(tasks, UnindexedTasks), "refused below"
         drawn = further_tasks(seed=recipe.seed, step=step - steps.start, count=count, size=len(tasks), turn=turn)
         return Subset(tasks, drawn)
 
@@ -134,7 +134,7 @@ def build_phase(
     if phase.rollout.refill is not None and not phase.imitates:
         from retouch.training.refill import collect_refilled
 
-        if isinstance(tasks, DrawnInOrder):
+        if isinstance(tasks, UnindexedTasks):
             raise ValueError("rollout.refill: a stream has no further tasks for a step; remove it, or stream no data")
         source = partial(collect_refilled, rounds=phase.rollout.refill.rounds, further=further)
     objective = phase.objective
@@ -166,6 +166,18 @@ def copies_needed(recipe: Recipe) -> set[str]:
         needed |= recipe.renderer.weight_copies
     for phase in recipe.resolved_phases():
         needed |= phase.objective.weight_copies
-        if phase.rollout.staleness and not phase.imitates:
-            needed |= set(stale_copies(phase.rollout.staleness))
-    return needed
+    return needed | _stale_copies(recipe)
+
+
+def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
+    """Return the names of the weight copies that are in CPU memory while they are not used.
+
+    FSDP2 instead keeps all copies where the weights are.
+    """
+    reference = {"reference"} if recipe.devices is not None and recipe.devices.reference is not None else set()
+    return _stale_copies(recipe) | reference
+
+
+def _stale_copies(recipe: Recipe) -> set[str]:
+    phases = recipe.resolved_phases()
+    return {name for phase in phases if not phase.imitates for name in stale_copies(phase.rollout.staleness)}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from retouch.assembly.assembly import Assembly
-from retouch.data.sampler import DrawnInOrder
+from retouch.data.sampler import UnindexedTasks
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import fill_shards, gathered_state
 from retouch.distributed.stepper import Stepper
@@ -34,7 +34,7 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
     )
     tensors = dict(zip(GROUPS, found, strict=True))
     numbers: dict[str, Json] = {"world": parts.ranks.world}
-    streams = [sets.train.state() if isinstance(sets.train, DrawnInOrder) else None for sets in parts.sets]
+    streams = [sets.train.state() if isinstance(sets.train, UnindexedTasks) else None for sets in parts.sets]
     if any(state is not None for state in streams):
         numbers["streams"] = streams
     return TrainState(step=step, tensors=tensors, numbers=numbers)
@@ -56,7 +56,7 @@ def restore(parts: Assembly, state: TrainState, stepper: Stepper) -> None:
     stepper.load(state.tensors["optimizer"])
     streams = state.numbers.get("streams")
     for sets, stored in zip(parts.sets, streams if isinstance(streams, list) else (), strict=False):
-        if isinstance(sets.train, DrawnInOrder):
+        if isinstance(sets.train, UnindexedTasks):
             sets.train.load_state(stored)
     _set_generators(parts.ranks, state.tensors["random"])
 

@@ -62,14 +62,15 @@ def expel(run: Path, selection: Selection, *, dry_run: bool) -> dict[str, Any]:
     for file in [*ledger.files, *ledger.rescored.values()]:
         with closing(Database(file)) as database, database.writing() as connection:
             found = _rows(connection.execute("SELECT split, step, group_id, slot, task, picture, judge, scores FROM samples"))
-            scored = [row for row in found if selection.takes(row) and selection.takes_place(row["split"], row["step"])]
+            here = [row for row in found if selection.takes_place(row["split"], row["step"])]
+            scored = [row for row in here if selection.takes(row)]
             found = _rows(
                 connection.execute(
                     "SELECT number, picture, judge, scores, text FROM answers WHERE scores IS NOT NULL AND NOT fresh"
                 )
             )
             placed = selection.split is not None or selection.steps is not None
-            images = {row["picture"] for row in scored}
+            images = {row["picture"] for row in here}  # of any judge: a reward that asks a judge has a fingerprint of its own
             asked = [row for row in found if selection.takes(row) and (not placed or row["picture"] in images)]
             if not dry_run:
                 places = [(row["split"], row["step"], row["group_id"], row["slot"]) for row in scored]

@@ -35,6 +35,7 @@ def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list
         key = _key(reader.fieldnames or [], file)
         for number, line in enumerate(reader, start=2):
             try:
+                _require_values(line, (*(_PLACE if key == "place" else (key,)), COLUMN))
                 about = _samples_of(key, line, by_image=by_image, by_place=by_place, roots=(file.parent, run))
                 rating = _rating(line[COLUMN])
             except ValueError as error:
@@ -59,6 +60,13 @@ def _key(header: Sequence[str], file: Path) -> str:
     raise ValueError(
         f"{file} has the columns {', '.join(header)}; it needs `rating`, and `image`, `sha256`, or step, group and slot"
     )
+
+
+def _require_values(line: Mapping[str, str | None], names: Sequence[str]) -> None:
+    """Raise ValueError if one of these columns is empty, or missing because the line is too short."""
+    for name in names:
+        if not (line[name] or "").strip():
+            raise ValueError(f"`{name}` is empty")
 
 
 def _samples_of(

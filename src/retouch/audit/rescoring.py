@@ -17,7 +17,7 @@ from retouch.audit.ledger_view import RESCORED, LedgerSample, LedgerView, select
 from retouch.audit.tasks import RunTasks
 from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
-from retouch.recipe.reward_words import default_name, modules_typed, parse_reward, read_reward
+from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.base import close
@@ -32,8 +32,9 @@ _MAX_CHUNK = 64  # samples
 
 
 def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps: tuple[int, int] | None) -> dict[str, Any]:
-    """Score the samples of a split and steps (None: all) with the reward ``words`` (``recipe/reward_words.py``). Returns a summary
-    as JSON.
+    """Score the samples of a split and steps (None: all) with the reward ``words`` (``recipe/reward_arguments.py``).
+
+    Returns a summary as JSON.
 
     ``name``: prefix of the new columns. Raises ValueError if the reward does not exist, no image is stored, or the file of ``name``
     has scores of another reward.
@@ -41,7 +42,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
     called = name or default_name(words)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", called):
         raise ValueError(f"{called!r} cannot be a name: use letters, digits, dots, dashes and underscores; give one with --name")
-    section = parse_reward(read_reward(words), allow_imports=modules_typed(words))
+    section = parse_reward(read_reward(words), allow_imports=modules_in_argument(words))
     samples = select_samples(LedgerView.open(run).samples, split=split, steps=steps)
     images = RunImages(run)
     with_image = [sample for sample in samples if images.path(sample) is not None]

@@ -111,7 +111,10 @@ def _card(rows: Sequence[ImageRow], sources: _Sources, column: str, change: floa
         shown.append(_shown(title, Path(row.image) if row.image else None, tag("b", score), style="after" if title == "B" else ""))
     direction = "flat" if not abs(change) > 0 else "good" if change > 0 else "bad"
     tags = tag(
-        "p", tag("span", f"{change:+.3g}", class_=f"change {direction}"), tag("span", rows[0].category, class_="tag"), class_="tags"
+        "p",
+        tag("span", "no score" if math.isnan(change) else f"{change:+.3g}", class_=f"change {direction}"),
+        tag("span", rows[0].category, class_="tag"),
+        class_="tags",
     )
     return tag(
         "article", tag("p", rows[0].prompt, class_="instruction", dir="auto"), tag("div", shown, class_="row"), tags, class_="card"

@@ -19,7 +19,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ImagePlace:
+class ImageKey:
     """Identifies one image of a suite. ``number``: index of the item in the whole suite. ``sample``: index of the image among those
     of the item. ``turn``: from 0."""
 
@@ -34,10 +34,10 @@ class ImagePlace:
         return self.sample * self.item.turns + self.turn
 
 
-def places_of(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[ImagePlace]:
+def image_keys(items: list[tuple[int, SuiteItem]], *, suite: Suite) -> list[ImageKey]:
     """Return the places of all images of the numbered items, sorted by turn."""
     return [
-        ImagePlace(item, number, sample, turn)
+        ImageKey(item, number, sample, turn)
         for turn in range(max((item.turns for _, item in items), default=0))
         for number, item in items
         for sample in range(suite.images_per_item)
@@ -58,24 +58,24 @@ class ImageFolder:
         self.root = root
         self._several = suite.images_per_item > 1
 
-    def path(self, place: ImagePlace) -> Path:
+    def path(self, place: ImageKey) -> Path:
         """Return the path to which the image is written."""
         return self.root / f"{_file_name(place.item.id)}{self._ending(place)}.png"
 
-    def find(self, place: ImagePlace) -> Path | None:
+    def find(self, place: ImageKey) -> Path | None:
         """Return the path of the existing image; None if there is none."""
         stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
         paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in _SUFFIXES)
         return next((path for path in paths if path.is_file()), None)
 
-    def read(self, place: ImagePlace) -> Image:
+    def read(self, place: ImageKey) -> Image:
         """Load the image. Raises ValueError if there is none, or it cannot be read."""
         path = self.find(place)
         if path is None:
             raise ValueError(f"no image {self.path(place).name} in {self.root}")
         return load_image(path)
 
-    def write(self, place: ImagePlace, image: Image) -> None:
+    def write(self, place: ImageKey, image: Image) -> None:
         """Write the image atomically: a process that is killed leaves a complete file or none."""
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
@@ -83,7 +83,7 @@ class ImageFolder:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, buffer.getvalue())
 
-    def _ending(self, place: ImagePlace) -> str:
+    def _ending(self, place: ImageKey) -> str:
         sample = f"-{place.sample}" if self._several else ""
         return sample + (f"-turn{place.turn + 1}" if place.turn else "")
 

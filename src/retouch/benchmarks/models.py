@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from PIL.Image import Image
 
-from retouch.benchmarks.image_files import ImagePlace
+from retouch.benchmarks.image_files import ImageKey
 from retouch.benchmarks.lora import load_lora, lora_digest
 from retouch.benchmarks.suite import Suite
 from retouch.core.random import generator
@@ -23,7 +23,7 @@ from retouch.types import Json, Task
 _PLAYGROUND = ("retouch.models.playground.family:PlaygroundModel", "retouch.models.playground.family:PlaygroundTextToImage")
 
 
-class ImageMaker(Protocol):
+class ImageGenerator(Protocol):
     """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once."""
 
     @property
@@ -32,12 +32,12 @@ class ImageMaker(Protocol):
     @property
     def batch(self) -> int: ...
 
-    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         """Yield an image for each task, in order. All places have the same slot. The noise depends only on seed, item and slot."""
         ...
 
 
-class PolicyMaker:
+class PolicyGenerator:
     """Generates images with a policy of Retouch, as `retouch sample` does."""
 
     def __init__(self, parts: Any, identity: dict[str, Json]) -> None:
@@ -45,12 +45,12 @@ class PolicyMaker:
         self.identity = identity
         self.batch: int = parts.recipe.eval.batch
 
-    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         numbers, slot = [place.number for place in places], places[0].slot
         yield from (made.image for made in sample_tasks(self._parts, tasks, seed, numbers=numbers, slot=slot))
 
 
-class PipelineMaker:
+class PipelineGenerator:
     """Generates images with a diffusers pipeline, one at a time. ``call``: further arguments of each call.
 
     Raises ValueError if the suite edits images and the pipeline does not, or if the pipeline has no argument of this name.
@@ -72,7 +72,7 @@ class PipelineMaker:
         if hasattr(pipeline, "set_progress_bar_config"):
             pipeline.set_progress_bar_config(disable=True)
 
-    def __call__(self, places: Sequence[ImagePlace], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
+    def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         for place, task in zip(places, tasks, strict=True):
             noise = generator(seed, "benchmark", place.number, place.slot)
             given: dict[str, Any] = {"prompt": task.instruction, "generator": noise, **self._call}
@@ -83,7 +83,7 @@ class PipelineMaker:
             yield self._pipeline(**given).images[0].convert("RGB")
 
 
-def open_maker(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageMaker:
+def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
     """Open ``model``: the folder of a run, a recipe, the folder or Hub id of a pipeline, or a loaded pipeline.
 
     Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
@@ -93,7 +93,7 @@ def open_maker(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], 
         if lora is not None:
             load_lora(model, lora)
             identity["lora"] = lora_digest(lora)
-        return PipelineMaker(model, identity, call=call, suite=suite)
+        return PipelineGenerator(model, identity, call=call, suite=suite)
     name = str(model)
     if is_ours(name):
         if lora is not None or call:
@@ -116,17 +116,17 @@ def is_ours(name: str) -> bool:
         return False
 
 
-def _policy_maker(name: str) -> ImageMaker:
+def _policy_maker(name: str) -> ImageGenerator:
     from retouch.inference.opening import open_policy, read_target
     from retouch.records.libraries import silence_libraries
 
     silence_libraries()
     recipe, folder = read_target(name, ())
     parts, step = open_policy(recipe, folder)
-    return PolicyMaker(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
+    return PolicyGenerator(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
 
 
-def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageMaker:
+def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
     from diffusers import DiffusionPipeline
 
     from retouch.models.common.pretrained import fetch_weights
@@ -148,12 +148,12 @@ def _pipeline_maker(name: str, *, lora: str | Path | None, call: Mapping[str, An
     if lora is not None:
         load_lora(pipeline, lora)
         identity["lora"] = lora_digest(lora)
-    return PipelineMaker(pipeline, identity, call=call, suite=suite)
+    return PipelineGenerator(pipeline, identity, call=call, suite=suite)
 
 
 def _playground_maker(
     folder: Path, identity: dict[str, Json], *, lora: str | Path | None, call: Mapping[str, Any], device: str
-) -> ImageMaker:
+) -> ImageGenerator:
     """Open a playground model, with a LoRA that diffusers loads into its transformer.
 
     The pipeline class would resize every source image to a megapixel, but playground models edit images of 24 x 24 px. So the model
@@ -183,7 +183,7 @@ def _playground_maker(
         load_lora(pipeline, lora)
         model.module = pipeline.transformer
         identity["lora"] = lora_digest(lora)
-    return PolicyMaker(
+    return PolicyGenerator(
         PolicyParts(
             recipe=recipe,
             ranks=ranks,

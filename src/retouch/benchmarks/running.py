@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from retouch.benchmarks.image_files import ImageFolder, ImagePlace, places_of
-from retouch.benchmarks.judges.short_audit import require_judges
+from retouch.benchmarks.image_files import ImageFolder, ImageKey, image_keys
+from retouch.benchmarks.judges.short_audit import audit_judges
 from retouch.benchmarks.kinds import find_suite
-from retouch.benchmarks.models import ImageMaker, open_maker
+from retouch.benchmarks.models import ImageGenerator, open_generator
 from retouch.benchmarks.results import ROWS, BenchmarkResult, ImageRow, make_table, missing_images
 from retouch.benchmarks.scoring import CountedClients, Scorer, choose_scorer, score_images, task_at
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
@@ -99,7 +99,7 @@ def run(
     ranks = init_distributed(device)
     quotas: dict[str, Quota] = {}
     if audit:
-        require_judges(scorer.section, ranks=ranks, clients=CountedClients(ranks.device, quotas), note=note)
+        audit_judges(scorer.section, ranks=ranks, clients=CountedClients(ranks.device, quotas), note=note)
     if images is not None:
         folder = ImageFolder(Path(images), suite=found)
         if not folder.root.is_dir():
@@ -107,10 +107,10 @@ def run(
         _require_same(root, {"suite": _identity(found), "images": str(folder.root.resolve())}, ranks)
         about: dict[str, Json] = {"model": f"images in {images}"}
     else:
-        maker = open_maker(model, lora=lora, call=call or {}, device=str(ranks.device), suite=found)
+        maker = open_generator(model, lora=lora, call=call or {}, device=str(ranks.device), suite=found)
         _require_same(root, {"suite": _identity(found), "seed": seed, **maker.identity}, ranks)
         folder, about = ImageFolder(root / "images", suite=found), maker.identity
-        make_images(found, maker, own_places(found, items, ranks), folder, seed=seed, note=note)
+        make_images(found, maker, own_image_keys(found, items, ranks), folder, seed=seed, note=note)
     clients = CountedClients(ranks.device, quotas)
     return score(
         scorer, items, folder, root / SCORES / scorer.name, model=about, seed=seed, ranks=ranks, clients=clients, note=note
@@ -138,7 +138,7 @@ def score(
     """
     suite = scorer.suite
     folder.mkdir(parents=True, exist_ok=True)
-    own = own_places(suite, items, ranks)
+    own = own_image_keys(suite, items, ranks)
     rows, fault = [], None
     try:
         rows = score_images(
@@ -199,7 +199,7 @@ def _raise_on_all(fault: ValueError | None, ranks: Ranks) -> None:
 
 
 def make_images(
-    suite: Suite, maker: ImageMaker, places: Sequence[ImagePlace], folder: ImageFolder, *, seed: int, note: Note
+    suite: Suite, maker: ImageGenerator, places: Sequence[ImageKey], folder: ImageFolder, *, seed: int, note: Note
 ) -> None:
     """Generate the images that are not in the folder. Each batch is written before the next one is generated.
 
@@ -249,19 +249,19 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
     return Items([(number, item) for number, item in numbered if number in chosen], broken, place)
 
 
-def own_places(suite: Suite, items: Items, ranks: Ranks) -> list[ImagePlace]:
+def own_image_keys(suite: Suite, items: Items, ranks: Ranks) -> list[ImageKey]:
     """Return the images of this rank: those of every ``world``-th item, with all turns."""
-    return places_of(list(items.chosen[ranks.rank :: ranks.world]), suite=suite)
+    return image_keys(list(items.chosen[ranks.rank :: ranks.world]), suite=suite)
 
 
-def _task(suite: Suite, place: ImagePlace, folder: ImageFolder) -> Task | None:
+def _task(suite: Suite, place: ImageKey, folder: ImageFolder) -> Task | None:
     try:
         return task_at(suite, place, folder)
     except ValueError:
         return None
 
 
-def _turn_and_sample(place: ImagePlace) -> tuple[int, int, int]:
+def _turn_and_sample(place: ImageKey) -> tuple[int, int, int]:
     return place.turn, place.sample, place.slot
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,10 @@ from typing import Any, cast
 import torch
 from PIL.Image import Image
 
-from retouch.benchmarks.image_files import ImageFolder, ImagePlace
+from retouch.benchmarks.image_files import ImageFolder, ImageKey
 from retouch.benchmarks.results import ImageRow
 from retouch.benchmarks.suite import Suite
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
+from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined, read_reward
 from retouch.rewards import identity
 from retouch.rewards.base import RewardSection
 from retouch.rewards.judging import RewardScorer, ScoredBatch
@@ -106,12 +105,12 @@ def choose_scorer(suite: Suite, judge: str | JudgeModel | RewardSection | None, 
 
 
 def _parse(text: str) -> JudgeModel | RewardSection:
-    if text.lstrip().startswith("{") and (document := json.loads(text)).get("kind") in JUDGE_MODELS.paths:
+    if text.lstrip().startswith("{") and (document := read_combined(text)).get("kind") in JUDGE_MODELS.paths:
         found = JUDGE_MODELS.class_for(document)
         assert found is not None, "the kind is in the table"
         model: Any = found(**document)
         return cast(JudgeModel, model)
-    return parse_reward(read_reward(text), allow_imports=modules_typed(text))
+    return parse_reward(read_reward(text), allow_imports=modules_in_argument(text))
 
 
 def _any_column(columns: Mapping[str, Column]) -> dict[str, float]:
@@ -126,7 +125,7 @@ def _checked(name: str) -> str:
 
 def score_images(
     scorer: Scorer,
-    places: Sequence[ImagePlace],
+    places: Sequence[ImageKey],
     images: ImageFolder,
     *,
     ledger: Path,
@@ -161,14 +160,14 @@ def score_images(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    place: ImagePlace
+    place: ImageKey
     file: str
     picture: str
     scores: dict[str, float]
     reason: str
 
 
-def _scored(scorer: Scorer, judging: RewardScorer, places: Sequence[ImagePlace], images: ImageFolder) -> Iterator[list[_Given]]:
+def _scored(scorer: Scorer, judging: RewardScorer, places: Sequence[ImageKey], images: ImageFolder) -> Iterator[list[_Given]]:
     """Yield the columns of the reward for each image, chunk by chunk. Up to ``_MOST_CHUNKS`` chunks are scored concurrently."""
     score = judging.for_split("heldout", 0)
     waiting: deque[_Chunk] = deque()
@@ -182,7 +181,7 @@ def _scored(scorer: Scorer, judging: RewardScorer, places: Sequence[ImagePlace],
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    places: Sequence[ImagePlace]
+    places: Sequence[ImageKey]
     files: Sequence[str]
     reasons: Mapping[int, str]
     pictures: Mapping[int, str]
@@ -203,7 +202,7 @@ class _Chunk:
         ]
 
 
-def _start(scorer: Scorer, score: Any, places: Sequence[ImagePlace], images: ImageFolder) -> _Chunk:
+def _start(scorer: Scorer, score: Any, places: Sequence[ImageKey], images: ImageFolder) -> _Chunk:
     tasks: list[Task] = []
     samples: list[Sample] = []
     kept: list[int] = []
@@ -232,11 +231,11 @@ def _start(scorer: Scorer, score: Any, places: Sequence[ImagePlace], images: Ima
     return _Chunk(places, files, reasons, pictures, score(batch, samples) if samples else None)
 
 
-def task_at(suite: Suite, place: ImagePlace, images: ImageFolder) -> Task:
+def task_at(suite: Suite, place: ImageKey, images: ImageFolder) -> Task:
     """Return the task of one image. A later turn edits the image of the previous turn. Raises ValueError if a file is missing."""
     previous: Image | None = None
     if place.turn:
-        previous = images.read(ImagePlace(place.item, place.number, place.sample, place.turn - 1))
+        previous = images.read(ImageKey(place.item, place.number, place.sample, place.turn - 1))
     return suite.task_for(place.item, turn=place.turn, previous=previous)
 
 

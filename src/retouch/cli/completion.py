@@ -62,7 +62,7 @@ def _completion(parser: Callable[[], argparse.ArgumentParser], arguments: argpar
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[_Command]:
     groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    helps = {choice.dest: choice.help or "" for group in groups for choice in group._choices_actions}
+    helps = {choice.dest: (choice.help or "") % {"prog": parser.prog} for group in groups for choice in group._choices_actions}
     for name, command in ((name, command) for group in groups for name, command in group.choices.items()):
         inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
         subcommands = {name: each for group in inner for name, each in group.choices.items()}

@@ -54,7 +54,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return run_rehearsal(
             recipe, machine=arguments.device, world=arguments.ranks, full_depth=arguments.full_depth, out=sys.stdout
         )
-    from retouch.doctor.doctor import Wishes, run_checks
+    from retouch.doctor.doctor import DoctorOptions, run_checks
 
     price = arguments.price_per_hour
     if price is not None and not price >= 0:
@@ -62,9 +62,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     estimate = arguments.estimate or price is not None
     if estimate and recipe is None:
         raise ValueError("--estimate and --price-per-hour need a recipe: retouch doctor RECIPE --estimate")
-    wishes = Wishes(device=arguments.device, base=arguments.base, estimate=estimate, price=price)
+    doctor_options = DoctorOptions(device=arguments.device, base=arguments.base, estimate=estimate, price=price)
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]
     allowed = [word for module in arguments.allow_import for word in ("--allow-import", module)]
     named = [] if arguments.recipe is None else [arguments.recipe, *allowed, *changes]
-    return run_checks(recipe, distributed=arguments.distributed, wishes=wishes, arguments=named)
+    return run_checks(recipe, distributed=arguments.distributed, doctor_options=doctor_options, arguments=named)

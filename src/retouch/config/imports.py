@@ -50,7 +50,7 @@ def locate(module: str) -> str | None:
     return spec.origin or top
 
 
-def blamed(error: BaseException, what: str) -> ValueError | None:
+def user_code_error(error: BaseException, what: str) -> ValueError | None:
     """The message for the user about an error that their own code raised in ``what`` (an import, a call), with its file and line.
 
     None if ``error`` is to be raised unchanged: that code did not cause it (a signal, full memory), or it is already a message.
@@ -87,7 +87,7 @@ def import_class(path: str) -> type:
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        wrong = None if top == "retouch" else blamed(error, f"importing {module_name}")
+        wrong = None if top == "retouch" else user_code_error(error, f"importing {module_name}")
         if wrong is None:
             raise
         raise wrong from error
@@ -132,7 +132,7 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
     try:
         return wanted(**args, **({"device": device} if takes and "device" not in args else {}))
     except BaseException as error:
-        wrong = blamed(error, f"{path}: its constructor")
+        wrong = user_code_error(error, f"{path}: its constructor")
         if wrong is None:
             raise
         raise wrong from error

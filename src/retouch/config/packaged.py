@@ -27,7 +27,8 @@ def short_name(name: str) -> str:
 
 def near_names(name: str | Path) -> list[str]:
     """Short names of packaged recipes that are similar to ``name``, the most similar first; empty if none is."""
-    parts = Path(name).with_suffix("").parts
+    path = Path(name)
+    parts = (path.with_suffix("") if path.name else path).parts
     wanted = "/".join(parts[1:] if parts[:1] == (_FOLDER,) else parts)
     shorts = [short_name(each) for each in available()]
     same_end = [each for each in shorts if wanted and each.endswith(f"/{wanted}")]

@@ -64,7 +64,7 @@ class Section(BaseModel, metaclass=SectionType):
 
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
-Cadence: TypeAlias = Annotated[int, Field(ge=0)]
+StepInterval: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive: TypeAlias = Annotated[float, Field(gt=0.0)]
 NonNegative: TypeAlias = Annotated[float, Field(ge=0.0)]

@@ -7,15 +7,9 @@ Steps outside the window are ODE steps. The last step (to sigma 0) is never in a
 import torch
 
 
-def all_steps(num_steps: int, *, fraction: float = 1.0) -> range:
-    """All steps except the last, or the first ``fraction`` (above 0, at most 1) of them: ``timestep_fraction`` of Flow-GRPO.
-
-    (arXiv 2505.05470; its authors report that half of the steps trains as well and faster.) Raises ValueError if no step is left.
-    """
-    trainable = _trainable_steps(num_steps)
-    if not 0 < fraction <= 1 or int(num_steps * fraction) < 1:
-        raise ValueError(f"fraction {fraction} of {num_steps} steps leaves no step: give at least {1 / num_steps:.3g}, at most 1")
-    return range(min(int(num_steps * fraction), trainable))
+def all_steps(num_steps: int) -> range:
+    """All steps except the last. Raises ValueError if ``num_steps`` is below 2."""
+    return range(_trainable_steps(num_steps))
 
 
 def random_window(num_steps: int, size: int, *, low: int, high: int, generator: torch.Generator) -> range:

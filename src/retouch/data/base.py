@@ -22,7 +22,7 @@ from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Problem, Rows
 from retouch.data.sampler import Drawable, Subset
 from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import DrawnTasks, Tasks
+from retouch.data.tasks import Tasks, UncheckedTasks
 from retouch.data.validation import OnBadRow, accept, accept_rows
 from retouch.types import Json, SplitName, Task, TaskContents
 
@@ -136,6 +136,8 @@ class DataSource(Section):
     def keys_for_all(self, path: str) -> dict[str, Json]:
         """The recipe keys with which this section reads ``path`` and holds out all of its rows, for evaluation.
 
+        If ``kind`` is one of them, they are all keys of a section of this kind, which replaces this section.
+
         Raises ValueError if this kind of data cannot read other data.
         """
         raise ValueError(f"data.kind: {self.label} cannot read other data; use a recipe whose data have the layout of {path}")
@@ -224,7 +226,7 @@ class StoredData(DataSource):
 
     def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks; if not all rows were checked, an unusable task is refused or skipped when it is drawn."""
-        return tasks if self.checked_share == "all" else DrawnTasks(tasks, on_bad_row=self.bad_rows)
+        return tasks if self.checked_share == "all" else UncheckedTasks(tasks, on_bad_row=self.bad_rows)
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         yield from held_out_problems(self.held_out, at, eval_split)

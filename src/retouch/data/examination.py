@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from PIL import Image
 
 from retouch.data.images import EncodedImage, load_image, load_mask, read_header
-from retouch.data.rows import BadRow, Problem, Row, Rows
+from retouch.data.rows import InvalidRow, Problem, Row, Rows
 from retouch.data.tasks import require_same_size
 
 FileState: TypeAlias = tuple[str, int, int]
@@ -57,7 +57,7 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
     """Read one row, and decode its images if ``decode`` is set. A bad row raises no error; its problems are in the report."""
     try:
         row = rows[index]
-    except BadRow as bad:
+    except InvalidRow as bad:
         return RowReport(bad.problems, decode, readable=False)
     files = tuple(file_state(image.data) for image in _images(row) if isinstance(image.data, Path))
     return RowReport(

@@ -34,7 +34,6 @@ class EncodedImage:
 class Header:
     """The header of an image file. ``size``: (width, height) after the EXIF rotation. ``rotated``: whether EXIF rotates it."""
 
-    format: str
     mode: str
     size: tuple[int, int]
     rotated: bool
@@ -84,9 +83,8 @@ def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXE
     with _opened(source, max_pixels=max_pixels) as image:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
         width, height = image.size
-        assert image.format is not None
         size = (height, width) if turn in (5, 6, 7, 8) else (width, height)
-        return Header(image.format, image.mode, size, turn in range(2, 9))
+        return Header(image.mode, size, turn in range(2, 9))
 
 
 def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:

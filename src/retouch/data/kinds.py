@@ -7,7 +7,7 @@ DATA = Kinds(
     {
         "playground": "retouch.data.playground.tasks:PlaygroundData",
         "playground-indirect": "retouch.data.playground.indirect:IndirectPlaygroundData",
-        "playground-paintings": "retouch.data.playground.paintings:PaintingData",
+        "playground-paintings": "retouch.data.playground.paintings:TextToImageData",
         "playground-words": "retouch.data.playground.words:WordData",
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",

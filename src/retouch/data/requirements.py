@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from retouch.data.rows import BadRow, Problem, Row, Rows
+from retouch.data.rows import InvalidRow, Problem, Row, Rows
 
 CheckedShare: TypeAlias = Literal["all", "first"] | int
 """Rows whose images are decoded before training: all, the first ones, or this number of rows, drawn with a seed."""
@@ -28,7 +28,7 @@ class RowRequirements:
 
 
 class RequiredRows:
-    """The given rows; indexing also raises BadRow for a row that does not meet the requirements."""
+    """The given rows; indexing also raises InvalidRow for a row that does not meet the requirements."""
 
     def __init__(self, rows: Rows, required: RowRequirements) -> None:
         self.problems = rows.problems
@@ -54,5 +54,5 @@ class RequiredRows:
         if required.pairs and (row.chosen is None or row.rejected is None):
             wrong.append("no chosen and rejected image; DPO on the pairs of the data needs both in every row")
         if wrong:
-            raise BadRow([Problem(row.file, row.line, what) for what in wrong])
+            raise InvalidRow([Problem(row.file, row.line, what) for what in wrong])
         return row

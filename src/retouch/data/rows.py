@@ -45,7 +45,7 @@ class Problem:
         return f"{place}: {self.severity}: {self.what}"
 
 
-class BadRow(ValueError):
+class InvalidRow(ValueError):
     """A row that cannot become a task. ``problems``: all of its errors."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -89,7 +89,7 @@ class Identity:
 
 @runtime_checkable
 class Rows(Protocol):
-    """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises BadRow for an unusable row.
+    """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises InvalidRow for an unusable row.
 
     Rows may have a method ``identity``; if it returns an ``Identity``, the result of checking the rows is stored.
     """
@@ -127,9 +127,9 @@ class Layout:
         return found.hexdigest()
 
     def parse(self, fields: Mapping[str, Any], *, line: int) -> Row:
-        """Make a row from the fields of a line. Raises BadRow with all errors of the row."""
+        """Make a row from the fields of a line. Raises InvalidRow with all errors of the row."""
         wrong: list[str] = []
-        values = {field: dig(fields, column) for field, column in self.columns.items()}
+        values = {field: nested_value(fields, column) for field, column in self.columns.items()}
         instruction = _first_phrasing(values.get("instruction"))
         if instruction is None:
             wrong.append(
@@ -142,11 +142,11 @@ class Layout:
             there, missing = ("chosen", "rejected") if values.get("rejected") is None else ("rejected", "chosen")
             wrong.append(f"a {there} image without a {missing} one; a pair needs both")
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
-        tags = {key: self._name(key, dig(fields, key), wrong) for key in self.tag_keys}
+        tags = {key: self._name(key, nested_value(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
         thought = self._thought(values.get("thought"), wrong)
         if wrong or instruction is None:
-            raise BadRow([Problem(self.file, line, what) for what in wrong])
+            raise InvalidRow([Problem(self.file, line, what) for what in wrong])
         return Row(
             file=self.file,
             line=line,
@@ -256,7 +256,7 @@ def find_columns(
     return found, notes
 
 
-def dig(fields: Mapping[str, Any], column: str) -> Any:
+def nested_value(fields: Mapping[str, Any], column: str) -> Any:
     """The value under a name, or under a dotted path of names and list indices; None if there is no value."""
     if column in fields:
         return fields[column]
@@ -272,7 +272,7 @@ def dig(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
-    """The source of each of these rows, for ``split_by_source``. Raises BadRow for an unusable row."""
+    """The source of each of these rows, for ``split_by_source``. Raises InvalidRow for an unusable row."""
     read = (rows[index] for index in indices)
     return [row.source or row.id for row in read]
 

@@ -50,7 +50,7 @@ class Subset(LoadedTasks):
 
 
 @runtime_checkable
-class DrawnInOrder(Protocol):
+class UnindexedTasks(Protocol):
     """Tasks that cannot be indexed, such as the tasks of a stream. ``first``: some of the tasks, as examples."""
 
     first: Sequence[Task]
@@ -68,19 +68,19 @@ class DrawnInOrder(Protocol):
         """Stop all background processes and threads."""
 
 
-Drawable: TypeAlias = "Sequence[Task] | DrawnInOrder"
+Drawable: TypeAlias = "Sequence[Task] | UnindexedTasks"
 
 
 def draw(tasks: Drawable, *, seed: int, step: int, count: int, places: Sequence[int]) -> Sequence[Task]:
     """The ``count`` tasks of a step, counted from the first step of the phase. Only the tasks at ``places`` may be indexed."""
-    if isinstance(tasks, DrawnInOrder):
+    if isinstance(tasks, UnindexedTasks):
         return tasks.at_step(step, count=count, places=places)
     return Subset(tasks, tasks_for_step(seed=seed, step=step, count=count, size=len(tasks)))
 
 
 def examples(tasks: Drawable) -> Sequence[Task]:
     """All tasks of a sequence, or the first tasks of a stream."""
-    return tasks.first if isinstance(tasks, DrawnInOrder) else tasks
+    return tasks.first if isinstance(tasks, UnindexedTasks) else tasks
 
 
 def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:

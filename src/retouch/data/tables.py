@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.data.rows import BadRow, Identity, Layout, Problem, Row
+from retouch.data.rows import Identity, InvalidRow, Layout, Problem, Row
 from retouch.types import Json
 
 _BOM = b"\xef\xbb\xbf"
@@ -59,7 +59,7 @@ class TableRows:
     def __getitem__(self, index: int) -> Row:
         entry = self._entries[index]
         if entry.fields is None:
-            raise BadRow([Problem(self._layout.file, entry.line, entry.what)])
+            raise InvalidRow([Problem(self._layout.file, entry.line, entry.what)])
         return self._layout.parse(entry.fields, line=entry.line)
 
     def identity(self) -> Identity | None:
@@ -153,7 +153,10 @@ def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
         line = data.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{file}:{line}: not UTF-8; save the file as UTF-8") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    names = next(reader, [])
+    try:
+        names = next(reader, [])
+    except csv.Error as error:
+        raise ValueError(f"{file}:1: the header is not CSV: {error}") from None
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
     while True:

@@ -81,7 +81,7 @@ def _load(row: Row, resize: Resize | None) -> Task:
     )
 
 
-class DrawnTasks(LoadedTasks):
+class UncheckedTasks(LoadedTasks):
     """Tasks that were not all checked, so that an unusable task may be found only when it is drawn.
 
     ``on_bad_row``: "refuse" raises ValueError for such a task; "skip" logs it and takes the next usable task instead. The

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from retouch.data.images import MAX_PIXELS
 from retouch.data.requirements import CheckedShare, RequiredRows, RowRequirements
-from retouch.data.rows import BadRow, Problem, Rows
+from retouch.data.rows import InvalidRow, Problem, Rows
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
 SHOWN = 5
@@ -84,7 +84,7 @@ def accept_rows(
 def _lacking(rows: RequiredRows, index: int) -> list[Problem]:
     try:
         rows[index]
-    except BadRow as bad:
+    except InvalidRow as bad:
         return list(bad.problems)
     raise AssertionError("CheckedRows.lacks and RequiredRows disagree")
 

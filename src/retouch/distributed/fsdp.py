@@ -22,10 +22,10 @@ from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, lo
 from retouch.models.common.sharded import called_separately, sharded_root
 
 
-def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> None:
+def shard(module: nn.Module, ranks: Ranks, *, weights_on_cpu: bool = False) -> None:
     """Shard the blocks of a model over the ranks, in place. Add LoRA first. Raises ValueError if the blocks are unknown.
 
-    ``weights_wait``: keep this rank's shard of the weights in CPU memory (page-locked if the device is a GPU). The weights of a
+    ``weights_on_cpu``: keep this rank's shard of the weights in CPU memory (page-locked if the device is a GPU). The weights of a
     block are copied to the device when the block computes, its gradients are then copied to the CPU, and the optimizer runs on the
     CPU.
 
@@ -38,13 +38,13 @@ def shard(module: nn.Module, ranks: Ranks, *, weights_wait: bool = False) -> Non
         raise ValueError(f"sharding fsdp2: the blocks of {type(module).__name__} are unknown (no _no_split_modules); use zero2")
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     on_gpu = ranks.device.type == "cuda"
-    policy = CPUOffloadPolicy(pin_memory=on_gpu) if weights_wait else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=on_gpu) if weights_on_cpu else OffloadPolicy()
     # Reshard after every forward, including the last: weights may be swapped between forwards and must then be gathered again.
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "offload_policy": policy}
     for block in blocks:
         fully_shard(block, **options)
     fully_shard(root, **options, ignored_params=called_separately(module))
-    if weights_wait and on_gpu:
+    if weights_on_cpu and on_gpu:
         # Copies from page-locked memory are asynchronous, and the host may write to the weights as soon as the forward returns.
         # After a backward pass, torch waits for the gradients itself.
         root.register_forward_hook(lambda *_: torch.cuda.synchronize(ranks.device))
@@ -71,10 +71,7 @@ class FsdpStepper(ReplicatedStepper):
         norm = self._reduced_norm()
         if nonfinite or not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(
-                f"the loss or its gradient is not finite (norm {norm}): the optimizer step was skipped. Lower learning_rate, and "
-                "look at the last images in samples/ for what went wrong before"
-            )
+            raise NonFiniteGradient(f"the loss or its gradient is not finite (norm {norm})")
         if norm > self.max_grad_norm:
             for gradient in self._gradients():
                 local_shard(gradient).mul_(self.max_grad_norm / (norm + 1e-6))

@@ -14,7 +14,7 @@ from retouch.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorShard:
     """This rank's part of a tensor.
 
     ``local``: the elements of the part, (counts[rank],). ``counts``: the number of elements on each rank. ``shape``: the shape of
@@ -47,14 +47,14 @@ class GatheredTensors(Mapping[str, Tensor]):
     ranks read in the order of ``in_file_order``.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor | Part]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor | TensorShard]) -> None:
         self.tensors = dict(tensors)
-        self._unread = {name for name, tensor in tensors.items() if isinstance(tensor, Part)}
+        self._unread = {name for name, tensor in tensors.items() if isinstance(tensor, TensorShard)}
 
     def __getitem__(self, name: str) -> Tensor:
         self._unread.discard(name)
         tensor = self.tensors[name]
-        return tensor.gather() if isinstance(tensor, Part) else tensor
+        return tensor.gather() if isinstance(tensor, TensorShard) else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -66,12 +66,12 @@ class GatheredTensors(Mapping[str, Tensor]):
         """Take part in the other ranks' gathers of every tensor that this rank has not read."""
         for name in in_file_order(self):
             part = self.tensors[name]
-            if isinstance(part, Part) and name in self._unread:
+            if isinstance(part, TensorShard) and name in self._unread:
                 part.send()
         self._unread.clear()
 
 
-def ungathered(state: Mapping[str, Tensor]) -> Mapping[str, Tensor | Part]:
+def ungathered(state: Mapping[str, Tensor]) -> Mapping[str, Tensor | TensorShard]:
     """Return the tensors of a state as this rank holds them, without gathering."""
     return state.tensors if isinstance(state, GatheredTensors) else state
 
@@ -85,7 +85,7 @@ def merged(*states: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def forms(state: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
     """Return the dtype and full shape of every tensor, without gathering."""
     held = ungathered(state)
-    return {name: ((each.local if isinstance(each, Part) else each).dtype, each.shape) for name, each in held.items()}
+    return {name: ((each.local if isinstance(each, TensorShard) else each).dtype, each.shape) for name, each in held.items()}
 
 
 def in_file_order(state: Mapping[str, Tensor]) -> list[str]:

@@ -15,17 +15,17 @@ class HeadStepper:
     """Combines the steppers of the policy and of the value head (implements ``retouch.distributed.stepper.Stepper``).
 
     The head is replicated on every rank and has a constant learning rate. Its weights are part of ``state``, because only training
-    uses them; weight copies, exports and inference do not contain the head. ``loss_times``: the factor by which the policy's
+    uses them; weight copies, exports and inference do not contain the head. ``loss_scale``: the factor by which the policy's
     stepper multiplies losses in its backward pass; the head's gradients are divided by it. ``module`` is the policy's module; the
     head is not wrapped.
     """
 
-    def __init__(self, policy: Stepper, head: ReplicatedStepper, *, learning_rate: float, loss_times: int = 1) -> None:
+    def __init__(self, policy: Stepper, head: ReplicatedStepper, *, learning_rate: float, loss_scale: int = 1) -> None:
         self.module: nn.Module = policy.module
         self.policy = policy
         self.head = head
         self.learning_rate = learning_rate
-        self.loss_times = loss_times
+        self.loss_scale = loss_scale
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss``, this rank's share of the global loss, to the policy and the head."""
@@ -36,7 +36,7 @@ class HeadStepper:
         gradients = [parameter.grad for parameter in self.head.parameters.values() if parameter.grad is not None]
         if gradients:  # a phase without a value loss gives the head no gradient
             for gradient in gradients:
-                gradient.div_(self.loss_times)
+                gradient.div_(self.loss_scale)
             # The head steps first, so a non-finite loss changes neither the head nor the policy.
             self.head.step(self.learning_rate)
         return self.policy.step(learning_rate)

@@ -3,7 +3,7 @@ which must agree with accelerate's configuration."""
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,17 +19,15 @@ _SHIPPED = "recipes/accelerate/"
 class Placement:
     """The devices of one rank's parts.
 
-    ``offload``: keep the renderer in CPU memory while nothing is rendered. ``copy_devices``: by the name of a weight copy, the
-    device that stores the copy while it is not used; other copies stay on the policy's device. ``weights_wait``: keep sharded
-    weights in CPU memory while they do not compute.
+    ``offload``: keep the renderer in CPU memory while nothing is rendered. ``weights_on_cpu``: keep sharded weights in CPU memory
+    while they do not compute.
     """
 
     policy: torch.device
     renderer: torch.device
     reward: torch.device
     offload: bool = False
-    copy_devices: Mapping[str, torch.device] = field(default_factory=dict)
-    weights_wait: bool = False
+    weights_on_cpu: bool = False
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -44,8 +42,7 @@ def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
         ranks.device if name is None else resolve_device(name, devices, local_rank=_local_rank())
         for name in (devices.renderer, devices.reward)
     )
-    copy_devices = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
-    return Placement(ranks.device, renderer, reward, devices.offload, copy_devices, devices.weights == "cpu")
+    return Placement(ranks.device, renderer, reward, devices.offload, devices.weights == "cpu")
 
 
 def init_distributed_from_recipe(recipe: Recipe) -> Ranks:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from retouch.distributed.gathering import GatheredTensors, Part
+from retouch.distributed.gathering import GatheredTensors, TensorShard
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import local_shard
 from retouch.policies.weights import WeightCopies
@@ -87,13 +87,13 @@ def fill_shards(tensor: Tensor, content: Tensor) -> None:
     shard.copy_(content)
 
 
-def _part(tensor: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor | Part:
+def _part(tensor: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor | TensorShard:
     if not isinstance(like, DTensor):
         return tensor.detach()
     each, total = _rows(like, ranks.world), like.shape[0]
     width = like.shape[1:].numel()
     counts = [width * max(0, min(each, total - rank * each)) for rank in range(ranks.world)]
-    return Part(local_shard(tensor).reshape(-1), counts, like.shape, ranks)
+    return TensorShard(local_shard(tensor).reshape(-1), counts, like.shape, ranks)
 
 
 def _rows(tensor: DTensor, world: int) -> int:

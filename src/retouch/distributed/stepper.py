@@ -15,7 +15,13 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class NonFiniteGradient(ValueError):
-    """The loss or its gradient is NaN or infinite; the optimizer step was skipped."""
+    """The loss or its gradient is NaN or infinite; the optimizer step was skipped. ``what``: what is not finite, in words."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}: the optimizer step was skipped. Lower learning_rate, and look at the last images in samples/ for what went "
+            "wrong before"
+        )
 
 
 @runtime_checkable
@@ -152,18 +158,12 @@ class ReplicatedStepper:
         if self.ranks.any(self._nonfinite_loss):
             self._nonfinite_loss = False
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(
-                "the loss is not finite: the optimizer step was skipped. Lower learning_rate, and look at the last images in "
-                "samples/ for what went wrong before"
-            )
+            raise NonFiniteGradient("the loss is not finite")
         self._reduce()
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(
-                f"the gradient norm is {norm.item()}: the optimizer step was skipped. Lower learning_rate, and look at the last "
-                "images in samples/ for what went wrong before"
-            )
+            raise NonFiniteGradient(f"the gradient norm is {norm.item()}")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self._step_optimizer()

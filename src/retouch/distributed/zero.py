@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from retouch.distributed.gathering import GatheredTensors, Part
+from retouch.distributed.gathering import GatheredTensors, TensorShard
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import MASTER, NonFiniteGradient, adamw, step_count
 
@@ -104,10 +104,7 @@ class ZeroStepper:
             group["lr"] = learning_rate
         self.engine.step()
         if nonfinite or self._zero.overflow:
-            raise NonFiniteGradient(
-                "the loss or its gradient is not finite: the optimizer step was skipped. Lower learning_rate, and look at the last "
-                "images in samples/ for what went wrong before"
-            )
+            raise NonFiniteGradient("the loss or its gradient is not finite")
         return float(self.engine.get_global_grad_norm())
 
     def state(self) -> Mapping[str, Tensor]:
@@ -121,7 +118,7 @@ class ZeroStepper:
         if shares and flat.dtype != next(iter(self.parameters.values())).dtype:
             shares[MASTER] = flat.detach()
         singles = {key: value.detach().cpu() for key, value in kept.items() if value.shape != flat.shape}
-        state: dict[str, Tensor | Part] = {}
+        state: dict[str, Tensor | TensorShard] = {}
         for name, (first, last) in self._ranges().items():
             state |= {f"{name}/{key}": self._part(share, name, first, last) for key, share in shares.items()}
             state |= {f"{name}/{key}": value for key, value in singles.items()}
@@ -140,11 +137,12 @@ class ZeroStepper:
         for key, tensors in by_key.items():
             first = next(iter(tensors.values()))
             if key == MASTER:
-                self._flat.data.copy_(self._shard(tensors))
+                # A weight that never had a gradient has no master weight in the checkpoint of another stepper: it keeps its value.
+                self._fill(self._flat.data, tensors)
             else:
                 optimizer = self._zero.optimizer
                 count = step_count(first, optimizer, self._flat) if first.dim() == 0 else None
-                optimizer.state[self._flat][key] = self._shard(tensors) if count is None else count
+                optimizer.state[self._flat][key] = self._fill(torch.zeros_like(self._flat), tensors) if count is None else count
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
@@ -183,14 +181,13 @@ class ZeroStepper:
         begin, end = (min(max(at - rank * size, 0), size) for at in (first, last))
         return slice(begin, end)
 
-    def _part(self, share: Tensor, name: str, first: int, last: int) -> Part:
+    def _part(self, share: Tensor, name: str, first: int, last: int) -> TensorShard:
         places = [self._within(rank, first, last) for rank in range(self.ranks.world)]
         counts = [place.stop - place.start for place in places]
-        return Part(share.detach()[places[self.ranks.rank]], counts, self.parameters[name].shape, self.ranks)
+        return TensorShard(share.detach()[places[self.ranks.rank]], counts, self.parameters[name].shape, self.ranks)
 
-    def _shard(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's shard of ``tensors``, with 0 for the parameters that are not in ``tensors``."""
-        shard = torch.zeros_like(self._flat)
+    def _fill(self, shard: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Write this rank's parts of ``tensors`` into ``shard``, and return it. Parameters not in ``tensors`` keep their values."""
         for name, (first, last) in self._ranges().items():
             place = self._within(self.ranks.rank, first, last)
             if name in tensors and place.stop > place.start:

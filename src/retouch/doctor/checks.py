@@ -8,7 +8,7 @@ from typing import Any
 
 from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
-from retouch.data.sampler import DrawnInOrder
+from retouch.data.sampler import UnindexedTasks, examples
 from retouch.distributed.placement import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
@@ -133,7 +133,7 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
 
 def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     heldout = "held out" if split_label(recipe.eval.split) == "held-out" else "of them also for evaluation, none held out"
-    train = "a stream of" if isinstance(sets.train, DrawnInOrder) else len(sets.train)
+    train = "a stream of" if isinstance(sets.train, UnindexedTasks) else len(sets.train)
     text = f"{path}: {train} tasks for training, {len(sets.heldout)} {heldout}"
     if recipe.eval.headline:
         try:
@@ -148,22 +148,32 @@ def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     return note("data", "\n".join(lines))
 
 
-def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
+def phase_steps(recipe: Recipe, sets: DataSets | None) -> list[int] | None:
+    """The steps of each phase; None if a phase is as long as some passes over data that are not known (``sets`` is None)."""
+    phases = recipe.resolved_phases()
+    if sets is None:
+        known = [phase.steps for phase in phases if phase.steps is not None]
+        return known if len(known) == len(phases) else None
+    return [phase.total_steps(len(examples(sets.train))) for phase in phases]
+
+
+def check_disk(recipe: Recipe, bytes_each: int, *, sets: DataSets | None = None) -> Finding:
     """Check whether the disk has room for the checkpoints that are kept, and for one more while it is written.
 
-    ``bytes_each``: size of a checkpoint.
+    ``bytes_each``: size of a checkpoint. ``sets``: the data sets, if they can be read here.
     """
     folder = recipe.folder.absolute()
     parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(parent).free
-    steps = sum(phase.steps or 0 for phase in recipe.resolved_phases())
-    permanent = 0 if recipe.checkpoints.keep_every is None else steps // recipe.checkpoints.keep_every
-    kept = recipe.checkpoints.keep + permanent
+    every, steps = recipe.checkpoints.keep_every, phase_steps(recipe, sets)
+    kept = recipe.checkpoints.keep + (0 if every is None or steps is None else sum(steps) // every)
     needed = (kept + 1) * bytes_each
     each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"
     text = f"{kept} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {parent}"
     if needed > free:
         return failed("disk", text, fix="--set out=FOLDER_ON_A_LARGER_DISK")
+    if every is not None and steps is None:
+        return note("disk", f"{text}; and another one for every {every} steps, whose number is not known before the data are read")
     return ok("disk", text)
 
 

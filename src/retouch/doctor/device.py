@@ -83,7 +83,7 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
 def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Finding]:
     """Check whether the attention backend of the recipe can train on the device, and whether the blocks can be compiled there."""
     policy = recipe.policy
-    chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.writes_tokens else {}
+    chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.is_autoregressive else {}
     chosen |= {f"policy.{key}": getattr(policy, key, None) for key in ("attention", "compile")}
     named = ", ".join(f"{key} {value}" for key, value in chosen.items() if value not in (None, "sdpa"))
     if not named or target is None:
@@ -100,10 +100,12 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
         yield ok("kernels", f"{named}: tried on {target.device}")
 
 
-def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice:
-    """The device of a part that the recipe places on ``name``. If the policy's device is not in this machine, every part gets the
-    same kind of device."""
-    if policy_device.device is None or name in ("auto", str(policy_device.device), policy_device.device.type):
+def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice | None:
+    """The device of a part, not of the policy, that the recipe places on ``name``. If the policy's device is not in this machine,
+    every GPU is of the same kind, and None stands for CPU memory, whose size is not known."""
+    if policy_device.device is None:
+        return None if name == "cpu" else policy_device
+    if name in ("auto", str(policy_device.device), policy_device.device.type):
         return policy_device
     return local_device(torch.device(name))
 

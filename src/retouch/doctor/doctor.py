@@ -56,7 +56,7 @@ _QUICKSTART = ("recipes/quickstart.jsonnet",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class DoctorOptions:
     """What the user asks `retouch doctor` for, besides the checks of a recipe.
 
     ``device``: plan for this device instead of the recipe's: a device of this machine, the name of a GPU ("h200"), or the file of a
@@ -69,8 +69,8 @@ class Wishes:
     estimate: bool = False
     price: float | None = None
 
-    def options(self) -> list[str]:
-        """The same wishes as options of `retouch doctor`, one string each."""
+    def words(self) -> list[str]:
+        """Return the same options as words of the command line of `retouch doctor`."""
         named = {
             "--device": self.device,
             "--base": self.base,
@@ -80,27 +80,27 @@ class Wishes:
         return [*given, "--estimate"] if self.estimate and self.price is None else given
 
 
-def run_checks(recipe: Recipe | None, *, distributed: bool, wishes: Wishes, arguments: Sequence[str] = ()) -> int:
+def run_checks(recipe: Recipe | None, *, distributed: bool, doctor_options: DoctorOptions, arguments: Sequence[str] = ()) -> int:
     """Check the installation, and the recipe if there is one; print the findings. Returns the exit code: 0 if ready, else 1.
 
     ``distributed``: also check communication between the ranks; under a launcher this is always done. ``arguments``: the recipe as
     the user typed it, file and overrides, for the suggested next command. Raises ValueError for an unknown device.
     """
     silence_libraries()
-    device_name = wishes.device or ("auto" if recipe is None else recipe.device)
+    device_name = doctor_options.device or ("auto" if recipe is None else recipe.device)
     require_known(device_name)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     launched = distributed or world > 1
     group = _join(device_name) if launched else RankGroup(Ranks())
     if isinstance(group, Finding):
-        report = _Report(arguments, wishes.options(), is_main=True, world=world)
+        report = _Report(arguments, doctor_options.words(), is_main=True, world=world)
         report.add([group])
         return report.finish({group: [0]}, recipe)
-    report = _Report(arguments, wishes.options(), is_main=group.ranks.is_main, world=world if launched else None)
+    report = _Report(arguments, doctor_options.words(), is_main=group.ranks.is_main, world=world if launched else None)
     if launched:
         report.add(check_rank_group(group, recipe))
     if not group.gather_failures(report.found):
-        _check_rank(report, group, recipe, device_name, wishes)
+        _check_rank(report, group, recipe, device_name, doctor_options)
     return report.finish(group.gather_failures(report.found), recipe)
 
 
@@ -178,28 +178,30 @@ def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: S
         yield " ".join([shlex.join(["retouch", "doctor", *arguments]), *kept, *needed])
 
 
-def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, wishes: Wishes) -> None:
+def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, doctor_options: DoctorOptions) -> None:
     """Run the checks of this rank; then, if nothing failed on any rank, the trial step on all ranks; last, time and cost."""
     report.add(check_install())
     if recipe is None:
         report.add([check_playground(playground_weights())])
         return
-    checked = _check_recipe(report, group, recipe, device_name, wishes)
+    checked = _check_recipe(report, group, recipe, device_name, doctor_options)
     device = checked.device
     devices = group.gather_texts("" if device is None else str(device))
     if not group.gather_failures(report.found) and "" not in devices:
         assert device is not None
         report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
-    if wishes.estimate and report.is_main:
+    if doctor_options.estimate and report.is_main:
         from retouch.doctor.estimate import check_estimate
 
         world = report.world or recipe.ranks or 1
         calls = calls_of(recipe, checked.sets)
         fitting = not any(finding.status == "FAILED" and finding.subject == "memory" for finding in report.found)
         machine = find_machine(checked.gpu)
-        if checked.device is not None and checked.gpu != wishes.device:
+        if checked.device is not None and checked.gpu != doctor_options.device:
             report.add([note("time", f"estimated for {checked.gpu}, because no GPU was named; --device names one")])
-        report.add(check_estimate(checked.recipe, machine, world=world, price=wishes.price, calls=calls, planned_to_fit=fitting))
+        report.add(
+            check_estimate(checked.recipe, machine, world=world, price=doctor_options.price, calls=calls, planned_to_fit=fitting)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +218,7 @@ class _Checked:
     gpu: str
 
 
-def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, wishes: Wishes) -> _Checked:
+def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, doctor_options: DoctorOptions) -> _Checked:
     """Run the checks that load no weights."""
     world = report.world or recipe.ranks or 1
     report.add(check_batch(recipe, world=world))
@@ -229,7 +231,7 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     report.add(check_reward(recipe, sets))
     report.add(check_engines(recipe))
     report.add(check_prompt_embeddings(recipe))
-    planned, missing = _planned(recipe, wishes.base)
+    planned, missing = _planned(recipe, doctor_options.base)
     gpu = device_name if device_name in GPUS or device_name.endswith(PROFILE) else DEFAULT_GPU
     if planned is None:
         report.add(missing)
@@ -242,26 +244,29 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     findings, checkpoint = _memory(planned, folder, target)
     report.add(findings)
     if checkpoint is not None:
-        report.add([check_disk(recipe, checkpoint)])
+        report.add([check_disk(recipe, checkpoint, sets=sets)])
     report.add(missing or [_weights_finding(recipe, folder, weights_here)])
     trial = weights_here and not missing and target is not None
     return _Checked(recipe=planned, sets=sets, device=target.device if trial and target is not None else None, gpu=gpu)
 
 
 def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe whose memory is planned, and a failure if its weights do not exist yet. In that case, the recipe has a model of
-    the same size in their place, or is None if no such model is known."""
-    path = getattr(recipe.policy.model, "path", None)
+    """The recipe whose memory is planned, and a failure if its weights do not exist yet, or a note if ``base`` stands for weights
+    that can be downloaded. In both cases, the recipe has a model of the same size in their place, or is None if no such model is
+    known."""
+    path, absent = getattr(recipe.policy.model, "path", None), False
     try:
-        _, here = _weights(recipe)
+        _weights(recipe)
+        _, here = recipe.policy.model.find_weights()
     except ValueError as error:
         if not isinstance(path, str) or path not in str(error):
             return None, [failed("weights", str(error), fix="--set policy.model.path=FOLDER")]
     else:
         if here or base is None or not isinstance(path, str):
             return recipe, []
-    future = future_weights(path, base=base)
-    return future.planned(recipe), [failed("weights", future.text, fix=future.fix)]
+        absent = True
+    future = future_weights(path, base=base, absent=absent)
+    return future.planned(recipe), [failed("weights", future.text, fix=future.fix) if future.fix else note("weights", future.text)]
 
 
 def _memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:

@@ -20,7 +20,7 @@ class FutureWeights:
     """Weights that a recipe names and that do not exist yet.
 
     ``base``: folder or Hugging Face id of a model of the same size; None if it is not known. ``text``: what is missing. ``fix``:
-    the command that makes the weights, or an option of ``retouch doctor``.
+    the command that makes the weights, or an option of ``retouch doctor``; empty if they can be downloaded.
     """
 
     base: str | None
@@ -32,14 +32,18 @@ class FutureWeights:
         return None if self.base is None else parse(recipe.document(), [f"policy.model.path={self.base}"])
 
 
-def future_weights(path: str, *, base: str | None = None) -> FutureWeights:
+def future_weights(path: str, *, base: str | None = None, absent: bool = False) -> FutureWeights:
     """Describe the weights of ``policy.model.path``, which do not exist yet.
+
+    ``absent``: the path has the form of a Hugging Face id; unless it is in the folder of a run, the weights exist elsewhere.
 
     The base is ``base`` if it is given; else, if ``path`` is in the folder of a run, the model that the run starts from; else, if
     ``path`` has the form RUN/exported, the model that the packaged recipe with the name of the run starts from.
     """
     run = _run(Path(path))
-    if run is None:
+    if run is None and absent:
+        reason, start, fix = "", None, ""
+    elif run is None:
         reason, start, fix = "", None, "--base MODEL" if base is None else "train the model that this recipe starts from"
     elif RunFolder(run).recipe.exists():
         reason, start = f": the run {run} has not been exported", _start(RunFolder(run).read_recipe()["recipe"])
@@ -52,7 +56,8 @@ def future_weights(path: str, *, base: str | None = None) -> FutureWeights:
             fix = shlex.join(["retouch", "launch", "--nproc", str(ranks), name] if ranks > 1 else ["retouch", "train", name])
     found = base or start
     planned = "" if found is None else f". Memory is planned for a model of its size, {found}"
-    return FutureWeights(found, f"{path} does not exist yet{reason}{planned}", fix)
+    elsewhere = f"the weights of {path} are not on this machine: they will be downloaded when training starts"
+    return FutureWeights(found, f"{f'{path} does not exist yet{reason}' if fix else elsewhere}{planned}", fix)
 
 
 def _run(path: Path) -> Path | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
+from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, parse
 
 Settings = Mapping[str, tuple[str, ...]]
@@ -27,10 +29,15 @@ def smallest_fit(recipe: Recipe, fits: Callable[[Recipe], bool]) -> tuple[str, .
         for value in values:
             if fit([f"{key}={value}"]):
                 return (f"{key}={value}",)
-    chosen = {key: values[-1] for key, values in settings.items()}
+    chosen: dict[str, str] = {}
+    for key, values in settings.items():
+        together = {**chosen, key: values[-1]}
+        with suppress(ValueError):  # the recipe's checks refuse this setting
+            parse(recipe.document(), tuple(_written(together)))
+            chosen = together
     if not fit(_written(chosen)):
         return None
-    for key in reversed(list(settings)):
+    for key in reversed(list(chosen)):
         without = {other: value for other, value in chosen.items() if other != key}
         if fit(_written(without)):
             chosen = without
@@ -50,7 +57,7 @@ def _settings(recipe: Recipe) -> Settings:
     document = recipe.document()
     found: dict[str, tuple[str, ...]] = {}
     for key in ("rollout.chunk", "eval.batch", "renderer.batch", "renderer.encoder_batch"):
-        found[key] = _halved(_value(document, key))
+        found[key] = _halved(value_at(document, key))
     found["policy.gradient_checkpointing"] = () if recipe.policy.gradient_checkpointing else ("true",)
     found["microbatch"] = _halved(recipe.microbatch)
     if recipe.renderer is not None and not (recipe.devices is not None and recipe.devices.offload):
@@ -67,10 +74,3 @@ def _halved(value: object) -> tuple[str, ...]:
     if not isinstance(value, int) or isinstance(value, bool):
         return ()
     return tuple(str(value >> shift) for shift in range(1, value.bit_length()))
-
-
-def _value(document: object, key: str) -> object:
-    """The value of a key in the recipe's document; None if the document has no such key."""
-    for part in key.split("."):
-        document = document.get(part) if isinstance(document, dict) else None
-    return document

@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from retouch.doctor.findings import Finding, duration, note
+from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe
 
 CAUTION = "a forecast, not a measurement: runs of other seeds, data and code may differ by more than its range"
@@ -39,13 +39,7 @@ class Target:
         if recipe.phases is not None:
             return False
         document = recipe.document()
-        return all(re.search(pattern, json.dumps(_value(document, key))) for key, pattern in self.where.items())
-
-
-def _value(document: Any, key: str) -> Any:
-    for name in key.split("."):
-        document = document.get(name) if isinstance(document, dict) else None
-    return document
+        return all(re.search(pattern, json.dumps(value_at(document, key))) for key, pattern in self.where.items())
 
 
 TARGETS = (

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from retouch.assembly.model import DTYPES, lora_targets
-from retouch.assembly.phases import copies_needed
+from retouch.assembly.phases import copies_in_cpu_memory, copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
@@ -14,11 +16,12 @@ from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
 from retouch.memory.plan import MemoryPlan, Setup, moment_bytes, plan_parts
 from retouch.memory.sizes import image_encoder, parts_in, stored_count
-from retouch.models.base import Described, DiffusersModel, Shape
+from retouch.models.base import DiffusersModel, PartConfigs, Shape
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel, read_description
 from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.weights import copy_dtype
 from retouch.recipe.devices import Devices
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
@@ -40,7 +43,7 @@ class Footprint:
     counts: str
 
 
-def describe(recipe: Recipe, folder: Path | None) -> Described | None:
+def describe(recipe: Recipe, folder: Path | None) -> PartConfigs | None:
     """Class and configuration of each part of the recipe's image model; None if they are not known before the model is loaded.
 
     ``folder``: the folder of the model's weights; None if they are not on this machine. Raises ValueError for a folder without such
@@ -55,19 +58,19 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     return described if described is None or not isinstance(train, IpAdapter) else _with_encoder(described, train.encoder)
 
 
-def _with_encoder(described: Described, path: str) -> Described | None:
+def _with_encoder(described: PartConfigs, path: str) -> PartConfigs | None:
     """Add the image encoder of an IP-Adapter as a part; None if its configuration is not known."""
     folder = find_encoder(path)
     found = image_encoder(path) if folder is None else read_description(folder)
     return None if found is None else {**described, _ENCODER: vision_part(found)}
 
 
-def footprint(recipe: Recipe, described: Described) -> Footprint:
+def footprint(recipe: Recipe, described: PartConfigs) -> Footprint:
     """Plan the memory of the recipe's run. Raises ValueError if it cannot be planned, e.g. for LoRA targets without a layer."""
     assert isinstance(recipe.policy, DenoisingPolicyKeys), "writers are planned in writer_memory"
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
-    copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], train.lora
+    dtype, trained_dtype, lora = DTYPES[model.dtype], DTYPES[train.trained_dtype(model.dtype)], train.lora
     # Both branches of guidance share one forward pass.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
@@ -84,13 +87,13 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,
-        trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
+        trained_dtype=trained_dtype,
         moments=recipe.optimizer.moments,
-        copies=copies,
+        copies=copies_on_device(recipe, trained_dtype),
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
-        weights_wait=recipe.devices is not None and recipe.devices.weights == "cpu",
+        weights_on_cpu=recipe.devices is not None and recipe.devices.weights == "cpu",
         without=_in_cpu_memory(recipe.policy, recipe.devices, described),
     )
     planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
@@ -98,27 +101,39 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     def rows_with(**changes: Any) -> dict[str, int]:
         return {row.name: row.bytes for row in plan_parts(described, replace(setup, **changes), shape=shape).rows}
 
-    all_here = rows_with(weights_wait=False, moments=None) if setup.weights_wait else rows_with()
+    all_here = rows_with(weights_on_cpu=False, moments=None) if setup.weights_on_cpu else rows_with()
     waiting = sum(all_here.values()) - sum(rows_with().values())
-    rows = rows_with(sharding="ddp", weights_wait=False)  # a checkpoint has all weights
+    rows = rows_with(sharding="ddp", weights_on_cpu=False)  # a checkpoint has all weights
     masters = rows.get("fp32 master weights and gradients", 0) // 2
-    trained = rows["transformer, trained weights"]
-    moments = moment_bytes(trained // setup.trained_dtype.itemsize, setup.moments, saved=True)
-    checkpoint = (1 + copies) * trained + moments + masters + saved_of_head(planned)
+    count = rows["transformer, trained weights"] // trained_dtype.itemsize
+    saved = count * saved_bytes(recipe, trained_dtype) + moment_bytes(count, setup.moments, saved=True) + masters
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     if waiting:
         counts += f"; {gigabytes(waiting)} of the transformer's training state in CPU memory"
-    return Footprint(planned, tokens, checkpoint, counts)
+    return Footprint(planned, tokens, saved + saved_of_head(planned), counts)
 
 
-def _in_cpu_memory(policy: DenoisingPolicyKeys, devices: Devices | None, described: Described) -> tuple[str, ...]:
+def copies_on_device(recipe: Recipe, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtype of each copy of trained weights of ``dtype`` that is kept where the weights are."""
+    names = copies_needed(recipe)
+    if recipe.sharding != "fsdp2":  # it shards all copies like the weights
+        names -= copies_in_cpu_memory(recipe)
+    return tuple(copy_dtype(name, dtype) for name in sorted(names))
+
+
+def saved_bytes(recipe: Recipe, dtype: torch.dtype) -> int:
+    """Bytes of a trained weight of ``dtype`` and its copies in a checkpoint."""
+    return dtype.itemsize + sum(copy_dtype(name, dtype).itemsize for name in copies_needed(recipe))
+
+
+def _in_cpu_memory(policy: DenoisingPolicyKeys, devices: Devices | None, described: PartConfigs) -> tuple[str, ...]:
     """The parts that are on the device only while they are used."""
     offload = devices is not None and devices.offload
     waits = {"text_encoder": offload or policy.prompt_embeddings == "cached", "vae": offload}
     return tuple(part for part in described if any(part.startswith(name) for name, waiting in waits.items() if waiting))
 
 
-def _value_head_inputs(described: Described, shape: Shape) -> int:
+def _value_head_inputs(described: PartConfigs, shape: Shape) -> int:
     """Largest number of inputs of a value head: mean and deviation of each channel of latents, source latents and text, the pooled
     text, the embedding of an IP-Adapter's reference image, and sigma. Source latents have no more channels than the latents."""
     pooled: int = described["transformer"]["config"].get("pooled_projection_dim", 0)

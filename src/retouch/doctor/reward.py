@@ -10,8 +10,12 @@ from PIL import Image
 from retouch.config import keys
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
+from retouch.distributed.placement import resolve_device
+from retouch.distributed.ranks import find_device
+from retouch.doctor.checks import phase_steps
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.derived.judge_calls import Calls, judge_calls
+from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
@@ -63,10 +67,9 @@ def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
 
 def calls_of(recipe: Recipe, sets: DataSets | None) -> list[Calls]:
     """The calls to each judge; none if the length of the run is not known without its data."""
-    phases = recipe.resolved_phases()
-    if any(phase.steps is None for phase in phases) and sets is None:
+    steps = phase_steps(recipe, sets)
+    if steps is None:
         return []
-    steps = [phase.steps or phase.total_steps(len(examples(sets.train)) if sets else 0) for phase in phases]
     return judge_calls(recipe, steps=steps, heldout=recipe.eval.tasks if sets is None else len(sets.heldout))
 
 
@@ -89,7 +92,7 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
     except ValueError as error:
         download = re.search("`(hf download [^`]+)`", str(error))
         return failed("reward", str(error), fix=download[1] if download else fix)
-    if value != value and set(missing) <= _columns_of_groups(recipe):
+    if value != value and all(name.startswith(_prefixes_of_groups(recipe)) for name in missing):
         return ok("reward", f"{text}; not tested, because it compares the images of a group")
     if value != value:
         problem = f"could not score an image of {task.id}: {', '.join(missing)} missing"
@@ -98,10 +101,9 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
     return ok("reward", f"{text}: {value:.3f} for {image}")
 
 
-def _columns_of_groups(recipe: Recipe) -> set[str]:
-    """The columns of rewards that compare the images of a group, and so cannot score a single image."""
-    parts = [(prefix, part) for _, prefix, part in recipe.reward.parts() if part.compares_groups]
-    return {f"{prefix}{name}" for prefix, part in parts for name in part.known_columns() or ()}
+def _prefixes_of_groups(recipe: Recipe) -> tuple[str, ...]:
+    """The prefixes of the columns of rewards that compare the images of a group, and so cannot score a single image."""
+    return tuple(prefix for _, prefix, part in recipe.reward.parts() if part.compares_groups)
 
 
 def check_watch(watch: Watch, device: torch.device) -> Finding:
@@ -117,7 +119,16 @@ def check_watch(watch: Watch, device: torch.device) -> Finding:
 
 
 def _device(recipe: Recipe) -> torch.device:
-    return torch.device(recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    """The device of the reward in a run on this machine; if this machine lacks it, the device that ``auto`` chooses."""
+    devices = recipe.devices or Devices()
+    first = "cuda:0" if recipe.device == "auto" and torch.cuda.is_available() else recipe.device
+    name = devices.reward or devices.policy or first
+    if name.startswith("cuda"):
+        name = str(resolve_device(name, devices, local_rank=int(os.environ.get("LOCAL_RANK", "0"))))
+    try:
+        return find_device(name)
+    except ValueError:
+        return find_device("auto")
 
 
 def _score_source(judge: RewardScorer, task: Task) -> tuple[float, list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 from retouch.assembly.model import DTYPES
 from retouch.memory.plan import MemoryRow
 from retouch.memory.sizes import reward_model, stored_count
-from retouch.models.common.pretrained import find_writer
+from retouch.models.common.pretrained import find_language_model
 from retouch.models.language import read_description
 from retouch.rewards.base import RewardSection
 
@@ -31,7 +31,7 @@ def uncounted_rewards(reward: RewardSection) -> list[str]:
 def _described(path: str) -> dict[str, Any] | None:
     """The model's class and configuration; None if it is not known, or if its parameters cannot be counted."""
     try:
-        folder = find_writer(path) if "/" in path else None
+        folder = find_language_model(path) if "/" in path else None
         described = reward_model(path) if folder is None else read_description(folder)
         if described is not None:
             stored_count(described)

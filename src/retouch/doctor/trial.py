@@ -31,7 +31,11 @@ def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
     try:
         yield _loaded(parts)
         for check in parts.trial_steps(stepper=parts.stepper(), judge=_no_scores, done=0):
-            yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, fix=_suggested_fix(check.name))
+            yield (
+                ok("trial step", check.text)
+                if check.ok
+                else failed("trial step", check.text, fix=_suggested_fix(recipe, check.name))
+            )
     except ValueError as error:
         yield failed("trial step", str(error), fix="correct the recipe as the message says")
     except torch.OutOfMemoryError as error:
@@ -49,10 +53,13 @@ def _loaded(parts: Assembly) -> Finding:
     return ok("model", f"loaded on {parts.ranks.device}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters are trained")
 
 
-def _suggested_fix(check: str) -> str:
-    if check == "ratio_before":
-        return "--set policy.model.dtype=float32, to see whether the difference is rounding"
-    return "--set policy.train.targets=null, and a higher learning_rate"
+def _suggested_fix(recipe: Recipe, check: str) -> str:
+    if check == "ratio_before":  # without rounding to 16 bits
+        return "--set policy.model.dtype=float32"
+    lora = recipe.policy.train.lora
+    key = "policy.train.targets" if lora is recipe.policy.train else "policy.train.lora.targets"
+    targets = [] if lora is None or lora.targets is None else [f"--set {key}=null"]
+    return " ".join([*targets, f"--set learning_rate={10 * recipe.learning_rate:g}"])
 
 
 def _no_scores(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from retouch.assembly.model import DTYPES, lora_targets
-from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.doctor.device import GPUS, PlannedDevice, device_of_part
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
-from retouch.doctor.memory import FREE_SHARE, TABLE_FROM_BYTES, describe, table
+from retouch.doctor.memory import FREE_SHARE, TABLE_FROM_BYTES, describe, saved_bytes, table
 from retouch.doctor.reward_memory import reward_rows, uncounted_rewards
 from retouch.doctor.writer_setup import codes_setup, held_out_rows, image_batch, rank_rows, writer_setup
 from retouch.memory.images import codes_plan, image_model_plan
@@ -20,7 +19,7 @@ from retouch.memory.plan import MemoryPlan, MemoryRow, moment_bytes
 from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
-from retouch.models.base import Described, DiffusersModel
+from retouch.models.base import DiffusersModel, PartConfigs
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.derived.out_of_memory import suggestions
 from retouch.recipe.devices import Devices
@@ -63,7 +62,9 @@ def check_writer_memory(recipe: Recipe, folder: Path | None, target: PlannedDevi
     except ValueError as error:
         return [failed("memory", str(error), fix="correct policy.model, policy.train and renderer.model")], None
     sizes = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in counts.items())
-    findings = [_fits(recipe, each, sizes, None if target is None else device_of_part(each.device, target)) for each in plans]
+    policy_plan, *others = plans
+    findings = [_fits(recipe, policy_plan, sizes, target)]
+    findings += [_fits(recipe, each, sizes, None if target is None else device_of_part(each.device, target)) for each in others]
     if names := uncounted_rewards(recipe.reward):
         findings.append(note("memory", f"not counted, because their configuration is not known: the models of {', '.join(names)}"))
     findings += _cpu_memory(recipe, sum(stored_count(part) for part in described.values()) * _image_dtype(recipe).itemsize)
@@ -85,16 +86,16 @@ def _cpu_memory(recipe: Recipe, weights: int) -> list[Finding]:
     return []
 
 
-def _waiting(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: Mapping[str, Any], described: Described) -> int:
+def _waiting(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: Mapping[str, Any], described: PartConfigs) -> int:
     """Bytes of the training state (weights, copies, gradients, moments) in CPU memory, with ``devices.weights``."""
     setup = writer_setup(recipe, policy, described)
-    if not setup.weights_wait:
+    if not setup.weights_on_cpu:
         return 0
-    all_here, here = (writer_plan(writer, each).rows for each in (replace(setup, weights_wait=False, moments=None), setup))
+    all_here, here = (writer_plan(writer, each).rows for each in (replace(setup, weights_on_cpu=False, moments=None), setup))
     return sum(row.bytes for row in all_here) - sum(row.bytes for row in here)
 
 
-def device_plans(recipe: Recipe, writer: Mapping[str, Any], described: Described) -> Iterator[DevicePlan]:
+def device_plans(recipe: Recipe, writer: Mapping[str, Any], described: PartConfigs) -> Iterator[DevicePlan]:
     """A plan for each device, the policy's first."""
     policy, renderer = recipe.policy, recipe.renderer
     assert isinstance(policy, AutoregressivePolicyKeys)
@@ -193,11 +194,11 @@ def _checkpoint_bytes(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: 
         count = lora_count(writer, rank=policy.train.rank, targets=lora_targets(policy))
     else:
         count = parameter_count(writer)
-    size = DTYPES[policy.train.trained_dtype(policy.model.dtype)].itemsize
-    masters = torch.float32.itemsize if size < torch.float32.itemsize else 0
+    dtype = DTYPES[policy.train.trained_dtype(policy.model.dtype)]
+    masters = torch.float32.itemsize if dtype.itemsize < torch.float32.itemsize else 0
     head = saved_of_head(with_head(MemoryPlan(()), recipe, _hidden_size(writer)))
     moments = moment_bytes(count, recipe.optimizer.moments, saved=True)
-    return count * ((1 + len(copies_needed(recipe))) * size + masters) + moments + head
+    return count * (saved_bytes(recipe, dtype) + masters) + moments + head
 
 
 def _hidden_size(writer: Mapping[str, Any]) -> int:

@@ -4,18 +4,19 @@ import math
 from typing import Any
 
 from retouch.assembly.model import DTYPES, lora_targets
-from retouch.assembly.phases import copies_needed
+from retouch.assembly.phases import copies_in_cpu_memory, copies_needed
+from retouch.doctor.memory import copies_on_device
 from retouch.memory.plan import LoraShape
 from retouch.memory.tokens import WriterSetup
 from retouch.models import train as recipe_train
-from retouch.models.base import Described, DiffusersModel, ImageBatch
+from retouch.models.base import DiffusersModel, ImageBatch, PartConfigs
 from retouch.models.language import PretrainedLanguageModel
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
 
 
-def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: Described) -> WriterSetup:
+def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: PartConfigs) -> WriterSetup:
     """How the language model is used and trained on one rank."""
     rollouts = [phase.rollout for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
     share = rank_rows(recipe)
@@ -23,8 +24,7 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
     chunk = min(max(rollout.chunk for rollout in rollouts), share)
     model, train = policy.model, policy.train
     assert isinstance(model, PretrainedLanguageModel)
-    dtype = DTYPES[model.dtype]
-    copies = copies_needed(recipe)
+    dtype, trained_dtype = DTYPES[model.dtype], DTYPES[train.trained_dtype(model.dtype)]
     completion = max(rollout.max_new_tokens for rollout in rollouts)
     return WriterSetup(
         lora=LoraShape(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
@@ -35,16 +35,16 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
         evaluation=held_out_rows(recipe),
         logits_at_once=policy.logits_at_once,
         dtype=dtype,
-        trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
-        copies=len(copies),
-        offload_reference=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies,
+        trained_dtype=trained_dtype,
+        copies=copies_on_device(recipe, trained_dtype),
+        offload_reference="reference" in copies_needed(recipe) & copies_in_cpu_memory(recipe),
         moments=recipe.optimizer.moments,
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,
         grammar_sets=model.vocabularies,
         ranks=recipe.ranks or 1,
         sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
-        weights_wait=recipe.devices is not None and recipe.devices.weights == "cpu",
+        weights_on_cpu=recipe.devices is not None and recipe.devices.weights == "cpu",
     )
 
 
@@ -62,7 +62,7 @@ def _tasks(recipe: Recipe, rows: int) -> int:
     return math.ceil(rows / max(phase.group_size for phase in recipe.resolved_phases()))
 
 
-def _prompt_tokens(recipe: Recipe, model: PretrainedLanguageModel, described: Described) -> int:
+def _prompt_tokens(recipe: Recipe, model: PretrainedLanguageModel, described: PartConfigs) -> int:
     """Tokens of a prompt, including those of the source image if the policy writes for an image editor."""
     editor = None if recipe.renderer is None or not recipe.renderer.responses_at_once else recipe.renderer.image_model
     image_tokens = editor.condition_tokens(described) if isinstance(editor, DiffusersModel) else 0

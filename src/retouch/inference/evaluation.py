@@ -38,7 +38,10 @@ def whole_data(path: str, section: DataSource) -> list[str]:
     changes = ["eval.split=test", f"eval.tasks={_ALL}", "eval.headline=null"]
     if kind != section.label:
         return [f"data={json.dumps({'kind': kind, 'path': path, 'held_out': 'all'})}", *changes]
-    return [*(f"data.{key}={json.dumps(value)}" for key, value in section.keys_for_all(path).items()), *changes]
+    keys = section.keys_for_all(path)
+    if "kind" in keys:
+        return [f"data={json.dumps(keys)}", *changes]
+    return [*(f"data.{key}={json.dumps(value)}" for key, value in keys.items()), *changes]
 
 
 def _kind_at(path: str, section: DataSource) -> str:

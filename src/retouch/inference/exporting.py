@@ -15,7 +15,7 @@ from typing import Literal
 from retouch.assembly.assembly import Assembly
 from retouch.inference.model_card import write_card
 from retouch.inference.opening import open_target
-from retouch.models.train import Format, Written
+from retouch.models.train import ExportFiles, Format
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import versions
@@ -73,5 +73,5 @@ def _write_weights(parts: Assembly, to: Path, format: Format) -> None:
     """Write the weights that are loaded: adapters in the formats of ``format``, or the whole transformer."""
     policy = parts.recipe.policy
     model = policy.model
-    written = Written(folder=policy.exported_as, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
+    written = ExportFiles(folder=policy.exported_as, pipeline=model.pipeline, comfyui=model.comfyui, format=format)
     policy.train.export(parts.model.module, to, written)

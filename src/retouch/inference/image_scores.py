@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from retouch.data.images import load_image, load_mask
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
+from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
 from retouch.records.files import jsonable
 from retouch.rewards.base import close
 from retouch.rewards.combine.combination import Combination, combination
@@ -65,13 +65,13 @@ def score_files(
     written: str | None = None,
     meta: str | None = None,
 ) -> ImageScores:
-    """Score the image in the file ``image`` with the reward that ``reward`` names (see ``recipe/reward_words.py``).
+    """Score the image in the file ``image`` with the reward that ``reward`` names (see ``recipe/reward_arguments.py``).
 
     ``written``: the completion that a policy wrote. ``meta``: JSON. Raises ValueError if a file cannot be read, there is no such
     reward, or the reward needs something that is not given.
     """
     document = read_combined(reward)
-    section = parse_reward(document, allow_imports=modules_typed(reward))
+    section = parse_reward(document, allow_imports=modules_in_argument(reward))
     built = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
     try:
         columns = dict(built.columns)

@@ -35,7 +35,7 @@ from retouch.data.sources.features import Feature
 from retouch.data.sources.tokens import FEATURES, LIST
 from retouch.data.validation import OnBadRow
 from retouch.distributed.ranks import find_device
-from retouch.models.common.pretrained import fetch_writer
+from retouch.models.common.pretrained import fetch_language_model
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
 from retouch.models.playground.family import playground_weights
@@ -168,7 +168,7 @@ def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
     device = find_device(job.device)
     if job.device == "auto" and device.type == "cuda":
         device = torch.device("cuda", shard % torch.cuda.device_count())
-    path = playground_weights("emu3") / "autoencoder" if job.model == "playground" else fetch_writer(job.model)
+    path = playground_weights("emu3") / "autoencoder" if job.model == "playground" else fetch_language_model(job.model)
     return Emu3ImageTokenizer(load_autoencoder(path).to(device), job.size)
 
 

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 from retouch.memory.peak import cast_parameters, peak_bytes
 from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, stored_count
-from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
+from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs
 
 _META = torch.device("meta")
 
 
 def image_model_plan(
-    model: DiffusersModel, described: Described, batch: ImageBatch, *, without: tuple[str, ...] = ()
+    model: DiffusersModel, described: PartConfigs, batch: ImageBatch, *, without: tuple[str, ...] = ()
 ) -> MemoryPlan:
     """The memory plan of the renderer's device. ``without``: names of parts that are on another device."""
     rows = [
@@ -58,7 +58,7 @@ def codes_plan(autoencoder: Part, *, decoded: int, encoded: int, size: tuple[int
         )
 
 
-def _step_bytes(model: DiffusersModel, described: Described, batch: ImageBatch) -> int:
+def _step_bytes(model: DiffusersModel, described: PartConfigs, batch: ImageBatch) -> int:
     part = model.one_of_each_block(described["transformer"])
     module = cast_parameters(copy.deepcopy(build_meta(part)), batch.dtype)
     inputs = model.step_inputs(described, batch)

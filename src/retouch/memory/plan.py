@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
-from retouch.models.base import Described, Part, Shape
+from retouch.models.base import Part, PartConfigs, Shape
 
 Moments: TypeAlias = Literal["8bit", "cpu"] | None
 """How AdamW's two moments are stored: None is fp32 on the device."""
@@ -60,10 +60,10 @@ class Setup:
     an IP-Adapter, whose frozen image encoder is one of the model's parts; ``projection`` of them are not sharded with "fsdp".
     ``rows``: samples per forward pass with gradient. ``tokens``: tokens per sample, of latents, text and source images. ``dtype``:
     type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
-    ``moment_bytes``. ``copies``: further copies of the trained weights (average, old policy, the reference of full fine-tuning).
-    ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the
-    transformer's weights. ``weights_wait``: the weights that "fsdp" shards are in CPU memory while they are not used, with their
-    gradients, moments and copies. ``without``: parts that are not on this GPU.
+    ``moment_bytes``. ``copies``: the dtype of each further copy of the trained weights on the device (average, old policy, the
+    reference of full fine-tuning). ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and
+    optimizer state, "fsdp" also the transformer's weights. ``weights_on_cpu``: the weights that "fsdp" shards are in CPU memory
+    while they are not used, with their gradients, moments and copies. ``without``: parts that are not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """
@@ -76,21 +76,22 @@ class Setup:
     dtype: torch.dtype = torch.bfloat16
     trained_dtype: torch.dtype = torch.float32
     moments: Moments = None
-    copies: int = 0
+    copies: Sequence[torch.dtype] = ()
     gradient_checkpointing: bool = True
     ranks: int = 1
     sharding: Literal["ddp", "zero2", "fsdp"] = "ddp"
-    weights_wait: bool = False
+    weights_on_cpu: bool = False
     without: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.tokens, self.ranks) < 1 or self.copies < 0:
-            raise ValueError("rows, tokens and ranks must be at least 1, and copies at least 0")
-        if self.dtype.itemsize not in (2, 4):
-            raise ValueError(f"{self.dtype}: dtype must have 16 or 32 bits")
+        if min(self.rows, self.tokens, self.ranks) < 1:
+            raise ValueError("rows, tokens and ranks must be at least 1")
+        for dtype in (self.dtype, self.trained_dtype, *self.copies):
+            if dtype.itemsize not in (2, 4):
+                raise ValueError(f"{dtype}: dtype must have 16 or 32 bits")
 
 
-def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPlan:
+def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryPlan:
     """The memory plan of a model with the parts ``described``. ``shape``: the shape of its transformer.
 
     Raises ValueError for a name in ``setup.without`` that is not a part, and for a LoRA target without a layer.
@@ -109,16 +110,20 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         trained = casts = parameter_count(transformer)
         frozen -= trained
     whole = setup.projection if setup.sharding == "fsdp" else 0
-    here = 0 if setup.weights_wait else 1
+    here = 0 if setup.weights_on_cpu else 1
     size = setup.trained_dtype.itemsize
-    trained_bytes = here * _share((trained - whole) * size, share) + whole * size
+
+    def of_trained(each: int) -> int:
+        """Bytes on the device if every trained weight needs ``each`` bytes."""
+        return here * _share((trained - whole) * each, share) + whole * each
+
     moments = here * _share(moment_bytes(trained - whole, setup.moments), 1 if setup.sharding == "ddp" else setup.ranks)
     rows = [
         MemoryRow("transformer, frozen weights", here * _share(frozen * setup.dtype.itemsize, share)),
-        MemoryRow("transformer, trained weights", trained_bytes),
-        MemoryRow("gradients", trained_bytes),
+        MemoryRow("transformer, trained weights", of_trained(size)),
+        MemoryRow("gradients", of_trained(size)),
         MemoryRow("AdamW's two moments", moments + moment_bytes(whole, setup.moments)),
-        MemoryRow("copies of the trained weights", setup.copies * trained_bytes),
+        MemoryRow("copies of the trained weights", sum(of_trained(dtype.itemsize) for dtype in setup.copies)),
     ]
     if setup.sharding == "zero2":
         shares = _share(trained * (setup.trained_dtype.itemsize + 4), setup.ranks)
@@ -126,7 +131,7 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         # The gradient of the largest layer exists in addition to DeepSpeed's bucket for all gradients.
         rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize))
     elif setup.trained_dtype.itemsize < 4:
-        rows.append(MemoryRow("fp32 master weights and gradients", here * _share(8 * (trained - whole), share) + 8 * whole))
+        rows.append(MemoryRow("fp32 master weights and gradients", of_trained(8)))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:

@@ -7,6 +7,7 @@ fragmentation and NCCL's buffers are not counted: leave a tenth of the memory fr
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -32,10 +33,11 @@ class WriterSetup:
     ``prompt``, ``completion``: tokens per row, at most. ``update``: (tasks, completions) per forward pass with gradient;
     ``rollout``: (tasks, completions) that are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``:
     positions whose logits exist at the same time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
-    activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: further
-    copies of the trained weights. ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used.
-    ``grammar_sets``: number of token sets of the grammar. ``sharding``: what is sharded over ``ranks``. ``weights_wait``: the
-    weights that "fsdp2" shards are in CPU memory while they are not used, with their gradients, moments and copies."""
+    activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: the dtype
+    of each further copy of the trained weights on the device. ``offload_reference``: the reference is in CPU memory while it is
+    not used. ``grammar_sets``: number of token sets of the grammar. ``sharding``: what is sharded over ``ranks``.
+    ``weights_on_cpu``: the weights that "fsdp2" shards are in CPU memory while they are not used, with their gradients, moments and
+    copies."""
 
     lora: LoraShape | None
     prompt: int
@@ -46,7 +48,7 @@ class WriterSetup:
     logits_at_once: int
     dtype: torch.dtype
     trained_dtype: torch.dtype
-    copies: int
+    copies: Sequence[torch.dtype]
     gradient_checkpointing: bool
     offload_reference: bool = False
     moments: Moments = None
@@ -54,7 +56,7 @@ class WriterSetup:
     grammar_sets: int = 1
     ranks: int = 1
     sharding: Sharding = "replicated"
-    weights_wait: bool = False
+    weights_on_cpu: bool = False
 
 
 def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
@@ -73,8 +75,8 @@ def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
 def _permanent(setup: WriterSetup, frozen: int, trained: int, *, whole: int) -> list[MemoryRow]:
     """The permanent rows of the plan. ``whole``: number of the model's own weights that FSDP2 does not shard; they are trained if
     all weights are trained."""
-    ranks, here = setup.ranks if setup.sharding == "fsdp2" else 1, 0 if setup.weights_wait else 1
-    size, copies = setup.trained_dtype.itemsize, setup.copies - setup.offload_reference
+    ranks, here = setup.ranks if setup.sharding == "fsdp2" else 1, 0 if setup.weights_on_cpu else 1
+    size = setup.trained_dtype.itemsize
     whole_frozen, whole_trained = (0, whole) if setup.lora is None else (whole, 0)
 
     def of_trained(each: int) -> int:
@@ -92,7 +94,7 @@ def _permanent(setup: WriterSetup, frozen: int, trained: int, *, whole: int) -> 
         # DeepSpeed has gradients only during a backward pass.
         MemoryRow("gradients", 0 if setup.sharding == "zero2" else of_trained(size)),
         MemoryRow("AdamW's two moments", moments),
-        MemoryRow("copies of the trained weights", of_trained(copies * size)),
+        MemoryRow("copies of the trained weights", of_trained(sum(dtype.itemsize for dtype in setup.copies))),
     ]
     if setup.sharding == "zero2":
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))

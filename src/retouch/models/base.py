@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Size: TypeAlias = tuple[int, int]
+Area: TypeAlias = Annotated[int, Field(ge=32 * 32)]
+"""Area in px of a resized image, whose sides are multiples of 32."""
 Part: TypeAlias = Mapping[str, Any]
-Described: TypeAlias = Mapping[str, Part]
+PartConfigs: TypeAlias = Mapping[str, Part]
 
 MEGAPIXEL = (1024, 1024)
 INSTRUCTION_TOKENS = 256
@@ -46,7 +48,7 @@ ONE_STREAM = {2: 50, 4: 85}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Takes:
+class TaskInputs:
     """The inputs of a task that a model reads.
 
     ``images``: minimum and maximum number of source images. ``mask``: whether it reads a mask of the first source image.
@@ -118,7 +120,7 @@ class ImageModel(Section):
 
     kind: str = "import"
 
-    takes: ClassVar[Takes | None] = None
+    takes: ClassVar[TaskInputs | None] = None
     """The inputs of a task that the model reads; None if they are not known before the model is built."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
@@ -222,7 +224,7 @@ class DiffusersModel(ImageModel):
     vae_tiling: bool = Field(default=False, exclude_if=operator.not_)
     """Encode and decode large images in overlapping tiles that are blended: less memory, and slightly different images."""
 
-    takes: ClassVar[Takes] = Takes(images=(0, 0))
+    takes: ClassVar[TaskInputs] = TaskInputs(images=(0, 0))
     uses_image_tokens = False
     adapter: ClassVar[str]
     """The class that runs the model, as ``package.module:Class``; it has a method ``from_pretrained``."""
@@ -285,7 +287,7 @@ class DiffusersModel(ImageModel):
         """Whether the size of the output images is known: from the recipe, or from the tasks' source images."""
         return self.size is not None or self.takes.images[1] > 0
 
-    def published(self) -> Described | None:
+    def published(self) -> PartConfigs | None:
         """Describe the published model of this path part by part; None if its configuration is not known."""
         name = Path(self.path).name.lower()
         owner = next(cls for cls in type(self).__mro__ if "configurations" in vars(cls))
@@ -293,7 +295,7 @@ class DiffusersModel(ImageModel):
         if file is None:
             return None
         text = (files(owner.__module__.rpartition(".")[0]) / file).read_text(encoding="utf-8")
-        parts: Described = json.loads(text)["parts"]
+        parts: PartConfigs = json.loads(text)["parts"]
         return parts
 
     # For the memory plan
@@ -303,21 +305,21 @@ class DiffusersModel(ImageModel):
         """The assumed (height, width) in px of source images, and of the output if ``size`` is null."""
         return MEGAPIXEL
 
-    def tokens(self, described: Described, *, sources: int) -> int:
+    def tokens(self, described: PartConfigs, *, sources: int) -> int:
         """Number of tokens of one row: its text, its output, and ``sources`` source images."""
         output = self.image_tokens(self.size or self.planned_size, described)
         return output + (self.text_tokens or INSTRUCTION_TOKENS) + sources * self.source_tokens(described)
 
-    def source_tokens(self, described: Described) -> int:
+    def source_tokens(self, described: PartConfigs) -> int:
         """Number of tokens that one source image adds to a row."""
         return self.image_tokens(self.planned_size, described) + self.condition_tokens(described)
 
-    def image_tokens(self, size: Size, described: Described) -> int:
+    def image_tokens(self, size: Size, described: PartConfigs) -> int:
         """Number of tokens of an image of ``size`` px."""
         side = self.token_pixels(described)
         return (size[0] // side) * (size[1] // side)
 
-    def token_pixels(self, described: Described) -> int:
+    def token_pixels(self, described: PartConfigs) -> int:
         """Side of a token in px."""
         return 2 * self.latent_pixels(described["vae"])
 
@@ -325,7 +327,7 @@ class DiffusersModel(ImageModel):
         """Side of a latent in px."""
         return int(2 ** (len(vae["config"]["block_out_channels"]) - 1))
 
-    def condition_tokens(self, described: Described) -> int:
+    def condition_tokens(self, described: PartConfigs) -> int:
         """Number of tokens of a source image in the text encoder."""
         return 0
 
@@ -345,7 +347,7 @@ class DiffusersModel(ImageModel):
         counts = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
         return {**transformer, "config": {**config, **{key: 1 for key in counts if key in config}}}
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         """The transformer's keyword arguments in one denoising step, on the meta device. The latents come first."""
         raise NotImplementedError(f"{type(self).__name__} defines no step_inputs")
 

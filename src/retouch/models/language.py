@@ -19,7 +19,7 @@ from pydantic import Field, JsonValue
 from retouch.config.imports import build_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Section
-from retouch.models.base import INSTRUCTION_TOKENS, Described, Dtype, Size, Takes
+from retouch.models.base import INSTRUCTION_TOKENS, Dtype, PartConfigs, Size, TaskInputs
 from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LanguageModel(Section):
 
     kind: str = "import"
 
-    takes: ClassVar[Takes | None] = None
+    takes: ClassVar[TaskInputs | None] = None
     """The inputs of a task that a model of image tokens reads; None if tasks are not checked before the run."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """Endings of the names of the linear layers that get a LoRA if the recipe names none; if empty, the recipe must name some."""
@@ -108,7 +108,7 @@ class LanguageModel(Section):
         """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
         return None
 
-    def describe(self, folder: Path | None) -> Described | None:
+    def describe(self, folder: Path | None) -> PartConfigs | None:
         """Describe the model's parts, from ``folder`` or, if that is None, as published; None if they are not known.
 
         Raises ValueError if the folder does not contain such a model.
@@ -162,11 +162,11 @@ class PretrainedLanguageModel(LanguageModel):
         return self.path.removeprefix(LIVE)
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.common.pretrained import find_writer
+        from retouch.models.common.pretrained import find_language_model
 
         if self.path.startswith(LIVE):
             return None, True
-        folder = find_writer(self.path)
+        folder = find_language_model(self.path)
         return folder, folder is not None
 
     def require_attention(self, device: torch.device) -> None:
@@ -175,12 +175,12 @@ class PretrainedLanguageModel(LanguageModel):
 
     def fetch_weights(self) -> Path | LoadedLanguageModel:
         """Return the folder of the weights, or the loaded model. Downloads missing weights; raises ValueError if that fails."""
-        from retouch.models.common.pretrained import fetch_writer
+        from retouch.models.common.pretrained import fetch_language_model
 
         if self.path.startswith(LIVE):
             loaded: LoadedLanguageModel = live_object(self.path, key="policy.model.path")
             return loaded
-        return fetch_writer(self.path)
+        return fetch_language_model(self.path)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -189,20 +189,20 @@ class PretrainedLanguageModel(LanguageModel):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def describe(self, folder: Path | None) -> Described | None:
+    def describe(self, folder: Path | None) -> PartConfigs | None:
         part = published_language_model(self.path) if folder is None else read_description(folder)
         return None if part is None else {"writer": part}
 
     # For the memory plan
 
-    def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
+    def prompt_tokens(self, described: PartConfigs, *, image_tokens: int) -> int:
         """Assumed maximum number of tokens of a prompt.
 
         ``image_tokens``: tokens of a source image, which the model reads if it writes for an editor.
         """
         return TEMPLATE_TOKENS + INSTRUCTION_TOKENS + image_tokens
 
-    def longest_completion(self, described: Described) -> int | None:
+    def longest_completion(self, described: PartConfigs) -> int | None:
         """Maximum number of tokens of a completion under the model's grammar; None if only ``max_new_tokens`` limits it."""
         return None
 

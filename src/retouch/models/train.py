@@ -24,7 +24,7 @@ Format: TypeAlias = Literal["all", "diffusers", "peft", "comfyui"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class ExportFiles:
     """The files that an export writes.
 
     ``folder``: subfolder for full weights. ``pipeline``: name of the diffusers pipeline that loads a LoRA, or None. ``comfyui``:
@@ -37,7 +37,7 @@ class Written:
     format: Format = "all"
 
 
-class TrainedPart(Section):
+class TrainSection(Section):
     """Base of the sections that say which weights train. Subclasses also have ``lora``: the LoRA that trains, or None."""
 
     reference_is_base: ClassVar[bool] = False
@@ -63,11 +63,11 @@ class TrainedPart(Section):
         """
 
     @abstractmethod
-    def export(self, module: Any, to: Path, written: Written) -> None:
+    def export(self, module: Any, to: Path, written: ExportFiles) -> None:
         """Write the trained weights into the folder ``to``."""
 
 
-class FullWeights(TrainedPart):
+class FullWeights(TrainSection):
     """All weights of the transformer train.
 
     Example::
@@ -86,11 +86,11 @@ class FullWeights(TrainedPart):
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         module.requires_grad_(True).eval()
 
-    def export(self, module: Any, to: Path, written: Written) -> None:
+    def export(self, module: Any, to: Path, written: ExportFiles) -> None:
         module.save_pretrained(to / written.folder)
 
 
-class Lora(TrainedPart):
+class Lora(TrainSection):
     """Low-rank adapters train; the model's own weights are frozen and serve as the reference.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685).
@@ -158,7 +158,7 @@ class Lora(TrainedPart):
         init_from = None if self.init_from is None else Path(self.init_from)
         add_lora(module, config, init_from=init_from, seed=seed, in_fp32=self.weights == "float32")
 
-    def export(self, module: Any, to: Path, written: Written) -> None:
+    def export(self, module: Any, to: Path, written: ExportFiles) -> None:
         from retouch.models.common.lora import write_lora
 
         write_lora(module, to, pipeline=written.pipeline, comfyui=written.comfyui, format=written.format)

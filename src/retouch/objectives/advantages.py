@@ -68,7 +68,7 @@ class Advantage(Section):
         """The smallest group size with which advantages can differ from 0."""
         return 1
 
-    def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
+    def problems(self, objective: Objective, *, objective_key: str, is_autoregressive: bool) -> Iterator[str]:
         """Yield a line for each setting of the recipe that this advantage does not support, as "key: mistake; what to do"."""
         if self.weighs and objective.needs_both_signs and not objective.imitates:
             why = f"{objective.label} also learns from bad samples, and advantage {self.label} marks none as bad"
@@ -277,7 +277,7 @@ class GAEAdvantage(Advantage):
 
         check_reward_range(low, high)
 
-    def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
+    def problems(self, objective: Objective, *, objective_key: str, is_autoregressive: bool) -> Iterator[str]:
         if objective.imitates:
             return
         if not objective.has_value_loss:
@@ -286,5 +286,5 @@ class GAEAdvantage(Advantage):
         elif objective.one_ratio_per_row:
             why = "gspo has one ratio for all actions of a sample, but gae gives each action its own advantage"
             yield f"{objective_key}.surrogate: {why}; use clip"
-        if self.head.coefficient > 0 and not writes_tokens:
+        if self.head.coefficient > 0 and not is_autoregressive:
             yield "advantage.head.coefficient: the value head of a denoising policy does not read the policy's states; remove it"

@@ -32,7 +32,7 @@ class ValueHead(Section):
 class ObjectiveContext:
     """The settings of the rest of the recipe that an objective may read in its checks. Keys are paths in the recipe, for messages.
 
-    ``objective``, ``rollout``: the keys of the two sections. ``model``: the kind of the policy's model. ``writes_tokens``: the
+    ``objective``, ``rollout``: the keys of the two sections. ``model``: the kind of the policy's model. ``is_autoregressive``: the
     actions are tokens; otherwise they are transitions of a denoising chain. ``token_kinds``: the kinds of tokens that the model
     writes ("text", "vision"), None if unknown. ``stochastic``: the actions have log-probabilities (always True for tokens).
     ``noise_level``: the noise level of the transitions, None if they have none. ``reduction``: how a transition's log-probability
@@ -45,7 +45,7 @@ class ObjectiveContext:
     objective: str
     rollout: str
     model: str
-    writes_tokens: bool
+    is_autoregressive: bool
     token_kinds: frozenset[str] | None
     stochastic: bool
     noise_level: float | None
@@ -180,7 +180,7 @@ class Objective(Section):
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
         """Yield a line for each setting of the recipe that this objective does not support, as "key: mistake; what to do"."""
-        if self.needs_velocities and context.writes_tokens:
+        if self.needs_velocities and context.is_autoregressive:
             why = f"{self.label} trains velocities, and a policy that writes tokens has none"
             yield f"{context.objective}.kind: {why}; use {self.for_tokens}"
         if self.needs_log_probs and not context.stochastic:

@@ -52,5 +52,5 @@ class CrossEntropy(Objective):
         return self.normalise
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
-        if not context.writes_tokens:
+        if not context.is_autoregressive:
             yield f"{context.objective}.kind: sft learns from completions of text; use supervised to learn from target images"

@@ -215,19 +215,19 @@ class PolicyGradient(Objective):
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
         here = context.objective
-        if self.kl_kind is not None and (self.kl_kind == "k3") != context.writes_tokens:
-            right = "k3 for tokens" if context.writes_tokens else "closed or velocity for transitions"
+        if self.kl_kind is not None and (self.kl_kind == "k3") != context.is_autoregressive:
+            right = "k3 for tokens" if context.is_autoregressive else "closed or velocity for transitions"
             yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
-        if self.ratio_norm and context.writes_tokens:
+        if self.ratio_norm and context.is_autoregressive:
             yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
-        if self.step_weights == "noise" and context.writes_tokens:
+        if self.step_weights == "noise" and context.is_autoregressive:
             yield f"{here}.step_weights: it weights denoising steps, and tokens have none; remove it"
         elif self.step_weights == "noise" and self.ratio_norm:
             yield f"{here}.step_weights: ratio_norm already gives every step the same scale; remove one of them"
-        if self.entropy_bonus > 0 and not context.writes_tokens:
+        if self.entropy_bonus > 0 and not context.is_autoregressive:
             yield f"{here}.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
         yield from self._token_problems(context)
-        if not context.writes_tokens:
+        if not context.is_autoregressive:
             yield from self._transition_problems(context)
         if self.surrogate == "reinforce":
             yield from self._reinforce_problems(context)
@@ -244,7 +244,7 @@ class PolicyGradient(Objective):
         if self.tokens == "all":
             return
         here = f"{context.objective}.tokens"
-        if not context.writes_tokens:
+        if not context.is_autoregressive:
             yield f"{here}: a denoising policy has transitions and no tokens; remove it"
         elif context.token_kinds is not None and "vision" not in context.token_kinds:
             yield f"{here}: {context.model} writes only text; remove it"
@@ -272,15 +272,15 @@ class PolicyGradient(Objective):
 
     def _clip_problems(self, context: ObjectiveContext) -> Iterator[str]:
         low, high = self.clip_low, self.clip_high
-        keys = f"{context.objective}.clip_low, {context.objective}.clip_high"
+        upper, both = f"{context.objective}.clip_high", f"{context.objective}.clip_low, {context.objective}.clip_high"
         if high is None or (low is None and self.surrogate != "cispo"):
-            usual = "0.2 is usual" if context.writes_tokens else "1e-5 is usual with reduction mean, 0.2 with sum"
-            yield f"{keys}: {self.surrogate} needs both; {usual}"
+            needed = f"{upper}: cispo needs it" if self.surrogate == "cispo" else f"{both}: {self.surrogate} needs both"
+            yield f"{needed}; {'0.2 is usual' if context.is_autoregressive else '1e-5 is usual with reduction mean, 0.2 with sum'}"
         else:
             try:
-                check_clip(context.reduction, high if low is None else low, high)
+                check_clip(context.reduction, low, high)
             except ValueError as error:
-                yield f"{keys}: {error}"
+                yield f"{upper if low is None else both}: {error}"
         if context.lora_dropout is not None and context.lora_dropout[1] > 0:
             key, dropout = context.lora_dropout
             yield f"{key}: {dropout} makes the ratio differ from 1 before the first update; use 0"
@@ -332,25 +332,28 @@ class ActorCritic:
         """Do nothing: the current weights sample the rollouts, so there are no old weights to update."""
 
 
-def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
+def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, high: float) -> None:
     """Raises ValueError if a clip range does not fit the scale of the log-probabilities; the message says what to do.
 
     ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum
-    corresponds to 0.2 / D on the mean, so a range chosen for one reduction clips never or always with the other.
+    corresponds to 0.2 / D on the mean, so a range chosen for one reduction clips never or always with the other. ``low``: None if
+    the ratio has no lower bound.
     """
-    if not 0 <= low < 1:
+    if low is not None and not 0 <= low < 1:
         raise ValueError(f"clip range low {low}: the ratio is kept above 1 - low, so give 0 <= low < 1")
     if not 0 <= high < math.inf:
         raise ValueError(f"clip range high {high}: the ratio is kept below 1 + high, so give a finite high >= 0")
     if reduction not in ("mean", "sum", "token"):
         raise ValueError(f"reduction {reduction!r}: choose 'mean', 'sum' or 'token'")
-    if reduction == "mean" and max(low, high) > 1e-2:
+    bounds = [high] if low is None else [low, high]
+    shown = ", ".join(map(str, bounds))
+    if reduction == "mean" and max(bounds) > 1e-2:
         raise ValueError(
-            f"clip range {low}, {high} on log-probabilities averaged over a transition's elements would never clip; "
+            f"clip range {shown} on log-probabilities averaged over a transition's elements would never clip; "
             "use 1e-6 to 1e-4, or reduction 'sum'"
         )
-    if reduction == "sum" and min(low, high) < 1e-3:
+    if reduction == "sum" and min(bounds) < 1e-3:
         raise ValueError(
-            f"clip range {low}, {high} on log-probabilities summed over a transition's elements would always clip; "
+            f"clip range {shown} on log-probabilities summed over a transition's elements would always clip; "
             "use about 0.2, or reduction 'mean'"
         )

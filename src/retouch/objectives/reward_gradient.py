@@ -93,7 +93,7 @@ class RewardGradient(Objective):
             yield Loss(value, {"policy/loss": value.detach(), "policy/score": (weights * scores.detach()).sum()})
 
     def problems(self, context: ObjectiveContext) -> Iterator[str]:
-        if context.writes_tokens:
+        if context.is_autoregressive:
             why = f"{self.label} needs the gradient of an image, and tokens have none"
             yield f"{context.objective}.kind: {why}; use {self.for_tokens}"
             return

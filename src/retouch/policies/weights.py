@@ -8,18 +8,29 @@ from torch import Tensor, nn
 
 from retouch.models.common.parts import page_locked, to_device
 
+_STALE = "sampling-"
+
 
 def stale_copies(staleness: int) -> tuple[str, ...]:
     """The names of the weight copies from the start of the last ``staleness`` steps; step s uses the name at s % staleness."""
-    return tuple(f"sampling-{place}" for place in range(staleness))
+    return tuple(f"{_STALE}{place}" for place in range(staleness))
+
+
+def copy_dtype(copy: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the copy of weights of ``dtype`` is stored.
+
+    "reference" and the copies for stale rollouts contain exactly the weights of some step, in their dtype. The others may be
+    averages ("old", "average"), which would lose small updates in 16 bits and are in fp32.
+    """
+    exact = copy == "reference" or copy.startswith(_STALE)
+    return dtype if exact or dtype.itemsize > 2 else torch.float32
 
 
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
 
-    A copy contains only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do,
-    except that all copies but "reference" of weights in 16 bits are in fp32, so that averages ("old", "average") do not lose small
-    updates. ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
+    A copy contains only the trainable parameters: the LoRA matrices, or all weights (for its dtype, see ``copy_dtype``).
+    ``devices``: for each name, the device that stores the copy while it is not used; the default is the device of the
     weights. Copies in CPU memory are page-locked if the weights are on a GPU, and are never overwritten.
     """
 
@@ -32,8 +43,8 @@ class WeightCopies:
         """Copy the current weights to ``copy``; an existing copy is replaced."""
         self.copies[copy] = {}
         for name, parameter in self.parameters.items():
-            dtype = parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32
-            stored = parameter.detach().to(self.devices.get(copy, parameter.device), dtype, copy=True)
+            device, dtype = self.devices.get(copy, parameter.device), copy_dtype(copy, parameter.dtype)
+            stored = parameter.detach().to(device, dtype, copy=True)
             self.copies[copy][name] = stored if stored.device == parameter.device else page_locked(stored, parameter.device)
 
     def snapshot_without_adapter(self, copy: str) -> None:

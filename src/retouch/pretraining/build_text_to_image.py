@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.models.playground.family import PlaygroundModel, PlaygroundTextToImage, playground_weights
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
@@ -89,7 +89,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     renderer = PromptRenderer(model=PlaygroundTextToImage(), num_steps=EVAL_STEPS, batch=HELD_OUT)
     right, enhanced = held_out(
         policy,
-        tasks=PaintingData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
+        tasks=TextToImageData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=renderer.build(model, writer),
         reward=PaintingReward(),
         column="overall",

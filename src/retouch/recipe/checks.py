@@ -14,7 +14,7 @@ from retouch.recipe.policy_checks import (
     ip_adapter_problems,
     kernel_problems,
     parts_problems,
-    picture_problems,
+    source_image_problems,
 )
 from retouch.recipe.reward_checks import differentiated_rewards, reward_data_problems, reward_problems, watch_problems
 
@@ -133,8 +133,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
     for index, phase in enumerate(recipe.resolved_phases()):
         at = {key: recipe.phase_key(index, key) for key in ("objective", "rollout", "data", "group_size")}
         yield from phase.objective.problems(_context(recipe, phase, at))
-        tokens = phase.rollout.writes_tokens
-        yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
+        tokens = phase.rollout.is_autoregressive
+        yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], is_autoregressive=tokens)
         if phase.objective.needs_pairs:
             yield from _pairs(phase, at)
         elif phase.imitates:
@@ -150,7 +150,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
             if phase.rollout.refill is not None:
                 yield from _refill(recipe, phase, at)
         yield from reward_data_problems(recipe, index)
-        yield from picture_problems(recipe, phase, at["data"])
+        yield from source_image_problems(recipe, phase, at["data"])
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
@@ -176,7 +176,7 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
-    if phase.objective.needs_acting_means and not phase.rollout.writes_tokens and phase.rollout.engine is not None:
+    if phase.objective.needs_acting_means and not phase.rollout.is_autoregressive and phase.rollout.engine is not None:
         yield f"{at['objective']}.ratio_norm: an engine does not return the means that it needs; remove ratio_norm, or the engine"
 
 
@@ -214,7 +214,7 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
         objective=at["objective"],
         rollout=at["rollout"],
         model=recipe.policy.model.kind,
-        writes_tokens=rollout.writes_tokens,
+        is_autoregressive=rollout.is_autoregressive,
         token_kinds=recipe.policy.token_kinds,
         stochastic=chain is None or chain.transition.stochastic,
         noise_level=None if chain is None else chain.transition.exploration,

@@ -81,6 +81,13 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     return changed
 
 
+def value_at(document: Any, key: str) -> Any:
+    """The value of a key such as ``policy.model.path`` in a recipe's document; None if the document has no such key."""
+    for part in key.split("."):
+        document = document.get(part) if isinstance(document, Mapping) else None
+    return document
+
+
 def value_of(text: str) -> Any:
     """The JSON value of a text, or the text itself if it is not JSON."""
     try:

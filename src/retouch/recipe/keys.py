@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from retouch.config.section import Cadence, Count, Positive, Section
+from retouch.config.section import Count, Positive, Section, StepInterval
 from retouch.data.base import DataSource, Mixture
 from retouch.data.kinds import DATA
 from retouch.models.base import ImageModel
@@ -24,7 +24,7 @@ from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.kinds import RunReward
 from retouch.types import SplitName
 
-LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
+OMITTED_IF_NULL = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
 
 
@@ -36,7 +36,7 @@ class SuiteKeys(Section):
 
     suite: str
     """The suite's name, as `retouch bench list` shows it."""
-    every: Cadence = 0
+    every: StepInterval = 0
     """Steps between two runs of the suite; 0 runs it only before the first and after the last step."""
     subset: Count | None = 64
     """Number of items, taken evenly from the categories; null is the whole suite."""
@@ -56,7 +56,7 @@ class SuiteKeys(Section):
 class EvaluationKeys(Section):
     """Held-out evaluation: before and after the run, and every ``every`` steps during it."""
 
-    every: Cadence = 0
+    every: StepInterval = 0
     """Steps between evaluations; 0 evaluates only before and after the run."""
     tasks: Count = 64
     """Number of held-out tasks."""
@@ -73,7 +73,7 @@ class EvaluationKeys(Section):
     """Column of the reward that the summary reports; null is the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
     """Tags of the tasks that the summary reports, for example {"complexity": ["2", "3"]}; null is all tasks."""
-    best_of_k: Cadence = 0
+    best_of_k: StepInterval = 0
     """Also measure the best of this many samples of the untrained policy; 0 does not."""
     batch: Count = 128
     """Number of rows that are sampled together."""
@@ -86,7 +86,7 @@ class EvaluationKeys(Section):
 class Samples(Section):
     """Images of a few held-out tasks and training groups, saved during the run."""
 
-    every: Cadence = 25
+    every: StepInterval = 25
     """Steps between two saves; 0 saves only before and after the run."""
     tasks: Count = 8
     """Number of held-out tasks."""
@@ -103,7 +103,7 @@ class Samples(Section):
 class Checkpoints(Section):
     """Checkpoints. A run that resumes from one continues bit for bit."""
 
-    every: Cadence = 25
+    every: StepInterval = 25
     """Steps between two checkpoints; 0 saves only at the end or when the run is interrupted."""
     keep: Count = 2
     """Number of newest checkpoints to keep."""
@@ -117,7 +117,7 @@ class Push(Section):
 
     repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
     """The repository, USER/NAME. It is created if it does not exist."""
-    every: Cadence = 0
+    every: StepInterval = 0
     """Steps between pushes; 0 pushes only at the end."""
     private: bool = True
     """Whether a newly created repository is private."""
@@ -263,5 +263,8 @@ class RecipeKeys(Section):
         return getattr(self.image_model, "size", None)
 
     def document(self) -> dict[str, JsonValue]:
-        """The resolved recipe as JSON, with all defaults; keys of ``LEFT_OUT`` only if they are not null. ``parse`` reads it."""
-        return self.model_dump(mode="json", exclude={key for key in LEFT_OUT if getattr(self, key) is None})
+        """Return the resolved recipe as JSON, with all defaults. It has the keys of ``OMITTED_IF_NULL`` only if they are not null.
+
+        ``parse`` reads it.
+        """
+        return self.model_dump(mode="json", exclude={key for key in OMITTED_IF_NULL if getattr(self, key) is None})

@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from retouch.config.section import UNTAGGED, Cadence, Count, Positive, Section
+from retouch.config.section import UNTAGGED, Count, Positive, Section, StepInterval
 from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
 from retouch.data.sampler import steps_for_passes
@@ -32,7 +32,7 @@ class PhaseKeys(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the phase in metrics and messages."""
-    steps: Cadence | None = None
+    steps: StepInterval | None = None
     """Training steps of the phase; give this or ``passes``. 0 skips the phase."""
     passes: Positive | None = None
     """Length of the phase in passes over its data."""

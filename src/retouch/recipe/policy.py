@@ -62,7 +62,7 @@ class DenoisingPolicyKeys(Section):
     some minutes at the start of a run; then there are fewer and larger kernels. Weights, checkpoints and exports stay the same.
     Ignored when a trained policy is used for inference."""
 
-    writes_tokens: ClassVar[bool] = False
+    is_autoregressive: ClassVar[bool] = False
     """Whether the actions of the policy are tokens."""
     entropy: ClassVar[bool] = False
     exported_as: ClassVar[str] = "transformer"
@@ -116,7 +116,7 @@ class DenoisingPolicyKeys(Section):
 
             require_compiler(device)
 
-    def for_use(self) -> DenoisingPolicyKeys:
+    def for_inference(self) -> DenoisingPolicyKeys:
         """These keys with torch's own kernels, which every machine has."""
         return self.model_copy(update={"attention": None, "compile": None})
 
@@ -179,7 +179,7 @@ class AutoregressivePolicyKeys(Section):
     entropy: bool = False
     """Also measure the entropy of the tokens' distributions: ``policy/entropy`` in the metrics."""
 
-    writes_tokens: ClassVar[bool] = True
+    is_autoregressive: ClassVar[bool] = True
     exported_as: ClassVar[str] = "writer"
 
     @property
@@ -206,7 +206,7 @@ class AutoregressivePolicyKeys(Section):
 
             require_compiler(device)
 
-    def for_use(self) -> AutoregressivePolicyKeys:
+    def for_inference(self) -> AutoregressivePolicyKeys:
         """These keys without compiled layers."""
         return self.model_copy(update={"compile": None})
 

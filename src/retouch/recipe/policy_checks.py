@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Check that policy, rollouts and renderer fit together; if they do not, nothing else can be checked."""
     policy, renderer = recipe.policy, recipe.renderer
-    tokens = policy.writes_tokens
+    tokens = policy.is_autoregressive
     if tokens and renderer is None:
         yield (
             'renderer: missing; a language-model policy needs one: {"kind": "response"} for an image editor, {"kind": "prompt"} '
@@ -32,9 +32,9 @@ def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
         why = "writes image tokens: use renderer.kind codes" if images else "writes text, and codes are image tokens"
         yield f"renderer.kind: {policy.model.kind} {why}"
     for at, rollout in _rollouts(recipe):
-        if tokens and not rollout.writes_tokens:
+        if tokens and not rollout.is_autoregressive:
             yield f'{at}.kind: missing; a language-model policy needs {{"kind": "tokens", "max_new_tokens": 100}}, not denoising'
-        if not tokens and rollout.writes_tokens:
+        if not tokens and rollout.is_autoregressive:
             yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
 
 
@@ -67,7 +67,7 @@ def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
         yield from recipe.renderer.problems(recipe.policy.model)
 
 
-def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
+def source_image_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """Check that the tasks of a phase have the images that the model takes. ``at``: the key of the data section. If rows differ,
     each row is checked when it is read."""
     data, model = phase.data, recipe.image_model
@@ -86,7 +86,7 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
         yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data"
     elif has.mask is False and takes.mask:
         yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; use triplets, folder or hub data"
-    if has.images and not recipe.policy.writes_tokens and takes.images[1] == 0:
+    if has.images and not recipe.policy.is_autoregressive and takes.images[1] == 0:
         yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; use prompts, or folder or hub data"
 
 

@@ -53,7 +53,7 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
         meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
         yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
     run = RunFacts(
-        writes_text=recipe.policy.writes_tokens,
+        writes_text=recipe.policy.is_autoregressive,
         trained_columns=None if combined is None else combined.columns,
         eval_column=recipe.eval.column,
         phases=tuple(

@@ -20,7 +20,7 @@ from transformers import Emu3VQVAE
 
 from retouch.memory.ip_adapter import vision_part
 from retouch.memory.sizes import image_encoder
-from retouch.models.base import Described, DiffusersModel
+from retouch.models.base import DiffusersModel, PartConfigs
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
 from retouch.models.emu3.family import Emu3Model
@@ -60,7 +60,7 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
         train = train.model_copy(update={"init_from": None})
     model = _described(recipe.policy.model, folder, "policy.model")
     # The fake accelerator replaces attention and compiles nothing: the speed of compiled blocks is modelled instead.
-    changed: dict[str, Any] = {"policy": recipe.policy.for_use().model_copy(update={"model": model, "train": train})}
+    changed: dict[str, Any] = {"policy": recipe.policy.for_inference().model_copy(update={"model": model, "train": train})}
     if recipe.renderer is not None and recipe.renderer.image_model is not None:
         behind = _described(recipe.renderer.image_model, folder, "renderer.model")
         changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})
@@ -88,7 +88,7 @@ def _described(model: Any, folder: Path, key: str) -> Any:
     return model.model_copy(update={name: str(path) for name, path in paths.items()})
 
 
-def write_folder(folder: Path, described: Described) -> Path:
+def write_folder(folder: Path, described: PartConfigs) -> Path:
     """Write a folder in the layout of a diffusers pipeline, with the configurations of these parts and without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline"}), encoding="utf-8")
@@ -118,7 +118,7 @@ def _with_class(part: Mapping[str, Any]) -> dict[str, Any]:
     return config if name is None else {**config, "_class_name": name}
 
 
-def _processor(described: Described) -> dict[str, Any]:
+def _processor(described: PartConfigs) -> dict[str, Any]:
     """Return the configuration of the image processor, with the patch or image size of the vision model that reads its images."""
     encoders = [part["config"]["image_size"] for part in described.values() if isinstance(part["config"].get("image_size"), int)]
     if encoders:

@@ -221,10 +221,6 @@ class Meter:
         entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
         return entry is not None and not entry[2].startswith("activations") and entry[2] != "other"
 
-    def held(self, place: int = 0) -> dict[str, int]:
-        """Return the bytes held on a device now, by holder."""
-        return {name: size for name, size in self._held.get(place, Counter()).items() if size}
-
     def _enter(self, name: str) -> None:
         self._stage, self.stage_name = self.stages.setdefault(name, Stage()), name
         for where, size in self._sizes.items():

@@ -195,7 +195,7 @@ class _Rehearsal:
             stages=meter.stages,
             world=self.ranks.world,
             phases=tuple(phases),
-            evaluations=1 + (total // every if every else 1),
+            evaluations=1 + (math.ceil(total / every) if every else 1),  # always before the first step and after the last
             checkpoint=size,
             host_peak=meter.host_peak,
             units={name: work for name, work in units.items() if work is not None},

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
-    from retouch.types import Conditioning, Task
+    from retouch.types import Completion, Conditioning, Task
 
 
 class PromptRenderer(ImageModelRenderer):
@@ -54,7 +54,7 @@ class PromptRenderer(ImageModelRenderer):
         sharded: bool = False,
     ) -> Renderer:
         from retouch.models.common.pipeline_model import accepts_prompt
-        from retouch.renderers.wrappers import BlindRenderer
+        from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 
         text_to_image = FlowTextToImage(
             image_model,
@@ -63,7 +63,7 @@ class PromptRenderer(ImageModelRenderer):
             accepts=partial(accepts_prompt, image_model),
         )
         sampler = PromptSampler(text_to_image, self)
-        return BlindRenderer(sampler) if self.ignore_completions else sampler
+        return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
 
 @runtime_checkable
@@ -123,7 +123,7 @@ class PromptSampler:
         generators = noise_generators(completions, shared=config.shared_noise)
         enhanced: dict[int, Task] = {}
         for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
-            prompt = None if completion.truncated and config.cut_off == "fault" else answer_in(completion.text)
+            prompt = None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)
             if prompt is not None and self.text_to_image.accepts(prompt):
                 enhanced[row] = replace(task, instruction=prompt, images=())
         images: list[Image | None] = [None] * len(completions)
@@ -132,3 +132,8 @@ class PromptSampler:
             for row, image in zip(rows, sampled, strict=True):
                 images[row] = image
         return images
+
+
+def _prompt_in(completion: Completion) -> str | None:
+    """The prompt in a completion, or None. The text of a completion without token ids is the instruction, which is not parsed."""
+    return answer_in(completion.text) if completion.ids else completion.text or None

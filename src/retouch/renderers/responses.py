@@ -90,12 +90,12 @@ class ResponseRenderer(ImageModelRenderer):
         sharded: bool = False,
     ) -> Renderer:
         from retouch.models.offloading.on_device import parts_of
-        from retouch.renderers.wrappers import BlindRenderer
+        from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 
         frozen = not self.policy_encodes
         editor = self.model.response_editor(image_model, writer.module, frozen=frozen, guided=self.guided, published=published)
         sampler = ResponseSampler(editor, self, sharded=sharded and writer.module in parts_of(image_model))
-        return BlindRenderer(sampler) if self.ignore_completions else sampler
+        return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
 
 def _reads_responses(kind: str) -> bool:

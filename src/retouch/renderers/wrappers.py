@@ -41,7 +41,7 @@ class Completions:
         return cls([replace(each, ids=(), text=task.instruction, truncated=False) for task, each in pairs])
 
 
-class BlindRenderer:
+class IgnoreCompletionsRenderer:
     """A control: makes the image of each row without its completion (implements ``retouch.protocols.Renderer``).
 
     If a policy still gains reward with this renderer, its completions are not the cause.

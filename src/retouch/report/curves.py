@@ -232,7 +232,7 @@ def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
     """Return the total time in seconds: for each step ``time/step`` if it was logged, otherwise the sum of its stages."""
     total = 0.0
     for line in timings:
-        stages = math.fsum(number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step")
+        stages = [number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step"]
         step_time = number(line.get("time/step"))
-        total += step_time if math.isfinite(step_time) else stages
+        total += step_time if math.isfinite(step_time) else math.fsum(filter(math.isfinite, stages))
     return total

@@ -67,7 +67,7 @@ def gap_bar(summary: Summary) -> Html | None:
     if summary.ceiling is None or summary.ceiling <= min(summary.before, summary.after):
         return None
     low = min(summary.before, summary.after)
-    high = max(summary.ceiling, summary.after, summary.best_of_k or low)
+    high = max(summary.ceiling, summary.after, low if summary.best_of_k is None else summary.best_of_k)
 
     def position(value: float) -> float:
         return 100 * min(1.0, max(0.0, (value - low) / (high - low)))

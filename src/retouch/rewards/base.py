@@ -55,7 +55,7 @@ class RewardSection(Section):
     version: ClassVar[int] = 1
     """Increase it with every change of the class that may change the scores of the same samples. A run can only be resumed with the
     version that it began with. For a reward class of your own, a hash of its module's source is used instead."""
-    shorthand: ClassVar[str | None] = None
+    cli_key: ClassVar[str | None] = None
     """The key that the text after the colon sets on a command line: ``clip:FOLDER`` is ``{kind: 'clip', path: 'FOLDER'}``."""
     changeable: ClassVar[frozenset[str]] = frozenset({"device"})
     """Keys that may differ when a run is resumed, because they change no score."""
@@ -177,8 +177,8 @@ class RewardSection(Section):
         yield from ()
 
     @classmethod
-    def from_word(cls, argument: str) -> Json:
-        """The value of the ``shorthand`` key, from the text after the colon on a command line. Raises ValueError for an invalid
+    def from_cli(cls, argument: str) -> Json:
+        """The value of the ``cli_key`` key, from the text after the colon on a command line. Raises ValueError for an invalid
         text."""
         return argument
 
@@ -203,7 +203,7 @@ class ModelReward(RewardSection):
     device: Device = None
     """Device of the model; null uses the run's device for rewards."""
 
-    shorthand: ClassVar[str | None] = "path"
+    cli_key: ClassVar[str | None] = "path"
 
     def loaded_models(self) -> Iterator[LoadedModel]:
         """Yield the model at ``path``."""

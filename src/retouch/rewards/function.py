@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +95,8 @@ class FunctionReward(RewardSection):
     name_: str = Field(alias="name", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """The name of the function and of its column."""
     source: str
-    """16 hexadecimal digits of the SHA-256 of the function's source code, or of its qualified name if the source is not known."""
+    """16 hexadecimal digits of the SHA-256 of the function's source code, or of its qualified name if the source is not known. For
+    a ``functools.partial``, also of the bound arguments; an argument that is not JSON counts by its qualified name or its type."""
     range: DeclaredRange | None = None
     """The declared range of the scores; null if the function declares none."""
     sees_completions: bool = False
@@ -105,7 +108,7 @@ class FunctionReward(RewardSection):
     def of(cls, function: RewardFunction) -> FunctionReward:
         """Make the reward of a function. Raises ValueError if the object cannot be called with keyword arguments."""
         name = reward_name(function)
-        declared, completions = getattr(function, _DECLARED, (None, False))
+        declared, completions = getattr(function, _DECLARED, None) or getattr(_unwrapped(function), _DECLARED, (None, False))
         takes = _parameters(function, name)
         section = cls(
             name=name,
@@ -191,13 +194,14 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
 
 
 def reward_name(function: object) -> str:
-    """The name of a function's column: its ``__name__``, or the name of its class.
+    """The name of a function's column: its ``__name__``, or the name of its class; for a partial, that of its function.
 
     Raises ValueError for an object that cannot be called, and for a lambda, because a lambda has no name.
     """
     if not callable(function):
         raise ValueError(f"reward_funcs: {function!r:.60} cannot be called; give a function, a reward object or a reward's name")
-    name = getattr(function, "__name__", None) or type(function).__name__
+    named = _unwrapped(function)
+    name = getattr(named, "__name__", None) or type(named).__name__
     if name == "<lambda>":
         raise ValueError("reward_funcs: a lambda has no name for its column; define the function with `def`")
     return str(name)
@@ -242,10 +246,24 @@ def _number(score: Any, name: str) -> float:
     return number
 
 
+def _unwrapped(function: Any) -> Any:
+    """The function that a ``functools.partial`` calls; another object unchanged. A partial of a partial is flat."""
+    return function.func if isinstance(function, functools.partial) else function
+
+
 def _source_hash(function: RewardFunction) -> str:
-    target: Any = function if inspect.isroutine(function) else type(function)
+    called = _unwrapped(function)
+    target: Any = called if inspect.isroutine(called) else type(called)
     try:
         text = inspect.getsource(target)
     except (OSError, TypeError):
-        text = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
+        text = _qualified_name(target)
+    if isinstance(function, functools.partial):
+        text += json.dumps([function.args, sorted(function.keywords.items())], skipkeys=True, default=_qualified_name)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _qualified_name(given: Any) -> str:
+    """The module and the qualified name of a function, of a class, or of the class of another object."""
+    named = given if hasattr(given, "__qualname__") else type(given)
+    return f"{getattr(named, '__module__', '')}:{named.__qualname__}"

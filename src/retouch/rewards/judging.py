@@ -16,7 +16,7 @@ from torch import Tensor
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.base import close, visible_samples
 from retouch.rewards.combine.combination import NO_COMBINATION, Combine, combination
-from retouch.rewards.combine.composite import CompositeReward, gathered
+from retouch.rewards.combine.composite import CompositeReward, collect_scores
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
 from retouch.rewards.scoring import call_reward, checked, scores_of, with_images
 from retouch.rewards.worker import WorkerThread, close_all
@@ -165,7 +165,7 @@ class RewardScorer:
         return self._combined(samples, scores)
 
     def _collect(self, samples: Sequence[Sample], asked: "dict[str, Future[Scores]]") -> Scores:
-        return checked(self.reward, samples, gathered(asked))
+        return checked(self.reward, samples, collect_scores(asked))
 
     def _combined(self, samples: Sequence[Sample], scores: Scores) -> ScoredBatch:
         faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)

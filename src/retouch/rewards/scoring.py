@@ -10,7 +10,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.config.imports import blamed
+from retouch.config.imports import user_code_error
 from retouch.protocols import Reward
 from retouch.rewards.base import visible_samples
 from retouch.types import Column, Json, Sample, Scores, Task
@@ -68,7 +68,7 @@ def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Sc
     try:
         returned: object = reward(samples)
     except BaseException as error:
-        wrong = blamed(error, _label(reward, name))
+        wrong = user_code_error(error, _label(reward, name))
         if wrong is None:
             raise
         raise ValueError(f"{wrong}\n  {_culprit(reward, samples, type(error))}") from error

@@ -104,13 +104,15 @@ def read_token(file: Path | None) -> str | None:
 
     Raises ValueError if the token is too short or has other characters than printable ASCII, or if the file does not exist.
     """
+    from retouch.serving.middleware import require_token
+
     given = os.environ.pop(TOKEN, None)
     if file is not None:
         if not file.is_file():
             raise ValueError(f"--token-file {file}: no such file")
         given = file.read_text(encoding="utf-8").strip()
-    if given is not None and (len(given) < 16 or not given.isascii() or not given.isprintable() or " " in given):
-        raise ValueError("the token must have at least 16 characters and no spaces; `openssl rand -hex 32` creates one")
+    if given is not None:
+        require_token(given)
     return given
 
 

@@ -1,6 +1,6 @@
 """The rewards of a server: parsed from the command line, built as a recipe builds them, and described to clients.
 
-``recipe/reward_words.py::read_reward`` defines the texts of the command line; ``NAME=`` may precede each text.
+``recipe/reward_arguments.py::read_reward`` defines the texts of the command line; ``NAME=`` may precede each text.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from retouch.protocols import Reward
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
+from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_reward
 from retouch.rewards import identity
 from retouch.rewards.wire.schema import LARGEST, NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
@@ -33,12 +33,22 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedReward:
-    """A built reward. ``public``: the reward's column names, mapped to the names that clients see."""
+    """A built reward. ``public``: the reward's column names, mapped to the names that clients see.
+
+    Raises ValueError if a column's range is too large (a sample without an image scores the worst end of the range).
+    """
 
     name: str
     reward: Reward
     public: Mapping[str, str]
     fingerprint: str
+
+    def __post_init__(self) -> None:
+        for name, column in self.reward.columns.items():
+            if not -LARGEST <= column.low <= column.high <= LARGEST:
+                raise ValueError(
+                    f"{self.name}: column {name!r} has the range {column.low} to {column.high}; declare one within {LARGEST:g}"
+                )
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -66,15 +76,9 @@ def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
 def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
     """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its column names begin with its name.
 
-    Raises ValueError if it cannot be built, or if a column's range is too large (a sample without an image scores the worst end of
-    the range).
+    Raises ValueError if it cannot be built.
     """
     reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=device())
-    for name, column in reward.columns.items():
-        if not -LARGEST <= column.low <= column.high <= LARGEST:
-            raise ValueError(
-                f"{spec.name}: column {name!r} has the range {column.low} to {column.high}; declare one within {LARGEST:g}"
-            )
     prefix = "" if sole and not spec.named else f"{spec.name}/"
     public = {name: f"{prefix}{name}" for name in reward.columns}
     return HostedReward(spec.name, reward, public, fingerprint(spec.section, reward))
@@ -108,6 +112,6 @@ def _parse_spec(word: str) -> RewardSpec:
     called = name or str(section.get("class", section["kind"])).rpartition(":")[2].lower()
     if not re.match(NAME, called):
         raise ValueError(f"{called!r} cannot be a reward's name: use letters, digits, dots, dashes and underscores, at most 64")
-    typed = tuple(modules_typed(rest))
+    typed = tuple(modules_in_argument(rest))
     parse_reward(section, allow_imports=typed)
     return RewardSpec(called, section, named=name is not None, allow_imports=typed)

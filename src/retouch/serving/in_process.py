@@ -19,10 +19,11 @@ def serve(
 
     ``retouch serve`` also offers replicas, GPUs and logs. ``rewards``: functions, reward objects such as ``retouch.rewards.OCR()``,
     results of ``retouch.rewards.load``, or texts as on the command line of ``retouch serve``. With several rewards, the column
-    names begin with the reward's name. ``port``: 0 takes a free port. ``token``: the token that clients must send; required, with
-    at least 16 characters, if other machines can reach ``host``. A client is ``retouch.rewards.Remote(endpoints=[server.url])``.
+    names begin with the reward's name. ``port``: 0 takes a free port. ``token``: the token that clients must send, at least 16
+    ASCII characters; required if other machines can reach ``host``. A client is
+    ``retouch.rewards.Remote(endpoints=[server.url])``.
 
-    Raises ValueError if an argument is not a reward, or if the extra ``serve`` is not installed.
+    Raises ValueError if an argument is not a reward, if two rewards have the same name, or if the extra ``serve`` is not installed.
 
     Example::
 
@@ -35,12 +36,19 @@ def serve(
     if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
         raise ValueError(f"serving needs {missing[0]}: pip install 'retouch[serve]'")
     from retouch.rewards.wire.hosts import is_loopback
+    from retouch.serving.middleware import require_token
 
     if not rewards:
         raise ValueError("give at least one reward")
-    if not is_loopback(host) and (token is None or len(token) < 16):
+    if token is not None:
+        require_token(token)
+    elif not is_loopback(host):
         raise ValueError(f"host {host} is reachable from other machines: give a token of at least 16 characters, or use 127.0.0.1")
-    return RewardServer([_hosted(given, sole=len(rewards) == 1) for given in rewards], host, port, token, limits)
+    hosted = [_hosted(given, sole=len(rewards) == 1) for given in rewards]
+    names = [each.name for each in hosted]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two rewards have the name {repeated[0]}; rename a function, or give a text with a name: 'other=ocr'")
+    return RewardServer(hosted, host, port, token, limits)
 
 
 def _hosted(given: Any, *, sole: bool) -> HostedReward:
@@ -63,7 +71,10 @@ def _hosted(given: Any, *, sole: bool) -> HostedReward:
 
 
 class RewardServer:
-    """A running server, returned by ``serve``. ``url``: its address, for ``retouch.rewards.Remote``."""
+    """A running server, returned by ``serve``. ``url``: its address, for ``retouch.rewards.Remote``.
+
+    Raises ValueError if the port is in use, and RuntimeError if the server ends while it is starting.
+    """
 
     def __init__(self, hosted: list[HostedReward], host: str, port: int, token: str | None, limits: Limits | None) -> None:
         import uvicorn
@@ -90,6 +101,9 @@ class RewardServer:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
+        if not self._server.started:
+            socket.close()
+            raise RuntimeError(f"the server at {self.url} ended while it was starting; the log of uvicorn.error says why")
 
     def wait(self) -> None:
         """Serve until Ctrl-C."""

@@ -17,6 +17,12 @@ _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
 
 
+def require_token(token: str) -> None:
+    """Raise ValueError if the token is too short or has other characters than printable ASCII."""
+    if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("the token must have at least 16 characters, all ASCII, and no spaces; `openssl rand -hex 32` creates one")
+
+
 def error_response(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
     """Return the reply for an error. ``retry_after``: seconds for the Retry-After header."""
     status, text = ERRORS[code]

@@ -126,10 +126,39 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
             while signal.SIGTERM not in received and signal.SIGINT not in received:
                 if received:
                     received.clear()
-                    _deploy(Replica, (settings, token, allowed), **_deployment_options(settings, options))
+                    _reload(settings, options, token=token, allowed=allowed, report=report)
                 time.sleep(_POLL)
             _drain(settings.limits.drain_seconds)
     return 0
+
+
+def _reload(
+    settings: ServerSettings, options: RayOptions, *, token: str | None, allowed: Sequence[str], report: Callable[[str], None]
+) -> None:
+    """Replace the replicas one by one. If a reward cannot be built, report why, and leave the old replicas as they are.
+
+    Ray stops a replica before its successor has started. Without GPUs, the rewards are therefore first built in a process of their
+    own. With GPUs there may be none free for this process: if the rewards cannot be built then, the server has no replica until the
+    next SIGHUP.
+    """
+    import ray
+
+    try:
+        if options.gpus == 0:
+            ray.get(ray.remote(num_cpus=0, max_retries=0, max_calls=1)(_build).remote(settings, allowed))
+    except ray.exceptions.RayError as error:
+        report(f"the rewards cannot be built again; the old ones stay in use: {str(error).strip().splitlines()[-1].strip()}")
+        return
+    try:
+        _deploy(Replica, (settings, token, allowed), **_deployment_options(settings, options))
+    except RuntimeError:
+        report(f"the new rewards cannot be served: {_reason()}; correct them and send SIGHUP again")
+
+
+def _build(settings: ServerSettings, allow_imports: Sequence[str]) -> None:
+    """Build the rewards, to learn whether that is possible. Raises ValueError if it is not."""
+    with consent.allowing(allow_imports):
+        load(settings)
 
 
 def _deployment_options(settings: ServerSettings, options: RayOptions) -> dict[str, Any]:

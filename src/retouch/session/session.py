@@ -31,7 +31,8 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     ``fresh``: rename an existing run with this name and start from the beginning. ``new_judge``: the run may resume with another
     judge. The exit code is 0 when the run is finished, and 128 + the signal's number when it was stopped on request, with a
     checkpoint. Raises ValueError if the run could not start (for example, because another process owns its folder), or if it
-    stopped because of an error that the message names, with a checkpoint of the last good step.
+    stopped because of an error that the message names. If too many scores were missing, a budget was spent or an engine failed, the
+    last finished step is saved first; after other errors (such as NonFiniteGradient), the run resumes from its newest checkpoint.
     """
     with open_session(recipe, fresh=fresh, new_judge=new_judge) as session:
         for _ in session.steps():

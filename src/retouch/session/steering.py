@@ -24,7 +24,7 @@ class StepRequests:
     checkpoint: bool
 
 
-class Steering:
+class ControlRequests:
     """Reads the requests to a run and answers them. Without new requests, it costs one ``os.stat`` per step.
 
     ``samples_every``: the number of steps between stored samples, used by the main rank. A request changes it until the process

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from retouch.assembly.assembly import Assembly
 from retouch.benchmarks.comparison import compared
 from retouch.benchmarks.image_files import ImageFolder
-from retouch.benchmarks.judges.short_audit import require_judges
+from retouch.benchmarks.judges.short_audit import audit_judges
 from retouch.benchmarks.kinds import find_suite
-from retouch.benchmarks.models import PolicyMaker
+from retouch.benchmarks.models import PolicyGenerator
 from retouch.benchmarks.results import ALL, BenchmarkResult
-from retouch.benchmarks.running import Items, choose_items, make_images, own_places, score
+from retouch.benchmarks.running import Items, choose_items, make_images, own_image_keys, score
 from retouch.benchmarks.scoring import CountedClients, Scorer, choose_scorer
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.keys import SuiteKeys
@@ -65,7 +65,7 @@ def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
         except ValueError as error:
             raise ValueError(f"eval.suites.{index}: {error}") from error
     for opened in found if recipe.eval.audit else ():
-        require_judges(opened.scorer.section, ranks=ranks, clients=CountedClients(ranks.device, opened.quotas), note=log.info)
+        audit_judges(opened.scorer.section, ranks=ranks, clients=CountedClients(ranks.device, opened.quotas), note=log.info)
     return found
 
 
@@ -83,31 +83,33 @@ class RunSuites:
         """Whether an alarm of a suite may roll the run back to a checkpoint."""
         return any(suite.keys.on_alarm == "roll_back" for suite in self._suites)
 
-    def after(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Alarm]]:
-        """Run the suites that are due after ``step`` steps. Returns metrics (headline scores and alarms), and the alarms.
+    def after(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[dict[str, float], list[Alarm]]]:
+        """Run the suites that are due after ``step`` steps. For each, yields metrics (headline score and alarm), and its alarms.
 
-        The result is equal on all ranks. ``metrics``: the metrics of this step, which are not stored yet. Raises the ValueErrors of
-        the scorers, and BudgetSpent on every rank.
+        The results are equal on all ranks. ``metrics``: the metrics of this step, which are not stored yet. Raises the ValueErrors
+        of the scorers, and BudgetSpent on every rank.
         """
         return self._after(self._due(step), step, metrics)
 
-    def _after(self, suites: Sequence[OpenSuite], step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Alarm]]:
-        found: dict[str, float] = {}
-        alarms: list[Alarm] = []
+    def _after(
+        self, suites: Sequence[OpenSuite], step: int, metrics: Mapping[str, float]
+    ) -> Iterator[tuple[dict[str, float], list[Alarm]]]:
         for suite in suites:
             line = self._run(suite, step, metrics)
             mean = line["table"][ALL][line["headline"]]["mean"]
-            found[f"suite/{suite.name}"] = math.nan if mean is None else mean
+            found = {f"suite/{suite.name}": math.nan if mean is None else mean}
+            alarms = []
             if line["alarm"] is not None:
                 alarms.append(Alarm(f"suite {suite.name}", line["alarm"], suite.keys.on_alarm))
                 found[f"watch/alarm/suite {suite.name}"] = 1.0
-        return found, alarms
+            yield found, alarms
 
-    def catch_up(self, step: int) -> list[Alarm]:
-        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Returns their alarms."""
+    def catch_up(self, step: int) -> Iterator[list[Alarm]]:
+        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Yields their alarms."""
         done = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
         self._parts.ranks.barrier()  # all ranks read the results before the main rank writes one
-        return self._after([suite for suite in self._due(step) if suite.name not in done], step, {})[1]
+        for _, alarms in self._after([suite for suite in self._due(step) if suite.name not in done], step, {}):
+            yield alarms
 
     def stored_alarms(self, step: int) -> list[Alarm]:
         """Return the alarms that the recipe's current rules raise on the stored results after ``step`` steps."""
@@ -127,8 +129,8 @@ class RunSuites:
         """Run a suite and return the line that the run's folder stores for its result."""
         folder = self._path(suite, step)
         images, seed = ImageFolder(folder / "images", suite=suite.scorer.suite), self._recipe.eval.seed
-        maker = PolicyMaker(self._parts, {"model": f"{self._recipe.name}, step {step}"})
-        places = own_places(suite.scorer.suite, suite.items, self._parts.ranks)
+        maker = PolicyGenerator(self._parts, {"model": f"{self._recipe.name}, step {step}"})
+        places = own_image_keys(suite.scorer.suite, suite.items, self._parts.ranks)
         make_images(suite.scorer.suite, maker, places, images, seed=seed, note=log.debug)
         result = score(
             suite.scorer,

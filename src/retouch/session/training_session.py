@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.assembly.assembly import Assembly
 from retouch.assembly.state import GROUPS, capture, restore
-from retouch.data.sampler import DrawnInOrder
+from retouch.data.sampler import UnindexedTasks
 from retouch.distributed.stepper import Stepper
 from retouch.policies.engines.base import EngineFault
 from retouch.recipe.recipe import Recipe
@@ -78,7 +78,7 @@ class TrainingSession:
             stack.callback(self.parts.judge.close)
             stack.callback(self.parts.close_engines)
             for sets in self.parts.sets:
-                if isinstance(sets.train, DrawnInOrder):
+                if isinstance(sets.train, UnindexedTasks):
                     stack.callback(sets.train.close)
             if self.publisher is not None:
                 stack.callback(self.publisher.close)
@@ -86,7 +86,7 @@ class TrainingSession:
                 self._preflight(stepper)
             from retouch.distributed.device_memory import DeviceMemory
             from retouch.session.evaluations import RunEvaluations
-            from retouch.session.steering import Steering
+            from retouch.session.steering import ControlRequests
             from retouch.training.recorder import Recorder
 
             # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
@@ -97,7 +97,7 @@ class TrainingSession:
                 for note in self.evaluations.repair(self.done):
                     log.warning("%s", note)
             chosen = self.recipe.samples
-            self.steering = Steering(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
+            self.steering = ControlRequests(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
             details = None
             if chosen.tokens or chosen.states:
@@ -122,7 +122,7 @@ class TrainingSession:
         if self.watcher is not None:
             self.watcher.open(self.ledger, self.parts.judge, done=self.done)
         if self.suites is not None:
-            self._stop_for_alarms(stepper, self.suites.catch_up(self.done))
+            self._catch_up(stepper, self.suites)
         if self.done == 0 and any(one is not None and one.rolls_back for one in (self.watcher, self.suites)):
             self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
@@ -181,10 +181,11 @@ class TrainingSession:
                 metrics = {**metrics, **watch_metrics}
             if self.suites is not None:
                 with self.parts.clock("suites"):
-                    suite_metrics, suite_alarms = self.suites.after(self.done, metrics)
-                metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
-        except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
+                    for suite_metrics, suite_alarms in self.suites.after(self.done, metrics):
+                        metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
+        except BudgetSpent as error:  # raised on every rank; the step was taken, so its metrics are recorded
             self._record(phase, collected, metrics)
+            self._stop_for_alarms(stepper, alarms, spent=error)
             raise
         self._record(phase, collected, metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
@@ -213,6 +214,17 @@ class TrainingSession:
         self.recorder.resume_clock()
         return result, False
 
+    def _catch_up(self, stepper: Stepper, suites: "RunSuites") -> None:
+        """Run the suites that an interruption left out. Raises AlarmStop like ``_after``."""
+        alarms: list[Alarm] = []
+        try:
+            for raised in suites.catch_up(self.done):
+                alarms += raised
+        except BudgetSpent as error:
+            self._stop_for_alarms(stepper, alarms, spent=error)
+            raise
+        self._stop_for_alarms(stepper, alarms)
+
     def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done) | self.ledger.usage()
         if self.parts.ranks.is_main:
@@ -220,8 +232,8 @@ class TrainingSession:
             if _due(self.done, self.steering.samples_every):
                 self.recorder.groups(self.done, collected)
 
-    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]") -> None:
-        """Raise AlarmStop if one of the alarms stops the run.
+    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]", *, spent: BudgetSpent | None = None) -> None:
+        """Raise AlarmStop if one of the alarms stops the run. ``spent``: an error of the same step, which is then only logged.
 
         The run can then resume from a checkpoint of this step, or, if an alarm rolls back, from the newest existing checkpoint,
         which was saved before the alarm.
@@ -231,6 +243,8 @@ class TrainingSession:
 
         if not (alarms := stopping_alarms(raised)):
             return
+        if spent is not None:
+            log.warning("%s", spent)
         back_to = None
         if any(alarm.response == "roll_back" for alarm in alarms):
             newest = checkpoint.load_latest(self.folder.checkpoints, groups=GROUPS)

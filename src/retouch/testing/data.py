@@ -54,8 +54,8 @@ def check_data_source(source: DataSource, *, context: DataContext | None = None,
     if context.eval_split != "train":
         shared = {task.id for task in train} & {task.id for task in heldout}
         require(not shared, f"held-out tasks have the ids of training tasks: {sorted(shared)}")
-        images = {_bytes(task.images[0]) for task in train if task.images}
-        seen = [task.id for task in heldout if task.images and _bytes(task.images[0]) in images]
+        images = {_bytes(image) for task in train for image in task.images}
+        seen = [task.id for task in heldout if any(_bytes(image) in images for image in task.images)]
         require(not seen, f"held-out tasks have the source images of training tasks: {seen}")
 
 

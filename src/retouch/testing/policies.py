@@ -49,7 +49,8 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
         _check_velocity(policy, trajectory, trained)
     if (trajectory.kind == Kind.IMAGE).all():
         return
-    limit = ratio_limit or (1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5)
+    usual = 1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5
+    limit = usual if ratio_limit is None else ratio_limit
     _check_slices(trajectory, list(policy.microbatches(trajectory)))
     _check_ratio(policy, trajectory, needs, limit)
     _check_slicing(policy, trajectory, trained)
@@ -180,7 +181,8 @@ def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> Non
     cuts = [Slice(slice(row, row + 1), slice(action, action + 1)) for row in range(rows) for action in range(actions)]
     for part in [*policy.microbatches(trajectory), *cuts]:
         found = policy.evaluate(trajectory, part, Needs(values=True)).values
-        assert found is not None, f"evaluate gives no values for {part}"
+        require(found is not None, f"evaluate gives no values for {part}")
+        assert found is not None
         mask = trajectory.mask[part.rows, part.actions]
         expected = values[part.rows, part.actions][mask]
         require_close(found.detach()[mask], expected, limit=ROUNDING, what=f"values of {part} and those of the rollout")

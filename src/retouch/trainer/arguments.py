@@ -24,7 +24,7 @@ from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.objectives.presets import GRPO
 from retouch.recipe.recipe import Recipe, parse
-from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
+from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
@@ -43,7 +43,7 @@ MADE_OF = {
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedRun:
     """A run, as described by the arguments of a ``Trainer``.
 
     ``objects``: the objects of this process that sections of the recipe refer to, by name. ``modules``: the modules of the classes
@@ -71,7 +71,7 @@ def describe(
     output_dir: str | Path = "runs",
     run_name: str | None = None,
     **keys: Any,
-) -> Described:
+) -> DescribedRun:
     """Convert the arguments of a ``Trainer`` to a recipe. Raises ValueError with a line for each mistake.
 
     ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
@@ -112,8 +112,8 @@ def describe(
     image_model = renderer.get("model") if isinstance(renderer, Mapping) else renderer
     given = (model, train_dataset, objective, image_model, *_listed(reward_funcs), *keys.values())
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
-    modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_typed(one)}
-    return Described(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+    modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
+    return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
 def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
@@ -163,6 +163,7 @@ def _train(peft_config: Any) -> dict[str, Any]:
     if isinstance(peft_config, Section):
         return peft_config.model_dump(mode="json")
     if type(peft_config).__name__ == "LoraConfig":
+        _require_usual(peft_config)
         targets = peft_config.target_modules
         lora = Lora(
             rank=peft_config.r,
@@ -172,6 +173,27 @@ def _train(peft_config: Any) -> dict[str, Any]:
         )
         return lora.model_dump(mode="json")
     raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig, or None")
+
+
+def _require_usual(config: Any) -> None:
+    """Raise ValueError for each setting of a ``peft.LoraConfig`` that would be lost in a recipe."""
+    problems = []
+    if isinstance(config.target_modules, str):
+        problems.append(
+            f"peft_config.target_modules: {config.target_modules!r} is a pattern; give a list of endings of layer names, such as "
+            "['to_q', 'to_v'], or None for the usual layers of the model's family"
+        )
+    supported = ("r", "lora_alpha", "lora_dropout", "target_modules")
+    descriptive = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
+    for name, default in vars(type(config)()).items():
+        value = getattr(config, name)
+        gaussian = name == "init_lora_weights" and value == "gaussian"  # how policy.train initializes a LoRA
+        if value != default and not gaussian and name not in (*supported, *descriptive):
+            problems.append(
+                f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def _rewards(
@@ -209,7 +231,7 @@ def _reward(given: RewardLike) -> RewardSection:
     if isinstance(given, RewardSection):
         return given
     if isinstance(given, str):
-        return parse_reward(read_combined(given), allow_imports=modules_typed(given))
+        return parse_reward(read_combined(given), allow_imports=modules_in_argument(given))
     return FunctionReward.of(given)
 
 

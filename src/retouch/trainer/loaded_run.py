@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retouch.config import consent
+from retouch.config.imports import module_of
 from retouch.config.live import LIVE, live_objects
 from retouch.models.base import DiffusersModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel
 from retouch.models.playground.family import PlaygroundFamily
+from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
@@ -74,9 +76,7 @@ def load_run(
 
 
 def _path_at(document: Mapping[str, Any], key: str) -> str | None:
-    value: Any = document
-    for part in (*key.split("."), "path"):
-        value = value.get(part) if isinstance(value, Mapping) else None
+    value = value_at(document, f"{key}.path")
     return value if isinstance(value, str) else None
 
 
@@ -155,7 +155,9 @@ class LoadedRun:
         kind: Any = getattr(diffusers, section.pipeline)
         path = LIVE + section.path
         self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
-        self.recipe = parse(self.recipe.document(), [f"policy.model.path={json.dumps(path)}"])
+        document = self.recipe.document()
+        imported = [module_of(name) for _, name in consent.classes_named(document)]  # allowed when the run was opened
+        self.recipe = parse(document, [f"policy.model.path={json.dumps(path)}"], allow_imports=imported)
         vars(self).pop("_parts", None)
 
     @property
@@ -185,7 +187,8 @@ class LoadedRun:
         from retouch.audit.ledger_view import LedgerView
 
         rows = [asdict(sample) for sample in LedgerView.open(self.folder).samples]
-        return _frame([{**row, **row.pop("scores")} for row in rows])
+        scores = [row.pop("scores") for row in rows]
+        return _frame([{**row, **given} for row, given in zip(rows, scores, strict=True)])
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""

@@ -12,7 +12,7 @@ from retouch.config import consent
 from retouch.config.live import live_objects
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.listener import Listener, StepResult
-from retouch.trainer.arguments import Described, RewardLike, describe
+from retouch.trainer.arguments import DescribedRun, RewardLike, describe
 from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
 
 if TYPE_CHECKING:
@@ -111,10 +111,10 @@ class Trainer:
         else:
             made = parse(recipe, overrides, allow_imports=allow_imports)
         trainer = cls.__new__(cls)
-        trainer._start(Described(made, {}, tuple(allow_imports)), callbacks=callbacks, progress=progress)
+        trainer._start(DescribedRun(made, {}, tuple(allow_imports)), callbacks=callbacks, progress=progress)
         return trainer
 
-    def _start(self, described: Described, *, callbacks: Sequence[Callback], progress: bool) -> None:
+    def _start(self, described: DescribedRun, *, callbacks: Sequence[Callback], progress: bool) -> None:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks: {callback!r:.60} is not a retouch.Callback; derive a class from it")
@@ -140,7 +140,8 @@ class Trainer:
 
         ``fresh``: rename an existing run of this name and start from the beginning. ``new_judge``: the run may resume with another
         reward. The result is None if the run was stopped, and on all ranks but the first. Raises ValueError if the run fails, with
-        the reason; the folder then contains a checkpoint of the last good step.
+        the reason. If too many scores were missing, a budget was spent or an engine failed, the last finished step is saved first;
+        after other errors, the next call resumes from the newest checkpoint.
         """
         for _ in self.steps(fresh=fresh, new_judge=new_judge):
             pass

@@ -109,7 +109,7 @@ class Evaluator:
         A denoising policy starts each sample from new noise. A writer samples its tokens, because greedy decoding would give the
         same completion each time.
         """
-        act = policy.rollout if policy.sampling.writes_tokens else policy.sample
+        act = policy.rollout if policy.sampling.is_autoregressive else policy.sample
         results = [self._evaluate(act, slot=slot) for slot in range(k)]
         scores = {name: _best([result.scores[name] for result in results]) for name in results[0].scores}
         return EvaluationResult(self.tasks, scores, _best([result.rewards for result in results]))

@@ -75,7 +75,7 @@ class Phase:
     minibatches: int
     learning_rate: Callable[[int], float]
     trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
-    source: "Callable[[Run, Phase, int], Iterator[Collected]] | None" = None
+    source: "Callable[[Run, Phase, int], Iterator[ScoredRollout]] | None" = None
     demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
 
 
@@ -105,7 +105,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Collected:
+class ScoredRollout:
     """This rank's rows of a step with their advantages. ``valid``: whether the row has a reward. ``returns``: the targets of a
     value head. ``importance``: the importance weights of actions that were sampled with older weights."""
 
@@ -121,7 +121,7 @@ class Collected:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RolledOut:
+class PendingRollout:
     """The samples of a step while their rewards are being computed. ``pending``: the future scores, one for each chunk."""
 
     batch: Batch
@@ -130,7 +130,7 @@ class RolledOut:
     pending: "Sequence[Future[ScoredBatch]]"
 
 
-def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
+def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, ScoredRollout, Metrics]]:
     """Train the phase's steps from ``start`` on; yields (step, collected samples, metrics) after each step."""
     steps = range(max(start, phase.steps.start), phase.steps.stop)
     every = map(partial(collect, run, phase), steps) if phase.source is None else phase.source(run, phase, steps.start)
@@ -139,18 +139,18 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collecte
         yield step, collected, {**collected.metrics, **metrics}
 
 
-def collect(run: Run, phase: Phase, step: int) -> Collected:
+def collect(run: Run, phase: Phase, step: int) -> ScoredRollout:
     """Sample, render, score and compute advantages; for an imitation objective, encode the targets of the tasks instead."""
     if phase.advantage is None:
         batch = phase.batch(step)
         with run.clock("encode"):
             trajectory = phase.demonstrate(run.policy, batch)
         ones = torch.ones(trajectory.mask.shape)
-        return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
+        return ScoredRollout(batch, trajectory, ones, ones[:, 0].bool(), {})
     return finish_collecting(run, phase, begin_collecting(run, phase.batch(step)))
 
 
-def begin_collecting(run: Run, batch: Batch) -> RolledOut:
+def begin_collecting(run: Run, batch: Batch) -> PendingRollout:
     """Sample and render these rows, and start scoring them."""
     parts, images, pending = [], [], []
     for first in range(0, len(batch), run.chunk):
@@ -163,17 +163,17 @@ def begin_collecting(run: Run, batch: Batch) -> RolledOut:
         images += rendered
         samples = [Sample(*made) for made in zip(tasks, rendered, run.completions(parts[-1]), strict=True)]
         pending.append(run.judge(chunk, samples))
-    return RolledOut(batch, type(parts[0]).concat(parts), images, pending)
+    return PendingRollout(batch, type(parts[0]).concat(parts), images, pending)
 
 
-def finish_collecting(run: Run, phase: Phase, made: RolledOut) -> Collected:
+def finish_collecting(run: Run, phase: Phase, made: PendingRollout) -> ScoredRollout:
     """Wait for the rewards and compute advantages."""
     with run.clock("judge"):
         judged = wait_for_rewards(run.ranks, made.pending)
     return assign_credit(run, phase, made, judged)
 
 
-def assign_credit(run: Run, phase: Phase, made: RolledOut, judged: ScoredBatch) -> Collected:
+def assign_credit(run: Run, phase: Phase, made: PendingRollout, judged: ScoredBatch) -> ScoredRollout:
     """Compute the advantages and metrics of rows that are scored. Raises TooManyMissing like ``compute_advantages``."""
     assert phase.advantage is not None
     row_advantages, metrics = compute_advantages(run, phase, judged)
@@ -181,7 +181,7 @@ def assign_credit(run: Run, phase: Phase, made: RolledOut, judged: ScoredBatch) 
     credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
     metrics |= {**credit.metrics, **run.describe(trajectory)}
     valid = ~judged.rewards.isnan()
-    return Collected(made.batch, trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
+    return ScoredRollout(made.batch, trajectory, credit.advantages, valid, metrics, judged, made.images, credit.returns)
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
@@ -264,7 +264,7 @@ def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
     return gathered
 
 
-def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
+def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metrics:
     """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
     rows = len(collected.batch) // phase.minibatches
     taken = (step - phase.steps.start) * phase.epochs * phase.minibatches
@@ -289,7 +289,7 @@ def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
     return {**metrics, "policy/learning_rate": phase.learning_rate(step)}
 
 
-def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -> Minibatch:
+def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice, epoch: int) -> Minibatch:
     """Return the given rows with loss weights that sum to 1 over all ranks, so the loss does not depend on the number of ranks."""
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]

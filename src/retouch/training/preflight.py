@@ -19,7 +19,7 @@ from retouch.distributed.stepper import MeasuresGradients, local_shard
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
 from retouch.training.checkpoint import restore_rng, rng_state
-from retouch.training.loop import Collected, Phase, Run, accumulate, make_minibatch
+from retouch.training.loop import Phase, Run, ScoredRollout, accumulate, make_minibatch
 from retouch.types import Kind, Minibatch, Needs
 
 TRANSITION_LIMIT = 1e-6
@@ -115,7 +115,7 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     signs[1::2] = -1.0
     advantages = signs[:, None].expand(trajectory.mask.shape)
     valid = torch.ones(len(batch), dtype=torch.bool)
-    collected = Collected(batch, trajectory, advantages, valid, {}, returns=advantages)
+    collected = ScoredRollout(batch, trajectory, advantages, valid, {}, returns=advantages)
     return make_minibatch(run, phase, collected, slice(0, len(batch)), epoch=0)
 
 

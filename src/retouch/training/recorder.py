@@ -13,7 +13,7 @@ from retouch.records.samples import SampleRecord, SampleSet
 from retouch.records.trackers import CompositeTracker
 from retouch.training.completions import completion_texts
 from retouch.training.evaluation import EvaluationResult
-from retouch.training.loop import Collected, Metrics
+from retouch.training.loop import Metrics, ScoredRollout
 from retouch.types import Sample, Scores
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Recorder:
         """Start timing the next step now. Work between two steps (an evaluation, for example) is not part of a step."""
         self._last, self._cpu = time.perf_counter(), time.process_time()
 
-    def groups(self, done: int, collected: Collected) -> None:
+    def groups(self, done: int, collected: ScoredRollout) -> None:
         """Store the samples of the step's first groups."""
         if collected.judged is None:
             return
@@ -120,7 +120,7 @@ class Recorder:
         return "  ".join(words)
 
 
-def _advantage(collected: Collected, row: int) -> float:
+def _advantage(collected: ScoredRollout, row: int) -> float:
     """Return the mean advantage over the row's actions that the mask contains."""
     mask = collected.trajectory.mask[row].cpu()
     return collected.advantages[row][mask].mean().item() if mask.any() else 0.0

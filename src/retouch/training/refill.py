@@ -21,10 +21,10 @@ from torch import Tensor
 from retouch.core.advantages import equal_groups
 from retouch.rewards.judging import ScoredBatch
 from retouch.training.loop import (
-    Collected,
+    PendingRollout,
     Phase,
-    RolledOut,
     Run,
+    ScoredRollout,
     assign_credit,
     begin_collecting,
     compute_advantages,
@@ -37,13 +37,13 @@ Further = Callable[[int, int], Sequence[Task]]
 """Maps a step and a round (from 1) to the tasks of that round, one for each group of the step."""
 
 
-def collect_refilled(run: Run, phase: Phase, start: int, *, rounds: int, further: Further) -> Iterator[Collected]:
+def collect_refilled(run: Run, phase: Phase, start: int, *, rounds: int, further: Further) -> Iterator[ScoredRollout]:
     """Yield the training data of each step of the phase from ``start`` on."""
     for step in range(start, phase.steps.stop):
         yield collect_step(run, phase, step, rounds=rounds, further=further)
 
 
-def collect_step(run: Run, phase: Phase, step: int, *, rounds: int, further: Further) -> Collected:
+def collect_step(run: Run, phase: Phase, step: int, *, rounds: int, further: Further) -> ScoredRollout:
     """Sample and score a step, and replace its groups of equal rewards.
 
     The reward metrics describe the step's original tasks, as without refill. ``refill/rounds``: the number of rounds that were
@@ -97,14 +97,14 @@ def with_tasks(batch: Batch, tasks: Sequence[Task], *, groups: int, turn: int) -
 
 
 def replace_rows(
-    made: RolledOut,
+    made: PendingRollout,
     judged: ScoredBatch,
     rows: Int[Tensor, " w"],
     *,
-    new: RolledOut,
+    new: PendingRollout,
     scores: ScoredBatch,
     taken: Int[Tensor, " w"],
-) -> tuple[RolledOut, ScoredBatch]:
+) -> tuple[PendingRollout, ScoredBatch]:
     """Return ``made`` and ``judged`` with row ``rows[k]`` replaced by row ``taken[k]`` of ``new`` and ``scores``."""
     origin = torch.arange(len(made.batch))
     origin[rows] = len(made.batch) + taken

@@ -9,7 +9,7 @@ from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.renderers.decoders import LatentRenderer
-from retouch.training.loop import Collected
+from retouch.training.loop import ScoredRollout
 from retouch.types import Kind, Trajectory
 
 
@@ -34,7 +34,7 @@ class SampleDetails:
         return [(self._decode([token]), value) for token, value in zip(ids, log_probs, strict=True)]
 
     @torch.no_grad()
-    def states(self, collected: Collected, row: int) -> list[Image]:
+    def states(self, collected: ScoredRollout, row: int) -> list[Image]:
         """Return an image of each state of the row, before each action and after the last one, including its remaining noise.
 
         Empty for a policy that does not denoise.

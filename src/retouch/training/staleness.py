@@ -27,15 +27,15 @@ from torch import Tensor
 from retouch.core.surrogates import importance_weights
 from retouch.distributed.ranks import Ranks
 from retouch.policies.weights import stale_copies
-from retouch.training.loop import Collected, Metrics, Phase, RolledOut, Run, begin_collecting, finish_collecting
+from retouch.training.loop import Metrics, PendingRollout, Phase, Run, ScoredRollout, begin_collecting, finish_collecting
 from retouch.types import Needs, Trajectory
 
 
-def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncate_at: float) -> Iterator[Collected]:
+def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncate_at: float) -> Iterator[ScoredRollout]:
     """Yield the training data of each step of the phase from ``start`` on. The caller updates before it asks for the next step."""
     first, stop = phase.steps.start, phase.steps.stop
     copies, names = run.policy.copies, stale_copies(staleness)
-    queue: deque[RolledOut] = deque()
+    queue: deque[PendingRollout] = deque()
     for step in range(start, stop):
         for coming in range(step + len(queue), min(step + staleness + 1, stop)):
             acting = max(first, coming - staleness)
@@ -50,7 +50,7 @@ def collect_ahead(run: Run, phase: Phase, start: int, *, staleness: int, truncat
         yield collected
 
 
-def under_current_weights(run: Run, collected: Collected, *, age: int, truncate_at: float) -> Collected:
+def under_current_weights(run: Run, collected: ScoredRollout, *, age: int, truncate_at: float) -> ScoredRollout:
     """Return a stale rollout with the log-probabilities of the current weights, and the importance weights of its actions.
 
     ``age``: the number of steps since the weights that sampled the rollout. Metrics: ``staleness/steps`` is the age,

@@ -26,7 +26,7 @@ from retouch.view.gate import Gate
 from retouch.view.judged import judged_routes
 from retouch.view.live_run import LiveRun
 from retouch.view.thumbnails import Thumbnails
-from retouch.view.trying import Bench, try_routes
+from retouch.view.trying import TrialWorker, try_routes
 from retouch.view.voting import voting_routes
 
 POLL_SECONDS = 1.0
@@ -52,7 +52,7 @@ def build_app(
     trains. ``poll_seconds``: how often new lines are sent to an open page.
     """
     catalogue, thumbnails = Catalogue(root), Thumbnails()
-    bench = None if trying is None else Bench(None if trying == "auto" else trying)
+    bench = None if trying is None else TrialWorker(None if trying == "auto" else trying)
 
     async def page(request: Request) -> Response:
         with as_file(files("retouch.view") / "static" / "index.html") as path:

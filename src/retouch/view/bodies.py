@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 SECONDS = 30.0
 
 
-class BadBody(Exception):
+class BadRequest(Exception):
     """A request body that cannot be used. ``status``: the HTTP status of the reply."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -29,7 +29,7 @@ def integer(request: Request, name: str, default: int = 0) -> int:
 
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises BadBody if it is not one, has more than ``max_bytes``, or arrives too slowly."""
+    """Return the JSON object in the body. Raises BadRequest if it is no object, exceeds ``max_bytes``, or arrives too slowly."""
     parts: list[bytes] = []
     size = 0
     try:
@@ -37,15 +37,15 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
             async for part in request.stream():
                 size += len(part)
                 if size > max_bytes:
-                    raise BadBody(413, f"the request has more than {max_bytes} bytes")
+                    raise BadRequest(413, f"the request has more than {max_bytes} bytes")
                 parts.append(part)
         found = json.loads(b"".join(parts))
     except TimeoutError:
-        raise BadBody(408, f"the request did not arrive within {SECONDS:.0f} seconds") from None
+        raise BadRequest(408, f"the request did not arrive within {SECONDS:.0f} seconds") from None
     except ClientDisconnect:
-        raise BadBody(400, "the connection was closed") from None
+        raise BadRequest(400, "the connection was closed") from None
     except (ValueError, RecursionError):
-        raise BadBody(400, "the request is not JSON") from None
+        raise BadRequest(400, "the request is not JSON") from None
     if not isinstance(found, dict):
-        raise BadBody(400, "the request is not a JSON object")
+        raise BadRequest(400, "the request is not a JSON object")
     return found

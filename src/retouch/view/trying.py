@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
-from retouch.view.bodies import BadBody, read_object
+from retouch.view.bodies import BadRequest, read_object
 from retouch.view.catalogue import Catalogue
 
 MOST_BYTES = 40_000_000
@@ -26,7 +26,7 @@ _ERROR_BYTES = 8192
 _POLL_SECONDS = 0.5
 
 
-class Bench:
+class TrialWorker:
     """One worker process, which does one job at a time and is killed if the client disconnects. ``device``: None is the device of
     the recipe, or the CPU for a run that is training."""
 
@@ -116,7 +116,7 @@ class Bench:
         return f"the process ended: {lines[-1].strip()[:500]}" if lines else "the process ended without a message"
 
 
-def try_routes(catalogue: Catalogue, bench: Bench) -> list[Route]:
+def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
     """``GET /api/runs/NAME/checkpoints``, and ``POST /api/runs/NAME/try`` with ``instruction``, ``image`` (base64 or null),
     ``step`` and ``seed``, which replies with lines of JSON."""
 
@@ -132,7 +132,7 @@ def try_routes(catalogue: Catalogue, bench: Bench) -> list[Route]:
             return JSONResponse({"error": "there is no such run"}, 404)
         try:
             asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
-        except BadBody as error:
+        except BadRequest as error:
             return error.reply()
         return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
 
@@ -149,16 +149,16 @@ def _steps(folder: RunFolder) -> list[int]:
 
 
 def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
-    """Return the job for the worker. Raises BadBody if a value is missing or invalid."""
+    """Return the job for the worker. Raises BadRequest if a value is missing or invalid."""
     instruction, image, step, seed = (asked.get(name) for name in ("instruction", "image", "step", "seed"))
     if not isinstance(instruction, str) or not instruction.strip():
-        raise BadBody(409, "the prompt is empty")
+        raise BadRequest(409, "the prompt is empty")
     if len(instruction) > MOST_CHARACTERS:
-        raise BadBody(409, f"the prompt has more than {MOST_CHARACTERS} characters")
+        raise BadRequest(409, f"the prompt has more than {MOST_CHARACTERS} characters")
     if not isinstance(image, str | None):
-        raise BadBody(409, "the image must be a base64 string or null")
+        raise BadRequest(409, "the image must be a base64 string or null")
     if type(step) is not int or step not in steps:
-        raise BadBody(409, "this run has no checkpoint of this step")
+        raise BadRequest(409, "this run has no checkpoint of this step")
     if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
-        raise BadBody(409, f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
+        raise BadRequest(409, f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
     return {"instruction": instruction, "image": image, "step": step, "seed": seed}

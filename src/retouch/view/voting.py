@@ -19,7 +19,7 @@ from starlette.routing import Route
 from retouch.records.files import jsonable
 from retouch.rewards.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
 from retouch.rewards.votes.queue import VoteQueue
-from retouch.view.bodies import BadBody, read_object
+from retouch.view.bodies import BadRequest, read_object
 from retouch.view.catalogue import Catalogue
 from retouch.view.live_run import LiveRun
 from retouch.votes.asking import NextPair, next_pair
@@ -33,7 +33,7 @@ _FRESH = {"Cache-Control": "no-store"}
 
 
 @dataclass(frozen=True, slots=True)
-class ShownPair:
+class VoteQuestion:
     """A question to a voter. ``log``: stores the vote. ``root``: the folder of the runs; no file outside of it is served."""
 
     voter: str
@@ -52,21 +52,21 @@ class ShownPair:
         return path if path.is_relative_to(self.root) and path.suffix == ".png" and path.is_file() else None
 
 
-def _remember(questions: OrderedDict[str, ShownPair], identity: str, question: ShownPair, *, most: int) -> None:
+def _remember(questions: OrderedDict[str, VoteQuestion], identity: str, question: VoteQuestion, *, most: int) -> None:
     """Add a question, and remove the oldest ones so that at most ``most`` remain."""
     questions[identity] = question
     while len(questions) > most:
         questions.popitem(last=False)
 
 
-class Polls:
+class VotingState:
     """The pairs to vote on, and the open and recently answered questions. Methods may be called from several threads."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._lock = threading.Lock()
-        self._questions: OrderedDict[str, ShownPair] = OrderedDict()
-        self._answered: OrderedDict[str, ShownPair] = OrderedDict()
+        self._questions: OrderedDict[str, VoteQuestion] = OrderedDict()
+        self._answered: OrderedDict[str, VoteQuestion] = OrderedDict()
         self._logs: dict[Path, VoteLog] = {}
         self._queues: dict[Path, VoteQueue] = {}
         self._stored: dict[Path, StoredPairs] = {}
@@ -99,7 +99,7 @@ class Polls:
             if found is None:
                 return {"question": None, **progress}
             identity = secrets.token_urlsafe(12)
-            _remember(self._questions, identity, ShownPair(voter, log, found, self._catalogue.root), most=_MOST_QUESTIONS)
+            _remember(self._questions, identity, VoteQuestion(voter, log, found, self._catalogue.root), most=_MOST_QUESTIONS)
             shown = {"id": identity, "instruction": found.pair.instruction, "source": found.pair.source is not None}
             return {"question": shown, **progress}
 
@@ -183,7 +183,7 @@ class Polls:
 def voting_routes(catalogue: Catalogue, *, writes: bool) -> list[Route]:
     """``GET /api/votes/NAME/results``; with ``writes`` also ``GET`` of ``/api/votes/NAME`` (what can be voted on),
     ``/api/next-pair`` and ``/pair-images``, and ``POST`` of ``/api/votes`` and ``/api/undo-vote``."""
-    polls = Polls(catalogue)
+    polls = VotingState(catalogue)
 
     async def overview(request: Request) -> Response:
         return await _of_run(catalogue, request, polls.overview)
@@ -227,7 +227,7 @@ async def _of_run(catalogue: Catalogue, request: Request, function: Callable[[Li
 async def _posted(function: Callable[[Mapping[str, Any]], dict[str, Any]], request: Request) -> Response:
     try:
         given = await read_object(request, max_bytes=_MOST_BYTES)
-    except BadBody as error:
+    except BadRequest as error:
         return error.reply()
     return await _reply(function, given)
 

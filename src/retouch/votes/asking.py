@@ -4,7 +4,7 @@ So a page that is reloaded asks the same question again, and the pair of a vote 
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from retouch.rewards.votes.log import Vote, VotePair, Votes
@@ -39,8 +39,8 @@ def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bo
     left = [pair for identity, pair in known.items() if not answered.get(identity)]
     if not left:
         return None
-    again = _repeat(here if not shared else own)
-    if again is not None and again.pair in known:
+    again = _repeat(own if shared else here, known)
+    if again is not None:
         pair = known[again.pair]
         return NextPair(pair, exchanged=again.left.image == pair.first.image, repeat=True)
     ahead = left[:_AHEAD] if shared else left  # so that the voters of a queue do not all get the same pair
@@ -48,15 +48,15 @@ def next_pair(pairs: Sequence[VotePair], votes: Votes, voter: str, *, shared: bo
     return NextPair(chosen, exchanged=_draw(voter, chosen.id, "side")[0] % 2 == 1, repeat=False)
 
 
-def _repeat(votes: Sequence[Vote]) -> Vote | None:
-    """The vote on the pair that is to be repeated; None if no repeat is due."""
+def _repeat(votes: Sequence[Vote], known: Container[str]) -> Vote | None:
+    """The vote on the pair of ``known`` that is to be repeated; None if no repeat is due."""
     repeats = {vote.pair for vote in votes if vote.repeat}
     first = [vote for vote in votes if not vote.repeat]
     due = len(first) // REPEAT_EVERY
     if len(repeats) >= due:
         return None
     recent = {vote.pair for vote in votes[-_LEAST_BETWEEN:]}
-    waiting = [vote for vote in first if vote.pair not in repeats and vote.pair not in recent]
+    waiting = [vote for vote in first if vote.pair in known and vote.pair not in repeats and vote.pair not in recent]
     return min(waiting, key=lambda vote: _draw(vote.voter, vote.pair, "repeat")) if waiting else None
 
 

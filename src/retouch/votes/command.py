@@ -40,7 +40,7 @@ def _calibrate(logs: list[VoteLog], arguments: Namespace) -> str:
 
 
 def _simulate(arguments: Namespace) -> str:
-    from retouch.recipe.reward_words import parse_reward, read_reward
+    from retouch.recipe.reward_arguments import parse_reward, read_reward
     from retouch.rewards.base import close
     from retouch.votes.simulated import Preference, SimulatedVoter
 

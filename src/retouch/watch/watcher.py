@@ -24,7 +24,7 @@ from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, Sc
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
-from retouch.training.loop import Collected, Metrics, wait_for_chunks
+from retouch.training.loop import Metrics, ScoredRollout, wait_for_chunks
 from retouch.types import Batch, Column, Sample, Scores
 from retouch.watch.alarms import Alarm, canary_shift, find_alarms, since_best
 from retouch.watch.measures import WatchMeasures, group_diversity
@@ -94,7 +94,7 @@ class Watcher:
             return []
         return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
 
-    def after(self, done: int, collected: Collected) -> tuple[Metrics, list[Alarm]]:
+    def after(self, done: int, collected: ScoredRollout) -> tuple[Metrics, list[Alarm]]:
         """Measure the samples of a step, and make an observation if it is due. Returns metrics of the step, and the alarms."""
         metrics: Metrics = {}
         if len(collected.images):

@@ -11,7 +11,7 @@ from biased_judge import FAULTS, SIDE, BiasedJudge
 from html_check import read
 from retouch import cli
 from retouch.benchmarks.judges import audit, measures
-from retouch.benchmarks.judges.asking import Asked, GivenAnswer, ProbeScores, Spending
+from retouch.benchmarks.judges.asking import AuditAnswers, JudgeAnswer, ProbeScores, Spending
 from retouch.benchmarks.judges.findings import alarms, findings
 from retouch.benchmarks.judges.ladders import Item, playground_ladders
 from retouch.benchmarks.judges.measures import Estimate
@@ -48,7 +48,7 @@ def test_a_planted_fault_is_found_and_nothing_else(small_ladders, tmp_path, faul
     assert result.failed == (line.status == "fail")
 
 
-def simulated(items, draw, *, noise: float, repeats: int = 3) -> Asked:
+def simulated(items, draw, *, noise: float, repeats: int = 3) -> AuditAnswers:
     """The scores of a judge without any bias: each image has its own true score, to which noise is added."""
     scored = []
     for item in items:
@@ -64,7 +64,7 @@ def simulated(items, draw, *, noise: float, repeats: int = 3) -> Asked:
             for name, value in true.items()
         }
         scored.append(ProbeScores(item, scores))
-    return Asked(scored, [], Spending(), 0)
+    return AuditAnswers(scored, [], Spending(), 0)
 
 
 @pytest.mark.parametrize("noise", [0.03, 0.09])
@@ -90,10 +90,10 @@ def test_measures_by_hand(items) -> None:
         item, dict(zip(names, [[0.9, 0.7], [0.9, 0.9], [0.2, 0.2], [0.3, 0.3], [0.1, 0.1], [0.1, math.nan]], strict=True))
     )
     assert measures.noise_variance([one]).mean == pytest.approx(0.02 / 5)  # five rungs have two scores
-    order = measures.Order.of([one], noise=0.0)
+    order = measures.RankAgreement.of([one], noise=0.0)
     assert order.right.mean == pytest.approx(10 / 12)  # of twelve pairs, (3, 2) and (1, unedited) are the wrong way round
     assert order.wrong.mean == pytest.approx(2 / 12)
-    assert measures.Order.of([one], noise=0.02).wrong.mean == 0.0
+    assert measures.RankAgreement.of([one], noise=0.02).wrong.mean == 0.0
     assert measures.repeats_for(0.01, 0.05) == 16  # (1.96 x 0.1 / 0.05)^2 = 15.4
     perfect = ProbeScores(item, {rung.name: [rung.truth, rung.truth] for rung in item.rungs})
     assert measures.useful_bits([perfect] * 3)[0] == 2.0  # four truths
@@ -103,11 +103,11 @@ def test_measures_by_hand(items) -> None:
 def test_the_length_of_answers(items) -> None:
     draw = np.random.default_rng(0)
     asked = simulated(items, draw, noise=0.05)
-    answers = [GivenAnswer(question, length, 5 + length / 100) for question in range(40) for length in draw.integers(50, 400, 3)]
-    lines = findings(Asked(asked.scored, answers, Spending(), 0))
+    answers = [JudgeAnswer(question, length, 5 + length / 100) for question in range(40) for length in draw.integers(50, 400, 3)]
+    lines = findings(AuditAnswers(asked.scored, answers, Spending(), 0))
     assert alarms(lines) == {"length of the answer": "warning"}
-    unrelated = [GivenAnswer(answer.question, answer.length, draw.normal()) for answer in answers]
-    assert alarms(findings(Asked(asked.scored, unrelated, Spending(), 0))) == {}
+    unrelated = [JudgeAnswer(answer.question, answer.length, draw.normal()) for answer in answers]
+    assert alarms(findings(AuditAnswers(asked.scored, unrelated, Spending(), 0))) == {}
 
 
 def test_the_command_prints_a_table_json_and_a_page(small_ladders, tmp_path, capsys, monkeypatch) -> None:

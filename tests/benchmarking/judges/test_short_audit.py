@@ -1,17 +1,22 @@
 """The short audit before a benchmark: an honest judge is asked once, a useless one is refused before anything is made."""
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from canned_judge import CannedClient
 from judge_double import KEY, Double
 from retouch import cli
+from retouch.benchmarks.judges import short_audit
+from retouch.benchmarks.judges.asking import AuditAnswers, Spending, ask
 from retouch.benchmarks.judges.ladders import playground_ladders
-from retouch.benchmarks.judges.short_audit import ITEMS, judge_models, require_judges
+from retouch.benchmarks.judges.short_audit import ITEMS, audit_judges, judge_models
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -71,7 +76,7 @@ def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
 
 def audited(*, judge: Any = MODEL) -> list[str]:
     notes: list[str] = []
-    require_judges(VieScore(judge=judge), ranks=Ranks(), clients=JudgeClients("cpu"), note=notes.append)
+    audit_judges(VieScore(judge=judge), ranks=Ranks(), clients=JudgeClients("cpu"), note=notes.append)
     return notes
 
 
@@ -95,6 +100,31 @@ def test_a_useless_judge_is_refused_and_a_corrected_one_is_asked_again(judge: Ca
     assert "--no-audit" in str(error.value)
     judge.reply = JUDGES["honest"]
     assert "passes" in audited()[0]
+
+
+def test_unreadable_answers_that_were_asked_again_are_named(judge: CannedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each image has a score in the end, but every third answer could not be read."""
+
+    def ask_twice(*args: Any, **settings: Any) -> AuditAnswers:
+        attempts = Counter({"": 40, "unreadable reply": 20})
+        return replace(ask(*args, **settings), spending=Spending(attempts))
+
+    monkeypatch.setattr(short_audit, "ask", ask_twice)
+    with pytest.raises(
+        ValueError, match=r"0 of 24 images got no score and 20 of 60 answers could not be read \(20 unreadable reply\)"
+    ):
+        audited()
+
+
+@pytest.mark.parametrize(("worst", "kind"), [(1.0, ValueError), (2.0, BudgetSpent)])
+def test_every_rank_says_whether_the_budget_is_spent(worst: float, kind: type[ValueError]) -> None:
+    class Second(Ranks):
+        def max(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(values, worst)
+
+    with pytest.raises(ValueError, match="the log of the first rank says why") as error:
+        audit_judges(VieScore(judge=MODEL), ranks=Second(rank=1, world=2), clients=JudgeClients("cpu"), note=print)
+    assert error.type is kind
 
 
 def test_every_model_of_a_reward_is_audited_once(judge: CannedClient) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import suite_rows
 from canned_judge import JUDGE, headline, number_of, numbered
-from retouch.benchmarks.image_files import ImageFolder, places_of
+from retouch.benchmarks.image_files import ImageFolder, image_keys
 from retouch.benchmarks.kinds import SUITES, find_suite
 from retouch.benchmarks.running import run
 from retouch.benchmarks.suite import Suite
@@ -232,7 +232,7 @@ def test_missing_and_broken_items_are_named_and_counted_and_are_not_0(name: str,
         (True, True) for _ in case.broken
     ]
     folder = ImageFolder(tmp_path / "images", suite=plain)
-    places = places_of(list(enumerate(items)), suite=plain)
+    places = image_keys(list(enumerate(items)), suite=plain)
     for place in places:
         folder.write(place, numbered(place.number + 1))
     first, second = case.given

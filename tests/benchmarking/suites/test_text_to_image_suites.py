@@ -17,7 +17,7 @@ from retouch.benchmarks.suites.text_to_image.geneval2 import GenEval2Suite
 from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, HpsSuite, PickScoreSuite
 from retouch.benchmarks.suites.text_to_image.unigenbench import UniGenSuite
 from retouch.benchmarks.suites.text_to_image.visible_text import LongTextSuite, OcrSuite, ReadTextReward, accuracy, word_share
-from retouch.rewards.scorers.detectors import Found
+from retouch.rewards.scorers.detectors import Detection
 from retouch.rewards.scorers.geneval import GenEvalModels
 from retouch.rewards.text.readers import TextLine
 from retouch.testing import check_reward
@@ -47,8 +47,8 @@ def test_geneval_is_the_mean_of_its_tasks(tmp_path):
     assert [each.id.rpartition(":")[2] for each in broken] == ["4", "5", "6"]
     assert ["painting" in broken[0].reason, "mauve" in broken[1].reason, "not JSON" in broken[2].reason] == [True] * 3
     assert suite.images_per_item == 4
-    cow = Found("cow", 0.9, (0, 0, 2, 2))
-    far = Found("cow", 0.9, (5, 5, 8, 8))
+    cow = Detection("cow", 0.9, (0, 0, 2, 2))
+    far = Detection("cow", 0.9, (5, 5, 8, 8))
     reward = suite.reward(None).with_model(
         GenEvalModels(lambda image, names: [one for one in (cow, far) if one.name in names], None)
     )
@@ -122,6 +122,15 @@ def unigen_file(path: Path, rows) -> Path:
             named = {"Testpoints": list(points), "Testpoint Description": list(points.values())}
             writer.writerow([index, prompt, json.dumps({"Primary Categories": "Art", **named})])
     return path
+
+
+def test_a_row_of_unigenbench_without_an_object_is_broken_and_the_others_are_read(tmp_path):
+    path = unigen_file(tmp_path / "test_prompts_en.csv", [(0, "two pandas", {"Style": "ink"})])
+    with path.open("a", newline="") as file:
+        csv.writer(file).writerows([[1, "a cat", '["Style"]'], [2, "a dog", "null"], [3, "a bird", "{"]])
+    items, broken = UniGenSuite().items(path)
+    assert [item.id for item in items] == ["0"]
+    assert ["not an object" in each.reason for each in broken] == [True, True, False]
 
 
 def test_unigenbench_pools_the_points_of_each_dimension(tmp_path):

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from retouch.core.random import generator
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.data.playground.tasks import canonical
 from retouch.playground.world import descriptions, requests
 from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
@@ -27,7 +27,7 @@ SPLITS = get_args(SplitName)
 
 
 def tasks(split="train", count=200, seed=0, **more):
-    return PaintingData(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more}).tasks(in_turn=True)
+    return TextToImageData(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more}).tasks(in_turn=True)
 
 
 def read(text: str) -> tuple[list[str], list[Placed]]:

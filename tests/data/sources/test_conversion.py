@@ -146,6 +146,14 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         convert("aurora", tmp_path / "aurora")
 
 
+def test_the_folder_itself_may_be_named_as_out_in_another_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aurora(tmp_path / "aurora")
+    monkeypatch.chdir(tmp_path)
+    assert convert("aurora", "aurora", out=tmp_path / "aurora").rows == 2
+    lines = map(json.loads, (tmp_path / "aurora" / "metadata.jsonl").read_text().splitlines())
+    assert [line["file_name"] for line in lines] == [f"data/{name}/images/1_left.png" for name in ("ag", "kubric")]
+
+
 def test_a_file_outside_the_folder_is_not_named(tmp_path: Path) -> None:
     aurora(tmp_path / "aurora")
     put(tmp_path / "secret.png", png(RED))

@@ -123,8 +123,8 @@ def test_other_names_are_read_by_a_column_map(photos):
 
 def test_the_conventions_of_others_are_read(tmp_path):
     picture(tmp_path / "set/images/a.png")
-    write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}], "train_metadata.jsonl")
-    task = Tasks(read_folder(tmp_path / "set", metadata="train_metadata.jsonl"), resize=None)[0]
+    write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}])
+    task = Tasks(read_folder(tmp_path / "set"), resize=None)[0]
     assert (task.instruction, len(task.images), task.meta) == ("do it", 1, {"requirement": "r"})
 
 

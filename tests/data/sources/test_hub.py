@@ -124,7 +124,7 @@ def test_a_folder_may_be_called_like_a_file_format(tmp_path, monkeypatch):
     assert read_hub("json", columns=COLUMNS)[0].instruction == "make it blue"
 
 
-def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path):
+def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path, monkeypatch):
     (tmp_path / "secret.png").write_bytes(png("red"))
     for path in (str(tmp_path / "secret.png"), str(tmp_path / "edits/../secret.png"), "zip://a.png::https://example.com/a.zip"):
         image = datasets.Features(instruction=datasets.Value("string"), image=datasets.Image())
@@ -132,7 +132,8 @@ def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path):
         (tmp_path / "edits").mkdir(exist_ok=True)
         # Not to_parquet, which would put the file's own bytes into the table.
         pyarrow.parquet.write_table(rows.data.table, tmp_path / "edits/train.parquet")
-        problems = check(read_hub(tmp_path / "edits", cache_dir=tmp_path / path.replace("/", "_")[-40:]))
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / path.replace("/", "_")[-40:])
+        problems = check(read_hub(tmp_path / "edits"))
         assert ["is outside the data set" in problem.what for problem in problems] == [True]
 
 

@@ -15,13 +15,13 @@ import stream_files
 from retouch.config.live import live_objects
 from retouch.data.base import DataContext
 from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import DrawnInOrder, examples
+from retouch.data.sampler import UnindexedTasks, examples
 from retouch.data.sources.stream import IterableData, StreamData
 from retouch.testing import check_data_source
 
 
 def drawn(sets, steps=4, count=3):
-    assert isinstance(sets.train, DrawnInOrder)
+    assert isinstance(sets.train, UnindexedTasks)
     return [task for step in range(steps) for task in sets.train.at_step(step, count=count, places=range(count))]
 
 

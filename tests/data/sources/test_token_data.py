@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL.Image import new
 
+from retouch.data.base import DataContext
 from retouch.data.check import check, read_path
+from retouch.data.requirements import RowRequirements
 from retouch.data.rows import LONGEST_THOUGHT, thought_of
 from retouch.data.sources.features import Feature, read_feature
-from retouch.data.sources.tokens import TokenRows, mixed, with_decoded_images
+from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import accept
 
@@ -221,3 +223,34 @@ def test_another_seed_draws_others_and_wrong_coefficients_are_refused():
     assert len(mixed(part, [1.55], seed=0)) == 155
     with pytest.raises(ValueError, match="2 coefficients for 1 lists"):
         mixed(part, [1, 2], seed=0)
+
+
+def ids(tasks):
+    return sorted(task.id for task in tasks)
+
+
+def test_all_rows_of_other_tokens_are_evaluated_whatever_the_recipe_mixes(tmp_path):
+    save(tmp_path / "other", [feature(k) for k in range(3)])
+    section = TokenData(lists=("a", "b"), coefficients=(2, 0.5), validation_lists=("c",), validation_coefficients=(1,), limit=1)
+    keys = {**section.model_dump(), **section.keys_for_all(str(tmp_path / "other"))}
+    other = TokenData.model_validate_json(json.dumps(keys))
+    assert list(other.problems("data", eval_split="test")) == []
+    assert ids(other.build(DataContext(trains=False)).heldout) == [f"other/edit/{k}" for k in range(3)]
+
+
+def test_a_run_can_be_evaluated_on_its_training_rows(tmp_path):
+    save(tmp_path / "d", [feature(k) for k in range(4)])
+    section = TokenData(lists=(str(tmp_path / "d"),), coefficients=(2,), held_out=0)
+    sets = section.build(DataContext(eval_split="train"))
+    assert len(sets.train) == 8
+    assert ids(sets.heldout) == [f"d/edit/{k}" for k in range(4)]
+
+
+def test_rows_without_what_the_run_requires_are_refused_or_skipped(tmp_path):
+    save(tmp_path / "d", [feature(0, task={"text": "SALE"}), feature(1), feature(2, task={"text": "OPEN"})])
+    context = DataContext(required=RowRequirements(images=(1, 1), text=True))
+    section = TokenData(lists=(str(tmp_path / "d"),), held_out=1)
+    with pytest.raises(ValueError, match=r"1 of 3 rows cannot be used:\n.*1\.safetensors: error: no text for the reward"):
+        section.build(context)
+    sets = section.model_copy(update={"on_bad_row": "skip"}).build(context)
+    assert ids([*sets.train, *sets.heldout]) == ["d/edit/0", "d/edit/2"]

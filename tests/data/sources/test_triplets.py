@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw
 
 from retouch.data.check import check, read_path
 from retouch.data.guard import refuse_test_sets
-from retouch.data.rows import BadRow
+from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
 from retouch.data.validation import accept
@@ -118,5 +118,5 @@ def test_the_layouts_own_set_is_a_test_set(folder: Path) -> None:
 def test_two_real_items_of_which_one_is_broken() -> None:
     rows = TripletRows(os.environ["RETOUCH_TRIPLETS"], reference="own")
     assert rows[0].text == "Azir"
-    with pytest.raises(BadRow, match=r":2: error: 'test17_ref.png': no such file"):
+    with pytest.raises(InvalidRow, match=r":2: error: 'test17_ref.png': no such file"):
         rows[1]

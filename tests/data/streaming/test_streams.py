@@ -14,7 +14,7 @@ import pytest
 
 import stream_files
 from retouch.data.base import DataContext
-from retouch.data.sampler import DrawnInOrder, places_in_step
+from retouch.data.sampler import UnindexedTasks, places_in_step
 from retouch.data.sources.stream import IterableData, StreamData
 from retouch.data.streaming.streams import Cursor
 
@@ -26,7 +26,7 @@ HELD, ROWS = 5, 55
 def opened(folder, *, ahead=0, seed=3, **keys):
     keys = {"held_out": HELD, "check": 3, "shuffle": 16, "ahead": ahead, **keys}
     sets = StreamData(path=str(folder), **keys).build(DataContext(seed=seed))
-    assert isinstance(sets.train, DrawnInOrder)
+    assert isinstance(sets.train, UnindexedTasks)
     return sets
 
 

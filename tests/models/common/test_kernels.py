@@ -127,10 +127,8 @@ KL = {"DenoisingPolicy": "velocity", "AutoregressivePolicy": "k3"}
 
 
 @COMPILES
-@pytest.mark.parametrize(
-    ("family", "recompute"),
-    [("sd3", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sd3", True), ("edit", False), ("edit", True)])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recompute"), [("sd3", False), ("sd3", True), ("edit", False), ("edit", True)])
 def test_a_compiled_transformer_samples_and_learns_the_same(family, recompute):
     """Backend aot_eager: what autograd is given of a graph, without code for the machine."""
     plain, compiled = (tiny_policies.policy(family, guidance=2.0) for _ in range(2))

@@ -17,14 +17,14 @@ from published_plans import plan
 from retouch import cli
 from retouch.assembly.model import lora_targets
 from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import BadRow
+from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
 from retouch.inference.sampling import sample_target
 from retouch.memory.plan import LoraShape, Setup
-from retouch.models.base import DiffusersModel, Takes
+from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.flux.family import FluxFillModel
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.flux.text import FluxText
@@ -83,7 +83,7 @@ def test_every_kind_that_a_recipe_can_name_says_what_it_is() -> None:
         if issubclass(section, DiffusersModel):
             assert section.lora_targets
             assert section.pipeline in dir(diffusers)
-            assert isinstance(section.takes, Takes)
+            assert isinstance(section.takes, TaskInputs)
             assert callable(section.adapter_class().from_pretrained)
     for editor in (QwenImageEditModel, QwenImageEditPlusModel):
         assert editor.takes.images == (1, editor.adapter_class().MOST_SOURCES)
@@ -108,7 +108,7 @@ def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(tri
         RequiredRows(rows, RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask"))[1].text
         == "blue-ish"
     )
-    with pytest.raises(BadRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 image$"):
+    with pytest.raises(InvalidRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 image$"):
         RequiredRows(rows, RowRequirements(images=(0, 0), model="flux", takes="no picture"))[1]
 
 

@@ -56,7 +56,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return step(tmp_path_factory.mktemp("here"), "live", "cpu")
 
 
-@pytest.mark.parametrize("way", ["cached", "offloaded"])
+@pytest.mark.parametrize("way", [pytest.param("cached", marks=pytest.mark.slow), "offloaded"])
 def test_frozen_parts_are_on_the_device_only_while_they_are_used(here: dict[str, Any], tmp_path: Path, way: str) -> None:
     there = step(tmp_path, way, "pretend:0")
     assert levels_apart(there["images"], here["images"]) <= ROUNDING

@@ -116,6 +116,11 @@ def test_sizes_are_the_pipelines(width, height):
         assert fit(image, area) == edit_module.calculate_dimensions(area, width / height)[1::-1]
 
 
+def test_a_narrow_image_keeps_a_side():
+    for image, size in ((new("L", (400, 20)), (32, 128)), (new("L", (20, 400)), (128, 32))):
+        assert fit(image, 32 * 32) == size
+
+
 def test_packing_is_the_pipelines():
     latents = torch.randn(2, 16, 4, 6, generator=torch.Generator().manual_seed(0))
     packed = QwenImageEditPipeline._pack_latents(latents, 2, 16, 4, 6)

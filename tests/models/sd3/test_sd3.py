@@ -154,10 +154,10 @@ def test_sizes_beyond_the_position_table_or_between_tokens(parts, size):
         build(parts, size=size)
 
 
-def test_embed_trains_the_text_encoders(parts):
+def test_embedded_prompts_have_gradient_in_the_text_encoders(parts):
     model = build(parts)
     assert not model.encode(tasks()).tensors["embeds"].requires_grad
-    conditioning = model.embed(TEXTS)
+    conditioning = model.conditioning(model.embed_prompts(TEXTS, ()), size=model.size)
     x = model.initial_noise(conditioning, tiny_models.generators(2))
     model.velocity(model.module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
     for encoder in model.text.encoders:

@@ -345,10 +345,20 @@ def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
     [
         ({}, "no text in meta"),
         ({"completion": 3}, "no text in meta"),
-        ({"completion": "A B C D E"}, "raise rollout.max_new_tokens above 7"),
+        ({"completion": "A B C D E"}, "raise rollout.max_new_tokens above 9"),
     ],
 )
 def test_a_completion_that_cannot_be_imitated_is_refused(meta, says):
     tasks = tuple(replace(task, meta=meta) for task in tiny_writers.tasks())
     with pytest.raises(ValueError, match=says):
         tiny_writing.policy().demonstrate(tiny_writing.batch(tasks))
+
+
+def test_the_advice_for_a_long_completion_is_enough():
+    text = "A B C D E " * 4
+    batch = tiny_writing.batch(tuple(replace(task, meta={"completion": text}) for task in tiny_writers.tasks()))
+    count = len(tiny_writing.policy().model.text_ids(text))
+    with pytest.raises(ValueError, match=rf"has {count} tokens .* raise rollout.max_new_tokens above {count}$"):
+        tiny_writing.policy().demonstrate(batch)
+    shown = tiny_writing.policy(sampling={"max_new_tokens": count + 1}).demonstrate(batch)
+    assert {written.text for written in shown.outputs} == {text}

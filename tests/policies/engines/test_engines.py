@@ -245,7 +245,7 @@ def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, ca
         ({"has_lora": False}, "FAILED", "loads no LoRA: it was started without --enable-lora"),
         ({"processed": False}, "FAILED", "--logprobs-mode processed_logprobs"),
         ({"sampling_mask": True}, "FAILED", "answers only requests with top_k"),
-        ({"max_model_len": 5}, "FAILED", "room for 5 tokens"),
+        ({"max_model_len": 5}, "FAILED", "allows 5 tokens"),
         ({"key": "secret"}, "FAILED", "HTTP 401"),
         ({"fault": always("503", path="/version")}, "FAILED", "HTTP 503"),
     ],

@@ -129,7 +129,7 @@ def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytes
     [
         ({"endpoints": ()}, "at least 1"),
         ({"endpoints": ("127.0.0.1:80",)}, "give an address"),
-        ({"endpoints": ("http://a", "http://a/")}, "each once"),
+        ({"endpoints": ("http://a", "http://a/")}, "each address once"),
         ({"endpoints": ("http://a",), "batch": 0}, "batch"),
         ({"endpoints": ("http://a",), "deadline": 0.0}, "deadline"),
         ({"endpoints": ("http://a",), "retry_share": 2.0}, "retry_share"),

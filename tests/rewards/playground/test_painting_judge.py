@@ -7,7 +7,7 @@ import pytest
 from numpy import ndarray
 from PIL import Image
 
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.playground.world.rendering import TEMPLATES, render
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
 from retouch.protocols import Reward
@@ -15,7 +15,7 @@ from retouch.rewards.playground.painting_judge import PaintingReward
 from retouch.types import Sample, Task
 
 JUDGE = PaintingReward()
-TASKS = PaintingData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
+TASKS = TextToImageData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 EMPTY: list[Thing | None] = [None] * 9
 RED, BLUE = Thing("red", "circle"), Thing("blue", "square")
 

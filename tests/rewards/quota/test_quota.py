@@ -134,6 +134,37 @@ def test_calls_are_claimed_all_or_none() -> None:
     assert quota.spent() == (10, 0.0)
 
 
+@pytest.mark.parametrize(("calls", "world", "here"), [(29, 29, 1), (10, 8, 1), (100, 7, 1), (3, 8, 4), (29, 100, 10), (11, 12, 4)])
+def test_the_calls_of_all_ranks_add_up_to_the_budget(
+    calls: int, world: int, here: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``here``: the ranks of a machine, which share a file; with 1, each rank has its own part."""
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    made = []
+    for first in range(0, world, here):
+        monkeypatch.setenv("RANK", str(first + here - 1))
+        monkeypatch.setenv("LOCAL_RANK", str(here - 1))
+        quota = Quota(calls=calls, file=None if here == 1 else tmp_path / f"quota-{first}")
+        while quota.claim_another():
+            pass
+        made.append(quota.spent()[0])
+    assert sum(made) == calls
+    assert max(made) - min(made) <= 1
+
+
+def test_a_budget_of_fewer_calls_than_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(8):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 4))
+        with pytest.raises(ValueError, match="calls is 3, but 8 ranks divide it; give at least 8, or a file"):
+            Quota(calls=3)
+        with pytest.raises(ValueError, match="calls is 1, but 2 machines divide it; give at least 2"):
+            Quota(calls=1, file=tmp_path / f"quota-{rank // 4}")
+
+
 def test_money_is_counted_when_it_is_known() -> None:
     quota = Quota(cost=1.0)
     for _ in range(2):
@@ -178,17 +209,19 @@ def test_ranks_on_several_machines_have_shares(tmp_path: Path, monkeypatch: pyte
     assert not together.claim_another()
     alone.claim(10)
     assert not alone.claim_another()
+    with pytest.raises(ValueError, match=r"one request takes 1, but only 0\.5 are allowed per minute"):
+        Quota(requests_per_minute=8.0)
 
 
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
-        ({"requests_per_minute": 0.0}, "requests_per_minute 0.0"),
-        ({"units_per_minute": math.inf}, "units_per_minute inf"),
-        ({"calls": 0}, "calls 0"),
-        ({"cost": -1.0}, "cost -1.0"),
-        ({"units_per_minute": 100.0, "largest": 200.0}, "takes 200, and 100 are"),
-        ({"requests_per_minute": 4.0, "share": 0.125}, "takes 1, and 0.5 are"),
+        ({"requests_per_minute": 0.0}, "requests_per_minute is 0.0"),
+        ({"units_per_minute": math.inf}, "units_per_minute is inf"),
+        ({"calls": 0}, "calls is 0"),
+        ({"cost": -1.0}, "cost is -1.0"),
+        ({"units_per_minute": 100.0, "largest": 200.0}, "takes 200, but only 100 are"),
+        ({"requests_per_minute": 0.5}, "takes 1, but only 0.5 are"),
     ],
 )
 def test_limits_that_make_no_sense_are_refused(limits: dict[str, float], says: str) -> None:

@@ -8,7 +8,7 @@ from transformers import OwlViTImageProcessorPil
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.detectors import Found, load_detector, suppress_overlaps
+from retouch.rewards.scorers.detectors import Detection, load_detector, suppress_overlaps
 
 NAMES = ["dog", "red car", "cup"]
 
@@ -82,7 +82,12 @@ def test_grounding_dino_gives_each_name_its_own_tokens(folder):
 
 def test_what_overlaps_a_surer_one_of_its_name_goes():
     left, shifted, right = (0.0, 0.0, 10.0, 10.0), (2.0, 0.0, 12.0, 10.0), (20.0, 0.0, 30.0, 10.0)
-    found = [Found("dog", 0.6, shifted), Found("dog", 0.9, left), Found("cat", 0.5, left), Found("dog", 0.35, right)]
+    found = [
+        Detection("dog", 0.6, shifted),
+        Detection("dog", 0.9, left),
+        Detection("cat", 0.5, left),
+        Detection("dog", 0.35, right),
+    ]
     assert suppress_overlaps(found, above=0.3) == [found[1], found[3], found[2]]
     assert suppress_overlaps(found, above=0.3, overlap=0.7) == [found[1], found[0], found[3], found[2]]  # they share 8 of 12 tenths
     assert suppress_overlaps(found, above=0.4) == [found[1], found[2]]

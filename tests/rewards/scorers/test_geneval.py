@@ -9,7 +9,7 @@ from PIL import Image
 
 import tiny_detectors
 import tiny_towers
-from retouch.rewards.scorers.detectors import Found
+from retouch.rewards.scorers.detectors import Detection
 from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
@@ -30,7 +30,7 @@ class Told:
 
 def holds(meta, *found, colours=None):
     wanted = requirements(Task("t", "", meta=meta))
-    surest_first = sorted((Found(*one) for one in found), key=lambda one: -one.confidence)
+    surest_first = sorted((Detection(*one) for one in found), key=lambda one: -one.confidence)
     return met(wanted, surest_first, WHITE, None if colours is None else Told(colours))
 
 

@@ -23,11 +23,12 @@ class Model:
         self.asked = []
         self.answer = None
 
-    def score(self, prompt, image_path):
+    def score(self, prompt, image):
         assert isinstance(prompt, str)
-        assert type(image_path).__name__ != "list"
         assert not torch.is_grad_enabled()
-        pixels = Image.open(image_path).convert("RGB")
+        if not isinstance(image, Image.Image):  # the package also accepts a path and a list, which the reward never passes
+            raise TypeError("This image parameter type has not been supportted yet. Please pass PIL.Image or file path str.")
+        pixels = image.convert("RGB")
         self.asked.append((prompt, pixels.tobytes()))
         return len(prompt) / 10 - sum(pixels.resize((1, 1)).getpixel((0, 0))) / 300 if self.answer is None else self.answer
 
@@ -60,6 +61,9 @@ def test_pictures_reach_the_package_to_the_pixel(package, capsys):
     (name, device, cache, model) = package.loaded[0]
     assert (name, device, cache) == ("ImageReward-v1.0", "cpu", None)
     assert model.asked[:3] == [(sample.task.instruction, sample.image.tobytes()) for sample in samples()]
+    alpha = Image.new("RGBA", (9, 7), (60, 30, 150, 0))
+    reward([Sample(samples()[0].task, alpha)])
+    assert model.asked[-1] == (samples()[0].task.instruction, alpha.convert("RGB").tobytes())
     assert capsys.readouterr().out == ""
 
 

@@ -169,6 +169,25 @@ def test_a_known_box_is_read_without_looking_for_it(reader):
     assert scores["confidence"].isnan().tolist() == [False, True, False, False]
 
 
+def test_a_box_that_is_smaller_than_a_pixel_of_the_image_is_read_alone():
+    class Sizes:
+        def __init__(self):
+            self.seen = []
+
+        def __call__(self, image):
+            raise AssertionError("only lines are read")
+
+        def read_lines(self, images):
+            self.seen += [image.size for image in images]
+            return [TextLine("", 0.0, square(0, 0)) for _ in images]
+
+    reader = Sizes()
+    marked = [marking((401, 203, 401, 203), size=(800, 400)), marking((100, 40, 299, 79), size=(800, 400))]
+    samples = [Sample(Task(str(k), "", text="a", mask=mask), Image.new("RGB", (100, 50))) for k, mask in enumerate(marked)]
+    OcrReward(where="box").with_model(reader)(samples)
+    assert reader.seen == [(1, 1), (26, 5)]
+
+
 def test_where_needs_a_mask_and_a_reader_of_lines():
     image = Image.new("RGB", (100, 100))
     for mask in (None, Image.new("L", (100, 100))):

@@ -15,7 +15,7 @@ from retouch.assembly import assembly
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.reward import check_reward as check_reward_of
 from retouch.recipe.recipe import load
-from retouch.recipe.reward_words import parse_reward
+from retouch.recipe.reward_arguments import parse_reward
 from retouch.rewards.identity import describe
 from retouch.rewards.text.ocr import OcrReward
 from retouch.rewards.text.paddle_reader import PaddleReader

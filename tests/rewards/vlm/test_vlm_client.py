@@ -235,7 +235,7 @@ def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
         assert client.quota.spent() == (4, pytest.approx(4 * 400e-6))
         with pytest.raises(BudgetSpent, match="raise its `cost`"):
             client.ask([question(2)])
-        with pytest.raises(ValueError, match=r"give judge\.prices"):
+        with pytest.raises(ValueError, match=r"set judge\.prices"):
             open_client(double, quota=quota)
 
 

@@ -69,6 +69,7 @@ def test_a_line_that_a_crash_cut_off_is_not_joined_with_the_next(tmp_path: Path,
         ("voter", 3),
         ("id", None),
         ("at", "noon"),
+        pytest.param("at", 10**400, id="at-a-number-too-large"),
         ("tags", {"a": 1}),
         ("left", {"arm": "a"}),
         ("right", None),
@@ -95,6 +96,8 @@ def test_scores_that_are_no_finite_numbers_are_left_out(tmp_path: Path, vote) ->
     log = VoteLog(tmp_path)
     log.add(vote("left", scores=({"a": float("nan"), "b": 1.0}, {"a": 2.0})))
     assert [side.scores for side in (log.read().votes[0].left, log.read().votes[0].right)] == [{"b": 1.0}, {"a": 2.0}]
+    log.add(vote("right", scores=({"a": 10**400, "b": 3}, {"a": 2.0})))
+    assert [dict(side.scores) for side in (log.read().votes[1].left, log.read().votes[1].right)] == [{"b": 3.0}, {"a": 2.0}]
 
 
 def test_hostile_text_stays_in_its_line(tmp_path: Path, vote) -> None:

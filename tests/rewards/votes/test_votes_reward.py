@@ -14,8 +14,8 @@ from PIL import Image
 from retouch import cli
 from retouch.data.sources.folder import FolderData
 from retouch.recipe.recipe import load
-from retouch.recipe.reward_words import parse_reward
-from retouch.rewards.combine.calibrated import CalibratedReward
+from retouch.recipe.reward_arguments import parse_reward
+from retouch.rewards.combine.calibrated import CalibratedReward, CalibratedScores
 from retouch.rewards.identity import fingerprint
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database
@@ -25,7 +25,7 @@ from retouch.rewards.votes.calibration import calibrate
 from retouch.rewards.votes.log import VoteLog
 from retouch.rewards.votes.queue import VoteQueue, pairs_to_compare
 from retouch.rewards.votes.reward import VotesReward
-from retouch.types import Batch, Sample, Task
+from retouch.types import Batch, Column, Sample, Task
 from retouch.votes.export import export
 from retouch.votes.judged_votes import judged_votes
 from retouch.votes.simulated import Preference, SimulatedVoter
@@ -143,6 +143,16 @@ def test_a_run_that_is_closed_stops_waiting(tmp_path: Path) -> None:
     assert len(VoteQueue(tmp_path).open_groups()) == 1
 
 
+def test_any_error_while_it_waits_for_votes_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: VoteQueue, group: object) -> list:
+        raise KeyError("no such image")
+
+    monkeypatch.setattr(VoteQueue, "unanswered", broken)
+    future = VotesReward(queue=str(tmp_path)).submit(samples(10, 200))
+    with pytest.raises(KeyError, match="no such image"):
+        future.result(timeout=5)
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
 def test_pairs_compare_every_image_early_and_every_pair_once(count: int) -> None:
     found = pairs_to_compare(count, most=None, seed="s")
@@ -163,6 +173,7 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
         ("pairs", [[0, 7]]),
         ("source", "/etc/passwd"),
         ("at", None),
+        ("at", 10**400),
     ]:
         path.write_text(json.dumps({**good, key: value}))
         assert VoteQueue(tmp_path).open_groups() == []
@@ -289,6 +300,31 @@ def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
         faulty = {**several, "rewards": {**parts, "red": {**red, key: value}}}
         with pytest.raises(ValueError, match=words):
             load("quickstart", [f"reward={json.dumps(faulty)}"])
+
+
+def test_a_calibrated_reward_that_compares_groups_is_checked() -> None:
+    votes = {"kind": "calibrated", "of": {"kind": "votes", "queue": "q"}, "column": "preference", "map": "m"}
+    votes["combine"] = {"win_probability": 1}
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
+        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
+    with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups") as raised:
+        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
+    assert str(raised.value).count("rollout.chunk: 40 splits") == 1
+
+
+def test_a_calibrated_reward_takes_a_list_of_scores(tmp_path: Path, vote) -> None:
+    class Reddish:
+        columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
+
+        def __call__(self, given: list[Sample]) -> list[float | None]:
+            return [0.25, None][: len(given)]
+
+    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
+    made = calibrate(votes, "share", resamples=20)
+    scores = CalibratedScores(Reddish(), "share", made)(samples(10, 250))
+    assert scores["share"].tolist()[0] == 0.25
+    assert scores["win_probability"].tolist()[0] == pytest.approx(made.at(0.25)[0])
+    assert scores["win_probability"].isnan().tolist() == scores["share"].isnan().tolist() == [False, True]
 
 
 def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class ProbeScores:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GivenAnswer:
+class JudgeAnswer:
     """An answer of the judge: the index of its question (the same for all seeds), its length in characters, and its mean score."""
 
     question: int
@@ -75,11 +75,11 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class AuditAnswers:
     """The result of ``ask``. ``left``: number of items that were not scored because the budget was spent."""
 
     scored: Sequence[ProbeScores]
-    answers: Sequence[GivenAnswer]
+    answers: Sequence[JudgeAnswer]
     spending: Spending
     left: int
 
@@ -108,7 +108,7 @@ class _Asking:
 
     def __init__(self) -> None:
         self.repeat = 0
-        self.answers: list[GivenAnswer] = []
+        self.answers: list[JudgeAnswer] = []
         self._questions: dict[tuple[str, tuple[object, ...]], int] = {}
 
     def note(self, question: Question, answer: Answer) -> None:
@@ -118,7 +118,7 @@ class _Asking:
                 part if isinstance(part, str) else id(part) for part in question.parts
             )  # ids are unique because the items keep the images alive
             number = self._questions.setdefault((question.rubric, parts), len(self._questions))
-            self.answers.append(GivenAnswer(number, len(answer.text), sum(answer.scores.values()) / len(answer.scores)))
+            self.answers.append(JudgeAnswer(number, len(answer.text), sum(answer.scores.values()) / len(answer.scores)))
 
     def kept(self, reward: Reward, cache: AnswerCache) -> Reward:
         """Wrap the reward with the ledger, and with different seeds for each repeat."""
@@ -154,7 +154,7 @@ def ask(
     device: torch.device | str,
     clients: JudgeClients,
     progress: Callable[[int, int], None] = lambda done, of: None,
-) -> Asked:
+) -> AuditAnswers:
     """Score every rung ``repeats`` times and every probe once, item by item.
 
     ``combined``: returns the combination that is audited. ``ledger``: the file that stores the answers. ``clients``: opens the
@@ -183,7 +183,7 @@ def ask(
         finally:
             close(reward)
         spending = _spending(database)
-    return Asked(scored, asking.answers, spending, len(items) - len(scored))
+    return AuditAnswers(scored, asking.answers, spending, len(items) - len(scored))
 
 
 def _score_item(

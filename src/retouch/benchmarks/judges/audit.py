@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from retouch.benchmarks.judges import measures
-from retouch.benchmarks.judges.asking import Asked, LimitedClients, ask
+from retouch.benchmarks.judges.asking import AuditAnswers, LimitedClients, ask
 from retouch.benchmarks.judges.findings import JudgeScale, findings, rung_means
 from retouch.benchmarks.judges.ladders import PLAYGROUND_SIDE, Item, playground_ladders
 from retouch.benchmarks.judges.measures import SHOWN
@@ -16,7 +16,7 @@ from retouch.benchmarks.judges.page import write_page
 from retouch.benchmarks.judges.result import JudgeAudit, RungMean
 from retouch.playground.world.scenes import SIZE
 from retouch.protocols import Reward
-from retouch.recipe.reward_words import default_name, modules_typed, parse_reward, read_combined
+from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_combined
 from retouch.records.files import write_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.combine.combination import Combination, combination
@@ -64,7 +64,9 @@ def judge_audit(
             f"repeats {repeats}, items {items}, precision {precision:g}, budget {budget}: give at least 2 repeats (noise is the "
             "difference between them), 1 item, a precision from 0 to 1, and a budget of at least 1"
         )
-    section = judge if isinstance(judge, RewardSection) else parse_reward(read_combined(judge), allow_imports=modules_typed(judge))
+    section = (
+        judge if isinstance(judge, RewardSection) else parse_reward(read_combined(judge), allow_imports=modules_in_argument(judge))
+    )
     name = section.name if isinstance(judge, RewardSection) or judge.lstrip().startswith("{") else default_name(judge)
     folder = Path("runs/judge-audits", name) if out is None else Path(out)
     made = _items(section, ladder, items, seed)
@@ -117,7 +119,7 @@ def _combination(section: RewardSection, reward: Reward, column: str | None) -> 
     return combination({chosen: 1.0 if columns[chosen].higher_is_better else -1.0}, reward.columns)
 
 
-def _result(name: str, scored: str, asked: Asked, *, repeats: int, precision: float, folder: Path) -> JudgeAudit:
+def _result(name: str, scored: str, asked: AuditAnswers, *, repeats: int, precision: float, folder: Path) -> JudgeAudit:
     scale = JudgeScale.of(asked.scored)
     truths = {rung.name: rung.truth for one in asked.scored for rung in one.item.rungs}
     rungs = [

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from retouch.benchmarks.judges import measures
-from retouch.benchmarks.judges.asking import Asked, ProbeScores
-from retouch.benchmarks.judges.measures import SHOWN, SURE, Estimate, Order, ScoreOf, score_of
+from retouch.benchmarks.judges.asking import AuditAnswers, ProbeScores
+from retouch.benchmarks.judges.measures import SHOWN, SURE, Estimate, RankAgreement, ScoreOf, score_of
 
 Status: TypeAlias = Literal["pass", "warning", "fail", "unclear", "not measured"]
 DEGRADED = tuple(f"{name} of the best" for name in ("JPEG", "blur", "noise", "low resolution"))
@@ -85,7 +85,7 @@ def rung_means(scored: Sequence[ProbeScores]) -> dict[str, Estimate]:
     return {name: Estimate.of([score_of(name)(one) for one in scored]) for name in names}
 
 
-def findings(asked: Asked) -> list[AuditLine]:
+def findings(asked: AuditAnswers) -> list[AuditLine]:
     """Return all lines of the audit."""
     scored = asked.scored
     scale = JudgeScale.of(scored)
@@ -113,13 +113,13 @@ def _share(name: str, count: int, of: int, what: str, advice: str) -> AuditLine:
     return AuditLine(name, status, count / of if of else math.nan, low, high, why, limits.text)
 
 
-def _missing(asked: Asked) -> AuditLine:
+def _missing(asked: AuditAnswers) -> AuditLine:
     values = [value for one in asked.scored for given in one.scores.values() for value in given]
     missing = sum(math.isnan(value) for value in values)
     return _share("missing scores", missing, len(values), "scores are missing", asked.spending.faults)
 
 
-def _unreadable(asked: Asked) -> Iterator[AuditLine]:
+def _unreadable(asked: AuditAnswers) -> Iterator[AuditLine]:
     spent = asked.spending
     if spent.received:
         advice = "constrain the answers (typed, guided), raise the limit of tokens, or ask simpler questions"
@@ -162,7 +162,7 @@ def _root(value: float) -> float:
 def _monotony(scored: Sequence[ProbeScores], scale: JudgeScale) -> AuditLine:
     limits = _Limits(0.02, 0.05)
     noise = 0.0 if math.isnan(scale.noise.mean) else scale.noise.mean
-    order = Order.of(scored, noise=noise)
+    order = RankAgreement.of(scored, noise=noise)
     low, high = (min(max(end, 0.0), 1.0) if end == end else end for end in order.right.interval(SHOWN))
     threshold = f"of pairs in the wrong order by more than noise explains, {limits.text}"
     if order.tau.count == 0:
@@ -286,7 +286,7 @@ def _biases(scored: Sequence[ProbeScores], scale: JudgeScale) -> Iterator[AuditL
         yield AuditLine(one.name, status, inner.mean, low, high, why, limits.text)
 
 
-def _answer_length(asked: Asked) -> AuditLine:
+def _answer_length(asked: AuditAnswers) -> AuditLine:
     threshold = "the 99.5 % interval of the correlation is beyond +/-0.3: warning"
     correlation, freedom = measures.length_correlation(asked.answers)
     if math.isnan(correlation) or freedom < 20:

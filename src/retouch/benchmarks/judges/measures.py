@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.benchmarks.judges.asking import GivenAnswer, ProbeScores
+from retouch.benchmarks.judges.asking import JudgeAnswer, ProbeScores
 from retouch.core.agreement import kendall
 from retouch.core.quantiles import t_quantile
 
@@ -97,7 +97,7 @@ def _covariance(rows: Sequence[Sequence[float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Order:
+class RankAgreement:
     """How the order of the scores agrees with the truth, as means over items.
 
     ``right``: share of pairs in the right order (ties count half). ``tau``: Kendall's tau-b. ``wrong``: share of pairs in the wrong
@@ -109,7 +109,7 @@ class Order:
     wrong: Estimate
 
     @classmethod
-    def of(cls, scored: Sequence[ProbeScores], *, noise: float) -> "Order":
+    def of(cls, scored: Sequence[ProbeScores], *, noise: float) -> "RankAgreement":
         """Estimate the agreement. ``noise``: the variance of repeated scores."""
         rows = [_order(one, noise) for one in scored]
         right, tau, wrong = zip(*rows, strict=True) if rows else ((), (), ())
@@ -176,10 +176,10 @@ def _bits(parts: Sequence[Float[ndarray, "n 2"]], most: float) -> float:
     return most if square >= 1 - 4.0**-most else abs(math.log2(1 - square)) / 2
 
 
-def length_correlation(answers: Sequence[GivenAnswer]) -> tuple[float, int]:
+def length_correlation(answers: Sequence[JudgeAnswer]) -> tuple[float, int]:
     """Return the correlation of length and score among answers to the same question, and its degrees of freedom: the number of
     answers minus the number of questions. The correlation is NaN if lengths or scores never differ."""
-    groups: dict[int, list[GivenAnswer]] = {}
+    groups: dict[int, list[JudgeAnswer]] = {}
     for answer in answers:
         groups.setdefault(answer.question, []).append(answer)
     rows = [row for group in groups.values() if len(group) > 1 for row in _centred(group)]
@@ -196,7 +196,7 @@ def correlation_interval(correlation: float, freedom: int, level: float) -> tupl
     return math.tanh(math.atanh(inside) - half), math.tanh(math.atanh(inside) + half)
 
 
-def _centred(group: Sequence[GivenAnswer]) -> list[tuple[float, float]]:
+def _centred(group: Sequence[JudgeAnswer]) -> list[tuple[float, float]]:
     length, score = (mean([float(value) for value in values]) for values in zip(*((a.length, a.score) for a in group), strict=True))
     return [(answer.length - length, answer.score - score) for answer in group]
 

@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from retouch.benchmarks.judges import measures
-from retouch.benchmarks.judges.asking import Asked, ProbeScores, ask
+from retouch.benchmarks.judges.asking import AuditAnswers, ProbeScores, ask
 from retouch.benchmarks.judges.ladders import playground_ladders
-from retouch.benchmarks.judges.measures import Order, score_of
+from retouch.benchmarks.judges.measures import RankAgreement, score_of
 from retouch.config.consent import user_folder
 from retouch.distributed.ranks import Ranks
 from retouch.records import files
@@ -58,12 +60,11 @@ class ShortAudit:
         )
 
 
-def require_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClients, note: Callable[[str], None]) -> None:
+def audit_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClients, note: Callable[[str], None]) -> None:
     """Audit the models that a reward asks, on the first rank, unless the result of an earlier audit is stored.
 
     ``clients``: opens the clients; the requests of the audit count against their budgets. ``note``: called with the results as
-    sentences. Raises ValueError on every rank if a judge fails; on the first rank BudgetSpent, a ValueError, if the budget does not
-    suffice.
+    sentences. Raises on every rank: ValueError if a judge fails, or BudgetSpent, a ValueError, if the budget does not suffice.
     """
     refusal: ValueError | None = None
     if ranks.is_main:
@@ -72,8 +73,12 @@ def require_judges(section: RewardSection, *, ranks: Ranks, clients: JudgeClient
                 note(str(_required(model, ranks, clients)))
         except ValueError as error:
             refusal = error
-    if ranks.any(refusal is not None):
-        raise refusal or ValueError("a judge failed its audit; the log of the first rank says why")
+    worst = int(ranks.max(torch.tensor(0.0 if refusal is None else 2.0 if isinstance(refusal, BudgetSpent) else 1.0)))
+    if refusal is not None:
+        raise refusal
+    if worst:
+        kind = BudgetSpent if worst == 2 else ValueError
+        raise kind("a judge failed its audit; the log of the first rank says why")
 
 
 def judge_models(section: RewardSection) -> Iterator[JudgeModel]:
@@ -126,7 +131,7 @@ def _audited(model: JudgeModel, folder: Path, ranks: Ranks, clients: JudgeClient
     return made
 
 
-def result_of(judge: str, asked: Asked) -> ShortAudit:
+def result_of(judge: str, asked: AuditAnswers) -> ShortAudit:
     """Compute the result from the scores; ``problem`` is the first one that makes the judge useless."""
     scored, spent = asked.scored, asked.spending
     values = [value for one in scored for given in one.scores.values() for value in given]
@@ -136,7 +141,10 @@ def result_of(judge: str, asked: Asked) -> ShortAudit:
     problem = ""
     if max(unreadable, 1 - len(known) / len(values)) > MOST_UNREADABLE:
         faults = f" ({spent.faults})" if spent.faults else ""
-        problem = f"{len(values) - len(known)} of {len(values)} images got no score{faults}"
+        problem = (
+            f"{len(values) - len(known)} of {len(values)} images got no score and {spent.unreadable} of {spent.received} answers "
+            f"could not be read{faults}"
+        )
     elif max(known) == min(known):
         problem = f"it gives every image the same score, {known[0]:.2f}"
     elif not best > worst:
@@ -148,7 +156,7 @@ def result_of(judge: str, asked: Asked) -> ShortAudit:
         unreadable=unreadable,
         best=best,
         worst=worst,
-        right=Order.of(scored, noise=0.0).right.mean,
+        right=RankAgreement.of(scored, noise=0.0).right.mean,
         problem=problem,
     )
 

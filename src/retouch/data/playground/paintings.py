@@ -31,7 +31,7 @@ ThingCounts: TypeAlias = Annotated[dict[Things, NonNegative], *get_args(Mixture)
 _ONE = 0.7
 
 
-class PaintingData(GeneratedData):
+class TextToImageData(GeneratedData):
     """Scenes of the playground, requested in words that its text-to-image model does not know: for a writer of prompts. The
     ``completion`` of a task is a prompt in known words. With ``known_words``, this prompt is also the instruction: for the
     text-to-image model itself, which was trained on scenes with 1 to 4 things."""
@@ -50,21 +50,21 @@ class PaintingData(GeneratedData):
     def contents(self) -> TaskContents:
         return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False)
 
-    def tasks(self, *, in_turn: bool = False) -> PaintingTasks:
-        return PaintingTasks(self, in_turn=in_turn)
+    def tasks(self, *, in_turn: bool = False) -> TextToImageTasks:
+        return TextToImageTasks(self, in_turn=in_turn)
 
 
-class PaintingTasks(GeneratedTasks):
-    """The tasks of ``PaintingData``; task i depends only on (seed, split, i), ``complexity`` and ``incomplete``.
+class TextToImageTasks(GeneratedTasks):
+    """The tasks of ``TextToImageData``; task i depends only on (seed, split, i), ``complexity`` and ``incomplete``.
 
     A task has no source image. It has the exact ``target``, the tag ``complexity`` ("2"), and in ``meta`` the ``scene`` and the
     ``completion``: the prompt in known words, with the things in the order of the request. ``in_turn``: see
     ``GeneratedData.tasks``.
 
-    Example: ``PaintingData(seed=0, count=1000, complexity=[1, 2]).tasks()[0].instruction``
+    Example: ``TextToImageData(seed=0, count=1000, complexity=[1, 2]).tasks()[0].instruction``
     """
 
-    def __init__(self, data: PaintingData, *, in_turn: bool = False) -> None:
+    def __init__(self, data: TextToImageData, *, in_turn: bool = False) -> None:
         super().__init__(data)
         self._incomplete = data.incomplete
         self._known_words = data.known_words

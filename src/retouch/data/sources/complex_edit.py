@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator
 
 from retouch.data.base import ImageData
-from retouch.data.rows import BadRow, Identity, Problem, Row, Rows, dig
+from retouch.data.rows import Identity, InvalidRow, Problem, Row, Rows, nested_value
 from retouch.data.sources.hub import read_hub
 from retouch.types import TaskContents
 
@@ -96,15 +96,15 @@ class ComplexEditRows:
         image, place = divmod(range(len(self))[index], len(self._levels))
         row, level = self._images[image], self._levels[place]
         edit = row.meta.get("edit")
-        instruction = dig(edit, f"compound.{level - 1}.compound_instruction") if isinstance(edit, Mapping) else None
-        operations = [dig(step, "instruction") for step in _listed(edit, "sequence")[:level]]
+        instruction = nested_value(edit, f"compound.{level - 1}.compound_instruction") if isinstance(edit, Mapping) else None
+        operations = [nested_value(step, "instruction") for step in _listed(edit, "sequence")[:level]]
         wrong = []
         if not isinstance(instruction, str) or not instruction.strip():
             wrong.append(f"'edit.compound.{level - 1}.compound_instruction': no instruction of complexity {level}")
         if len(operations) < level or not all(isinstance(one, str) and one.strip() for one in operations):
             wrong.append(f"'edit.sequence': not the {level} atomic edits of complexity {level}")
         if wrong:
-            raise BadRow([Problem(row.file, row.line, what) for what in wrong])
+            raise InvalidRow([Problem(row.file, row.line, what) for what in wrong])
         return replace(
             row,
             id=f"{row.id}/{level}",

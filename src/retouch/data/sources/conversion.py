@@ -78,7 +78,7 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
         raise ValueError(f"{name}: its images stay where they are, so leave out --out; {METADATA[0]} is written into {source}")
     if not known.in_place and out is None:
         raise ValueError(f"{name}: its images are in parquet files; name a folder for them with --out")
-    root = folder if out is None else Path(out)
+    root = folder if out is None or known.in_place else Path(out)
     file = root / METADATA[0]
     if file.exists():
         raise ValueError(f"{file} exists; remove it, or give another folder")

@@ -54,23 +54,22 @@ class FolderData(ImageData):
 def read_folder(
     folder: str | Path,
     *,
-    metadata: str | None = None,
     columns: Mapping[str, str] | None = None,
     tag_keys: tuple[str, ...] = (),
     thought_keys: tuple[str, ...] = (),
 ) -> TableRows:
     """The rows of a folder; no image is decoded yet.
 
-    ``metadata``: the name of the metadata file, if it is not one of ``METADATA``. ``columns``: the key of a field, if it differs
-    from the convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``thought_keys``: the keys to use
-    of a chain of thought that is a map. Rows without an id get one that begins with the name of the folder.
+    ``columns``: the key of a field, if it differs from the convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that
+    become tags. ``thought_keys``: the keys to use of a chain of thought that is a map. Rows without an id get one that begins with
+    the name of the folder.
 
     Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    there = [metadata] if metadata else [file for file in METADATA if (root / file).is_file()]
+    there = [file for file in METADATA if (root / file).is_file()]
     if len(there) != 1:
         raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
     table = read_table(path_under(root, there[0]))

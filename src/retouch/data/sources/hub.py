@@ -108,7 +108,6 @@ def read_hub(
     tag_keys: tuple[str, ...] = (),
     thought_keys: tuple[str, ...] = (),
     name: str | None = None,
-    cache_dir: str | Path | None = None,
 ) -> HubRows:
     """The rows of one split of a data set.
 
@@ -126,7 +125,7 @@ def read_hub(
     if local and revision is not None:
         raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
     try:
-        dataset, file = _one_split(_load(path, split, config, revision, cache_dir), str(path), split)
+        dataset, file = _one_split(_load(path, split, config, revision), str(path), split)
     except (DatasetsError, RuntimeError, FileNotFoundError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not len(dataset):
@@ -134,26 +133,23 @@ def read_hub(
     found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
     if not local and revision is None:
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
-    caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
+    caches = [Path(datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
     allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
     layout = Layout(file, name or Path(path).name, found, tag_keys, partial(embedded_image, allowed=allowed), thought_keys)
     folder = Path(path) if local else None
     return HubRows(dataset, layout, problems=tuple(notes), folder=folder if folder is None or folder.is_dir() else folder.parent)
 
 
-def _load(
-    path: str | Path, split: str | None, config: str | None, revision: str | None, cache_dir: str | Path | None
-) -> datasets.Dataset | datasets.DatasetDict:
+def _load(path: str | Path, split: str | None, config: str | None, revision: str | None) -> datasets.Dataset | datasets.DatasetDict:
     import datasets
 
     where = Path(path)
     if (where / "state.json").is_file() or (where / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(where))
-    cache = None if cache_dir is None else str(cache_dir)
     if where.is_file():
-        return datasets.load_dataset("parquet", data_files=str(where.resolve()), split=split, cache_dir=cache)
+        return datasets.load_dataset("parquet", data_files=str(where.resolve()), split=split)
     name = str(where.resolve()) if where.is_dir() else str(path)  # absolute: a folder "json" would be read as a format name
-    return datasets.load_dataset(name, config, split=split, revision=revision, cache_dir=cache)
+    return datasets.load_dataset(name, config, split=split, revision=revision)
 
 
 def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split: str | None) -> tuple[datasets.Dataset, str]:

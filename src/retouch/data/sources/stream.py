@@ -2,8 +2,8 @@
 ``datasets.IterableDataset`` objects of this process.
 
 The data are neither converted nor copied first. Another process decodes the images before the step that needs them
-(``streaming/loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never trained
-on.
+(``streaming/loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never
+trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
-from retouch.config.section import Cadence, Count, Pixels
+from retouch.config.section import Count, Pixels, StepInterval
 from retouch.data.base import (
     DataContext,
     DataSets,
@@ -34,7 +34,7 @@ from retouch.data.sources.hub import embedded_image
 from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
 from retouch.data.tasks import Tasks
 from retouch.data.validation import OnBadRow, accept_rows
-from retouch.types import SplitName, TaskContents
+from retouch.types import Json, SplitName, TaskContents
 
 if TYPE_CHECKING:
     import datasets
@@ -55,13 +55,13 @@ class StreamedData(DataSource):
     """Height and width in pixels to which every image is resized; null uses the size of the model."""
     columns: dict[str, str] = Field(default={})
     """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the data set, if their names differ."""
-    held_out: Cadence = 64
+    held_out: StepInterval = 64
     """Number of rows that are held out for evaluation: the first rows, in the order of the files. Training rows with the same
     source image are left out."""
     shuffle: Count = 1000
     """Number of rows that are shuffled together; one process of each rank keeps this number of encoded rows in memory. The order of
     the shards is shuffled too. Both orders change with each pass and depend on the recipe's seed."""
-    ahead: Cadence = 2
+    ahead: StepInterval = 2
     """Number of steps whose tasks a process of each rank reads and decodes in advance; 0 loads them when the step begins."""
     check: Count = 64
     """Number of training rows at the start of the stream that are decoded before training. All other rows are checked when they are
@@ -153,6 +153,11 @@ class StreamData(StreamedData):
     @property
     def name(self) -> str:
         return f"{self.path}[{self.split}]"
+
+    def keys_for_all(self, path: str) -> dict[str, Json]:
+        """The keys of ``HubData``, because a stream holds out only its first rows."""
+        kept = {"config", "revision", "split", "columns", "size", "on_bad_row", "tags", "thought_keys"}
+        return {"kind": "hub", "path": path, **self.model_dump(mode="json", include=kept), "held_out": "all"}
 
     def open(self) -> datasets.IterableDataset:
         return open_stream(self.path, split=self.split, config=self.config, revision=self.revision)

@@ -30,12 +30,13 @@ from retouch.data.base import (
     held_out_problems,
     require_training_rows,
 )
-from retouch.data.rows import BadRow, Problem, Row, sources
+from retouch.data.requirements import RowRequirements
+from retouch.data.rows import InvalidRow, Problem, Row
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import MappedTasks, Tasks
-from retouch.data.validation import OnBadRow, accept
+from retouch.data.validation import OnBadRow, accept_rows
 from retouch.types import Codes, Json, SplitName, Task, TaskContents
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class TokenData(DataSource):
         return TokenRows([path], trusted=False) if (path / LIST).is_file() or path.name == Path(LIST).name else None
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
-        return {"lists": [path], "coefficients": [], "validation_lists": [], "held_out": "all", "limit": None}
+        empty: dict[str, Json] = {"coefficients": [], "validation_lists": [], "validation_coefficients": []}
+        return {"lists": [path], **empty, "held_out": "all", "limit": None}
 
     def contents(self) -> TaskContents:
         return TaskContents(mask=False, reference=False, tokens=True, pairs=False)
@@ -106,8 +108,10 @@ class TokenData(DataSource):
         if not self.validation_lists:
             require_training_rows(self.held_out, context)
         rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
-        good, found = accept(rows, on_bad_row=self.on_bad_row)
-        source = dict(zip(good, sources(rows, good), strict=True))
+        required = replace(context.required, images=RowRequirements().images)  # source images are decoded from the tokens
+        accepted = accept_rows(rows, on_bad_row=self.on_bad_row, required=required)
+        source = dict(zip(accepted.indices, accepted.sources, strict=True))
+        found = list(accepted.problems)
         parts = [[index for index in part if index in source] for part in rows.parts]
         training, validation = parts[: len(self.lists)], parts[len(self.lists) :]
         if validation:
@@ -127,6 +131,8 @@ class TokenData(DataSource):
             raise ValueError("data: nothing is left to train on; give more rows, or larger coefficients")
         if self.limit is not None:
             train = list(limit(train, n=self.limit, seed=context.seed))
+        if context.eval_split == "train" and not validation:
+            heldout = list(dict.fromkeys(train))
         tasks = Tasks(rows, resize=None)
         return TokenSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found), rows)
 
@@ -218,7 +224,7 @@ class TokenRows:
                 row = replace(row, tags={"data_set": _data_set(name), **row.tags})
         except ValueError as error:
             reason = str(error) if entry in str(error) else f"{entry}: {error}"
-            raise BadRow([Problem(str(root), 0, reason)]) from None
+            raise InvalidRow([Problem(str(root), 0, reason)]) from None
         grids = [grid for grid in (feature.source, feature.target) if grid is not None]
         self._seen[index] = ((grids[0].shape[0], grids[0].shape[1]), max(int(grid.max()) for grid in grids))
         return row

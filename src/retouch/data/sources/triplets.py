@@ -16,7 +16,7 @@ from typing import Literal
 from retouch.core.random import generator
 from retouch.data.base import ImageData
 from retouch.data.images import MAX_PIXELS, EncodedImage, load_mask
-from retouch.data.rows import BadRow, Identity, Problem, Row
+from retouch.data.rows import Identity, InvalidRow, Problem, Row
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import Entry, read_table
 from retouch.types import Json, TaskContents
@@ -81,7 +81,9 @@ class TripletRows:
         entry = self._entries[index]
         item = _item(entry)
         if item is None:
-            raise BadRow([Problem(self._file, entry.line, entry.what or "an item is a line <number>-<text>, for example 11-Azir")])
+            raise InvalidRow(
+                [Problem(self._file, entry.line, entry.what or "an item is a line <number>-<text>, for example 11-Azir")]
+            )
         number, text = item
         wrong = []
         if self._first[number] != entry.line:
@@ -90,7 +92,7 @@ class TripletRows:
         if "mask" in images:
             wrong += _wrong_mask(images["mask"])
         if wrong:
-            raise BadRow([Problem(self._file, entry.line, what) for what in wrong])
+            raise InvalidRow([Problem(self._file, entry.line, what) for what in wrong])
         meta: dict[str, Json] = {"number": number}
         return Row(
             file=self._file,

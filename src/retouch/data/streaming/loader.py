@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class StreamItem:
     """The task at a position of the order, or the text of the error that loading it raised. ``cursor``: the start of its window."""
 
     position: int
@@ -65,13 +65,13 @@ class StepTasks(LoadedTasks):
 class _NextItems:
     """The next items of an iterator, which another thread takes."""
 
-    def __init__(self, items: Iterator[Drawn], count: int) -> None:
-        self._found: list[Drawn] = []
+    def __init__(self, items: Iterator[StreamItem], count: int) -> None:
+        self._found: list[StreamItem] = []
         self._error: Exception | None = None
         self.thread = threading.Thread(target=self._take, args=(items, count), name="stream-items", daemon=True)
         self.thread.start()
 
-    def result(self) -> list[Drawn]:
+    def result(self) -> list[StreamItem]:
         """The items; fewer than ``count`` if the last one is an error. Raises the error that the iterator raised."""
         self.thread.join()
         if self._error is not None:
@@ -82,7 +82,7 @@ class _NextItems:
         """Wait for the thread for at most ``_STOP_SECONDS``."""
         self.thread.join(_STOP_SECONDS)
 
-    def _take(self, items: Iterator[Drawn], count: int) -> None:
+    def _take(self, items: Iterator[StreamItem], count: int) -> None:
         try:
             self._found += islice(items, count)
         except _RAISED as error:  # the process was killed, or a function of the user's stream raised an error in the process
@@ -107,7 +107,7 @@ class TaskStream:
         self._ahead = ahead
         self._skip = skip
         self._cursors = {0: Cursor()}
-        self._items: Iterator[Drawn] | None = None
+        self._items: Iterator[StreamItem] | None = None
         self._coming: _NextItems | None = None
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._next: tuple[int, int, tuple[int, ...]] | None = None
@@ -174,7 +174,7 @@ class TaskStream:
         for old in sorted(place for place in self._cursors if 0 < place <= position)[:-8]:
             del self._cursors[old]
 
-    def _start(self, position: int, count: int, places: tuple[int, ...]) -> Iterator[Drawn]:
+    def _start(self, position: int, count: int, places: tuple[int, ...]) -> Iterator[StreamItem]:
         self.close()
         cursor = self._cursors[max(place for place in self._cursors if place <= position)]
         rows = _LoadedRows(self._order, self._resize, cursor, position, count, places, self._skip)
@@ -245,7 +245,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
+class _LoadedRows(torch.utils.data.IterableDataset[StreamItem]):
     """The tasks at ``places`` of each step, from the row ``position`` on, without end. If the stream cannot be read, the last item
     has the error."""
 
@@ -267,8 +267,8 @@ class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
         self._places = frozenset(places)
         self._skip = skip
 
-    def __iter__(self) -> Iterator[Drawn]:
-        pending: deque[Future[Drawn]] = deque()
+    def __iter__(self) -> Iterator[StreamItem]:
+        pending: deque[Future[StreamItem]] = deque()
         begin = self._cursor
         with ThreadPoolExecutor(_THREADS) as threads:
             try:
@@ -282,9 +282,9 @@ class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
             except ValueError as error:
                 while pending:
                     yield pending.popleft().result()
-                yield Drawn(-1, begin, error=str(error))
+                yield StreamItem(-1, begin, error=str(error))
 
-    def _load(self, begin: Cursor, rows: Sequence[Row], number: int) -> Drawn:
+    def _load(self, begin: Cursor, rows: Sequence[Row], number: int) -> StreamItem:
         """The task of a row. If the row cannot be decoded and bad rows are skipped: the task of the next row of the window that can
         be decoded."""
         warnings: list[str] = []
@@ -296,6 +296,6 @@ class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
                 if not self._skip:
                     break
                 continue
-            return Drawn(begin.position + number, begin, task, warnings=tuple(warnings))
+            return StreamItem(begin.position + number, begin, task, warnings=tuple(warnings))
         advice = "fix the row, or leave unusable rows out with data.on_bad_row: 'skip'"
-        return Drawn(begin.position + number, begin, error=f"{warnings[-1]}; {advice}")
+        return StreamItem(begin.position + number, begin, error=f"{warnings[-1]}; {advice}")

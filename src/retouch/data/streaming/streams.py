@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.core.random import generator
 from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import BadRow, Layout, Problem, PromptRows, Row
+from retouch.data.rows import InvalidRow, Layout, Problem, PromptRows, Row
 
 if TYPE_CHECKING:
     import datasets
@@ -92,7 +92,7 @@ class StreamReader:
     def _parse(self, fields: dict[str, Any], layout: Layout, number: int) -> Row | None:
         try:
             row = RequiredRows(PromptRows(_OneRow(fields, layout, number)), self.required)[0]
-        except BadRow as bad:
+        except InvalidRow as bad:
             if self.skip:
                 return None
             advice = "fix the row, or leave unusable rows out with data.on_bad_row: 'skip'"

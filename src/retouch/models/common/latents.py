@@ -44,7 +44,8 @@ def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int, side: int
 def fit(image: Image, area: Area) -> Size:
     """Return the (height, width) to which an image is resized.
 
-    The size has about ``area`` px, the image's aspect ratio, and sides that are multiples of 32. "as_is" keeps the image's size.
+    The size has about ``area`` px, the image's aspect ratio, and sides that are positive multiples of 32. "as_is" keeps the image's
+    size.
 
     Source: diffusers' Qwen-Image-Edit pipelines.
     """
@@ -52,7 +53,7 @@ def fit(image: Image, area: Area) -> Size:
         return image.height, image.width
     ratio = image.width / image.height
     width = math.sqrt(area * ratio)
-    return round(width / ratio / 32) * 32, round(width / 32) * 32
+    return max(1, round(width / ratio / 32)) * 32, max(1, round(width / 32)) * 32
 
 
 class Latents:

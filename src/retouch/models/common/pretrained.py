@@ -31,12 +31,12 @@ def fetch_weights(path: str) -> Path:
     return _fetch(path, _PIPELINE_FILES)
 
 
-def find_writer(path: str) -> Path | None:
+def find_language_model(path: str) -> Path | None:
     """Like ``find_weights``, for a language model in transformers' layout."""
     return _find(path, _MODEL_FILES)
 
 
-def fetch_writer(path: str) -> Path:
+def fetch_language_model(path: str) -> Path:
     """Like ``fetch_weights``, for a language model in transformers' layout."""
     return _fetch(path, _MODEL_FILES)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import INSTRUCTION_TOKENS, Described, Size, Takes
+from retouch.models.base import INSTRUCTION_TOKENS, PartConfigs, Size, TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Emu3Family(PretrainedLanguageModel):
     """Only complete images of the model's size can be generated; with false, the model may generate malformed images, which get the
     lowest reward."""
 
-    takes = Takes(images=(1, 1))
+    takes = TaskInputs(images=(1, 1))
 
     @property
     def token_kinds(self) -> frozenset[TokenKind]:
@@ -57,22 +57,22 @@ class Emu3Family(PretrainedLanguageModel):
         )
         return editor
 
-    def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> Described:
+    def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> PartConfigs:
         """Describe ``writer`` and ``autoencoder`` from their folders, or as published if one of them is not on this machine."""
         from retouch.models.emu3.load import parts_of_emu3
 
         if folder is None or autoencoder is None:
-            parts: Described = json.loads((files("retouch.models.emu3") / "emu3.json").read_text(encoding="utf-8"))["parts"]
+            parts: PartConfigs = json.loads((files("retouch.models.emu3") / "emu3.json").read_text(encoding="utf-8"))["parts"]
             return parts
         return parts_of_emu3(folder, autoencoder=autoencoder)
 
-    def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
+    def prompt_tokens(self, described: PartConfigs, *, image_tokens: int) -> int:
         return self._image_tokens(described) + INSTRUCTION_TOKENS
 
-    def longest_completion(self, described: Described) -> int | None:
+    def longest_completion(self, described: PartConfigs) -> int | None:
         return self._image_tokens(described) if self.grammar and not self.think else None
 
-    def _image_tokens(self, described: Described) -> int:
+    def _image_tokens(self, described: PartConfigs) -> int:
         side = 2 ** (len(described["autoencoder"]["config"]["channel_multiplier"]) - 1)
         height, width = self.planned_size[0] // side, self.planned_size[1] // side
         return height * (width + 1) + _FORM_TOKENS
@@ -101,27 +101,27 @@ class Emu3Model(Emu3Family):
     """Height and width of the images in pixels."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.common.pretrained import fetch_writer
+        from retouch.models.common.pretrained import fetch_language_model
 
         return self.load(
             self.fetch_weights(),
-            tokenizer=None if self.tokenizer is None else fetch_writer(self.tokenizer),
-            autoencoder=None if self.autoencoder is None else fetch_writer(self.autoencoder),
+            tokenizer=None if self.tokenizer is None else fetch_language_model(self.tokenizer),
+            autoencoder=None if self.autoencoder is None else fetch_language_model(self.autoencoder),
             device=device,
             gradient_checkpointing=gradient_checkpointing,
         )
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.common.pretrained import find_writer
+        from retouch.models.common.pretrained import find_language_model
 
         folder, found = super().find_weights()
-        others = [find_writer(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
+        others = [find_language_model(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
         return folder, found and None not in others
 
-    def describe(self, folder: Path | None) -> Described:
-        from retouch.models.common.pretrained import find_writer
+    def describe(self, folder: Path | None) -> PartConfigs:
+        from retouch.models.common.pretrained import find_language_model
 
-        return self.describe_parts(folder, folder if self.autoencoder is None else find_writer(self.autoencoder))
+        return self.describe_parts(folder, folder if self.autoencoder is None else find_language_model(self.autoencoder))
 
     @property
     def planned_size(self) -> Size:

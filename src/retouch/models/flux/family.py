@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from retouch.config.section import NonNegative
-from retouch.models.base import Described, DiffusersModel, ImageBatch, Takes
+from retouch.models.base import DiffusersModel, ImageBatch, PartConfigs, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
 
 
@@ -33,7 +33,7 @@ class FluxFamily(DiffusersModel):
     def options(self, source: Any) -> dict[str, Any]:
         return {} if self.guidance is None else {"guidance": self.guidance}
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         import torch
 
         config, tokens = described["transformer"]["config"], self.image_tokens(batch.size, described)
@@ -69,12 +69,12 @@ class FluxFillModel(FluxFamily):
 
     kind: Literal["flux-fill"] = "flux-fill"
 
-    takes = Takes(images=(1, 1), mask=True)
+    takes = TaskInputs(images=(1, 1), mask=True)
     adapter = "retouch.models.flux.fill:FluxFill"
     pipeline = "FluxFillPipeline"
     configurations = (("", "flux.1-fill-dev.json"),)
 
-    def source_tokens(self, described: Described) -> int:
+    def source_tokens(self, described: PartConfigs) -> int:
         return 0  # source and mask are channels of the output's tokens
 
 
@@ -86,6 +86,6 @@ class FluxKontextModel(FluxFamily):
 
     kind: Literal["flux-kontext"] = "flux-kontext"
 
-    takes = Takes(images=(1, 1))
+    takes = TaskInputs(images=(1, 1))
     adapter = "retouch.models.flux.kontext:FluxKontext"
     pipeline = "FluxKontextPipeline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape, Takes
+from retouch.models.base import Blocks, DiffusersModel, ImageBatch, Part, PartConfigs, Shape, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
 
 
@@ -16,7 +16,7 @@ class Flux2KleinModel(DiffusersModel):
 
     kind: Literal["flux2-klein"] = "flux2-klein"
 
-    takes = Takes(images=(0, 10))
+    takes = TaskInputs(images=(0, 10))
     adapter = "retouch.models.flux2.model:Flux2Klein"
     pipeline = "Flux2KleinPipeline"
     # All linear layers of the double blocks, and the fused input projection of the single blocks. The output projection of the
@@ -54,7 +54,7 @@ class Flux2KleinModel(DiffusersModel):
         blocks = Blocks(config["num_layers"], {2: 66, 4: 116}), Blocks(config["num_single_layers"], {2: 62, 4: 100})
         return Shape(blocks=blocks, width=shape.width, latents=shape.latents, text=shape.text)
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         import torch
 
         config, output = described["transformer"]["config"], self.image_tokens(batch.size, described)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Count, Positive, Share
-from retouch.models.train import Lora, TrainedPart, Written
+from retouch.models.train import ExportFiles, Lora, TrainSection
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from retouch.protocols import DenoisingModel
 
 
-class IpAdapter(TrainedPart):
+class IpAdapter(TrainSection):
     """Trains an IP-Adapter (arXiv 2308.06721), with which the model attends to each task's reference image, and optionally a LoRA;
     the model's own weights are frozen. The reference policy of a KL is the policy at the start of the run, or after a supervised
     phase.
@@ -86,7 +86,7 @@ class IpAdapter(TrainedPart):
         encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
         return ReferenceModel(model, encoder)
 
-    def export(self, module: Any, to: Path, written: Written) -> None:
+    def export(self, module: Any, to: Path, written: ExportFiles) -> None:
         """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
         from retouch.models.ip_adapter import files
         from retouch.models.ip_adapter.adapter import loadable_by_diffusers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from retouch.models.base import Described, Takes
+from retouch.models.base import PartConfigs, TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class JanusModel(PretrainedLanguageModel):
     weights: str | None = None
     """Folder ``writer`` of an export of full weights, which replaces the weights of the trained modules."""
 
-    takes = Takes(images=(0, 0))
+    takes = TaskInputs(images=(0, 0))
 
     @property
     def token_kinds(self) -> frozenset[TokenKind]:
@@ -46,6 +46,6 @@ class JanusModel(PretrainedLanguageModel):
             gradient_checkpointing=gradient_checkpointing,
         )
 
-    def describe(self, folder: Path | None) -> Described | None:
+    def describe(self, folder: Path | None) -> PartConfigs | None:
         """None: the model's memory is not planned."""
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import Described, DiffusersModel, Dtype, Size
+from retouch.models.base import DiffusersModel, Dtype, PartConfigs, Size
 from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel, vision_pixels
 
 if TYPE_CHECKING:
@@ -80,10 +80,10 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
     built_by = ("model", "retouch playground build")
     stated = ("template", "condition_area", "source_area")
 
-    def source_tokens(self, described: Described) -> int:
+    def source_tokens(self, described: PartConfigs) -> int:
         return self.image_tokens(self.size or self.planned_size, described) + self.condition_tokens(described)
 
-    def condition_tokens(self, described: Described) -> int:
+    def condition_tokens(self, described: PartConfigs) -> int:
         side = vision_pixels(described)
         height, width = self.size or self.planned_size
         return (height // side) * (width // side)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.models.base import Described, Dtype, Size
+from retouch.models.base import Dtype, PartConfigs, Size
 from retouch.models.emu3.family import Emu3Family
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.playground.family import playground_weights
@@ -45,6 +45,10 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
     @property
     def source(self) -> str:
         return self.path or "the built-in model"
+
+    @property
+    def base_model(self) -> str:
+        return str(self.folder)
 
     def find_weights(self) -> tuple[Path | None, bool]:
         return self.folder, True
@@ -130,5 +134,5 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
             gradient_checkpointing=gradient_checkpointing,
         )
 
-    def describe(self, folder: Path | None) -> Described:
+    def describe(self, folder: Path | None) -> PartConfigs:
         return self.describe_parts(folder, playground_weights("emu3") / "autoencoder")

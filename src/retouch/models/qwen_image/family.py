@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from retouch.models.base import Described, DiffusersModel, ImageBatch, Part, Takes
+from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class QwenImageFamily(DiffusersModel):
     def latent_pixels(self, vae: Part) -> int:
         return int(2 ** len(vae["config"]["temperal_downsample"]))
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         config, side = described["transformer"]["config"], self.token_pixels(described)
         grids = [(1, height // side, width // side) for height, width in (batch.size, *[batch.source] * batch.sources)]
         return {
@@ -86,7 +86,7 @@ class QwenImageModel(QwenImageFamily):
 
     kind: Literal["qwen-image"] = "qwen-image"
 
-    takes = Takes(images=(0, 0), responses=True)
+    takes = TaskInputs(images=(0, 0), responses=True)
     adapter = "retouch.models.qwen_image.model:QwenImage"
     pipeline = "QwenImagePipeline"
 
@@ -94,7 +94,7 @@ class QwenImageModel(QwenImageFamily):
 class QwenImageEditor(QwenImageFamily):
     """Base class of the sections of Qwen-Image's editing models."""
 
-    def condition_tokens(self, described: Described) -> int:
+    def condition_tokens(self, described: PartConfigs) -> int:
         area: int = self.adapter_class().CONDITION_AREA
         return area // vision_pixels(described) ** 2
 
@@ -107,7 +107,7 @@ class QwenImageEditModel(QwenImageEditor):
 
     kind: Literal["qwen-image-edit"] = "qwen-image-edit"
 
-    takes = Takes(images=(1, 1), responses=True)
+    takes = TaskInputs(images=(1, 1), responses=True)
     adapter = "retouch.models.qwen_image.edit:QwenImageEdit"
     pipeline = "QwenImageEditPipeline"
 
@@ -120,12 +120,12 @@ class QwenImageEditPlusModel(QwenImageEditor):
 
     kind: Literal["qwen-image-edit-plus"] = "qwen-image-edit-plus"
 
-    takes = Takes(images=(1, 8), responses=True)
+    takes = TaskInputs(images=(1, 8), responses=True)
     adapter = "retouch.models.qwen_image.edit:QwenImageEditPlus"
     pipeline = "QwenImageEditPlusPipeline"
 
 
-def vision_pixels(described: Described) -> int:
+def vision_pixels(described: PartConfigs) -> int:
     """Return the side in px of a token of the text encoder's vision model."""
     vision = described["text_encoder"]["config"]["vision_config"]
     side: int = vision["patch_size"] * vision["spatial_merge_size"]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from retouch.config.section import Count
-from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape, Takes
+from retouch.models.base import Area, Blocks, DiffusersModel, ImageBatch, Part, PartConfigs, Shape, TaskInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +19,10 @@ class QwenImage2Model(DiffusersModel):
     """
 
     kind: Literal["qwen-image-2"] = "qwen-image-2"
-    source_area: Count | None = Field(default=None, exclude_if=lambda area: area is None)
+    source_area: Area | None = Field(default=None, exclude_if=lambda area: area is None)
     """Area in pixels to which a source image is resized, with its aspect ratio; null takes the pipeline's 1024 x 1024."""
 
-    takes = Takes(images=(0, 10))
+    takes = TaskInputs(images=(0, 10))
     adapter = "retouch.models.qwen_image_2.model:QwenImage2"
     pipeline = "QwenImage21Pipeline"
     # All linear layers of every block.
@@ -38,10 +37,10 @@ class QwenImage2Model(DiffusersModel):
     def options(self, source: Any) -> dict[str, Any]:
         return {} if self.source_area is None else {"source_area": self.source_area}
 
-    def source_tokens(self, described: Described) -> int:
+    def source_tokens(self, described: PartConfigs) -> int:
         return (self.source_area or 1024 * 1024) // 16**2
 
-    def token_pixels(self, described: Described) -> int:
+    def token_pixels(self, described: PartConfigs) -> int:
         return 16
 
     def shape(self, transformer: Part) -> Shape:
@@ -55,7 +54,7 @@ class QwenImage2Model(DiffusersModel):
         # Separate modulation of text and sources depends on values, so the meta device cannot trace it: 3 numbers per token less.
         return {**part, "config": {**part["config"], "causal_condition": False}}
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         import torch
 
         config = described["transformer"]["config"]

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from retouch.config.section import Count
+from retouch.models.base import Area
 from retouch.models.language import PretrainedLanguageModel
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class QwenLanguageModel(QwenFamily):
     kind: Literal["qwen-vl", "qwen"]
     system: str | None = None
     """System prompt; null takes the included prompt for enhancers, or the editor's template if the model writes for an editor."""
-    area: Count | None = None
+    area: Area | None = None
     """Area in pixels to which input images are resized; null keeps their size, or takes the editor's area if the model writes for
     an editor."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
+from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs
 from retouch.models.common.comfyui_lora import ComfyUINames
 
 
@@ -32,7 +32,7 @@ class SD3Model(DiffusersModel):
     comfyui = ComfyUINames(prefix="transformer.")
     text_tokens = 77 + 256  # CLIP and T5
 
-    def token_pixels(self, described: Described) -> int:
+    def token_pixels(self, described: PartConfigs) -> int:
         patch: int = described["transformer"]["config"]["patch_size"]
         return self.latent_pixels(described["vae"]) * patch
 
@@ -41,7 +41,7 @@ class SD3Model(DiffusersModel):
         dual = part["config"].get("dual_attention_layers")
         return part if dual is None else {**part, "config": {**part["config"], "dual_attention_layers": [0] if dual else []}}
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
         return {
             "hidden_states": batch.empty(config["in_channels"], batch.size[0] // side, batch.size[1] // side),

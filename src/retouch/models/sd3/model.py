@@ -79,10 +79,6 @@ class SD3(PipelineModel):
             size=size,
         )
 
-    def embed(self, prompts: Sequence[str]) -> Conditioning:
-        """Return the conditioning of these prompts with gradient in the text encoders, whose train or eval mode does not change."""
-        return self.conditioning(self.embed_prompts(prompts, ()), size=self.size)
-
     def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
         embeds, pooled = self.text.embed(prompts)
         return {"embeds": embeds, "pooled": pooled}

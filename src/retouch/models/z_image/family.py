@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape
+from retouch.models.base import Blocks, DiffusersModel, ImageBatch, Part, PartConfigs, Shape
 from retouch.models.common.comfyui_lora import ComfyUINames
 
 
@@ -33,7 +33,7 @@ class ZImageModel(DiffusersModel):
         blocks = Blocks(config["n_layers"] + config["n_refiner_layers"], {2: 90, 4: 132})
         return Shape(blocks=(blocks,), width=config["dim"], latents=4 * config["in_channels"], text=config["cap_feat_dim"])
 
-    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
         return {
             "x": list(batch.empty(config["in_channels"], 1, batch.size[0] // side, batch.size[1] // side)),

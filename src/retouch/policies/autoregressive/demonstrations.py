@@ -45,7 +45,7 @@ def demonstrate(model: AutoregressiveModel, batch: Batch, *, longest: int, devic
         if len(ids) >= longest:
             raise ValueError(
                 f"the completion of task {task.id!r} has {len(ids)} tokens and an end token; "
-                f"raise rollout.max_new_tokens above {longest}"
+                f"raise rollout.max_new_tokens above {len(ids)}"
             )
     ended = [torch.tensor([*ids, model.stop[0]], device=device) for ids in ids_of_tasks]
     padded = torch.full((len(batch), longest), model.pad, device=device)

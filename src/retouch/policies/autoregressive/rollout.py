@@ -52,7 +52,7 @@ class TokenRollout(TokenSampling, SharedRollout):
     engine: Annotated[EngineSection, ENGINES] | None = Field(default=None, exclude_if=lambda engine: engine is None)
     """The engine that generates the completions; null means ``cached`` with its defaults."""
 
-    writes_tokens: ClassVar[bool] = True
+    is_autoregressive: ClassVar[bool] = True
 
     @property
     def actions(self) -> int | None:

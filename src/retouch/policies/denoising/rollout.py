@@ -11,7 +11,7 @@ from pydantic import Field
 from retouch.config.kinds import Kinds
 from retouch.config.section import Count
 from retouch.models.base import ImageModel
-from retouch.models.train import TrainedPart
+from retouch.models.train import TrainSection
 from retouch.policies.context import SharedRollout
 from retouch.policies.denoising.transitions import TRANSITIONS, Transition
 from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
@@ -44,7 +44,7 @@ class DenoisingRollout(SharedRollout):
     engine: Annotated[ChainEngineSection, CHAIN_ENGINES] | None = Field(default=None, exclude_if=operator.not_)
     """The engine that samples the chains; null means the policy's own model."""
 
-    writes_tokens: ClassVar[bool] = False
+    is_autoregressive: ClassVar[bool] = False
 
     @property
     def actions(self) -> int | None:
@@ -67,7 +67,7 @@ class DenoisingRollout(SharedRollout):
         else:
             yield from self.window.problems(num_steps=self.num_steps, key=f"{key}.window")
 
-    def engine_problems(self, key: str, *, model: ImageModel, train: TrainedPart) -> Iterator[str]:
+    def engine_problems(self, key: str, *, model: ImageModel, train: TrainSection) -> Iterator[str]:
         """Yield a line for each setting that the engine does not support, in the form of ``problems``."""
         if self.engine is not None:
             yield from self.engine.problems(

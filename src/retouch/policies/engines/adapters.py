@@ -30,7 +30,7 @@ class AdapterPublisher(WeightPublisher[ServedWeights]):
             if refused.status == 400 and "already been loaded" in refused.text:
                 return
             raise EngineFault(
-                f"the vLLM server at {client.url} did not load the adapter {folder}: {refused}. It must be started with "
+                f"{client.server} did not load the adapter {folder}: {refused}. It must be started with "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and a --max-lora-rank of at least policy.train.rank, and see "
                 "that folder (rollout.engine.adapters)"
             ) from None

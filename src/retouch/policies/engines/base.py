@@ -14,7 +14,7 @@ from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section
 from retouch.models.base import ImageModel
-from retouch.models.train import TrainedPart
+from retouch.models.train import TrainSection
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.types import Batch, Conditioning, Prompts
 
@@ -194,7 +194,7 @@ class ChainEngineSection(Section):
         shared_noise: bool,
         branches: bool,
         model: ImageModel,
-        train: TrainedPart,
+        train: TrainSection,
     ) -> Iterator[str]:
         """Yield a line for each setting of the policy that this engine does not support, as "key: mistake; what to do".
 

@@ -30,11 +30,11 @@ class FullWeightPublisher(WeightPublisher[ServedWeights]):
             client.post(SET_VERSION, {"new_version": f"loading-{name}"})
             client.post(RPC, {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}, tries_of_500=1)
             if _field(client.post(RESET, {}), "success") is not True:
-                raise EngineFault(f"the vLLM server at {client.url} did not clear its prefix cache after new weights were loaded")
+                raise EngineFault(f"{client.server} did not clear its prefix cache after new weights were loaded")
             client.post(SET_VERSION, {"new_version": name})
         except RequestRefused as refused:
             raise EngineFault(
-                f"the vLLM server at {client.url} did not load the weights {folder}: {refused}. It must be started with "
+                f"{client.server} did not load the weights {folder}: {refused}. It must be started with "
                 "VLLM_SERVER_DEV_MODE=1 for policy.train.kind full, and see that folder (rollout.engine.adapters)"
             ) from None
 

@@ -77,9 +77,9 @@ def query_sampling(client: Client) -> ServerSampling:
     try:
         found = [parse_probe(client.post(GENERATE, probe_body(token)), token) for token in (0, 1)]
     except RequestRefused as refused:
-        raise EngineFault(f"the vLLM server at {client.url} refuses to generate: {refused}") from None
+        raise EngineFault(f"{client.server} refuses to generate: {refused}") from None
     except InvalidResponse as invalid:
-        raise EngineFault(f"the vLLM server at {client.url} gave an invalid response: {invalid}") from None
+        raise EngineFault(f"{client.server} gave an invalid response: {invalid}") from None
     return ServerSampling(all(each.processed for each in found), returns_mask=all(each.returns_mask for each in found))
 
 

@@ -58,11 +58,10 @@ def set_asleep(client: Client, *, asleep: bool) -> None:
     try:
         client.post(SLEEP if asleep else WAKE, {}, tries_of_500=1)
         if is_asleep(client) is not asleep:
-            raise EngineFault(f"the vLLM server at {client.url} {'did not go to sleep' if asleep else 'did not wake up'}")
+            raise EngineFault(f"{client.server} {'did not go to sleep' if asleep else 'did not wake up'}")
     except RequestRefused as refused:
         raise EngineFault(
-            f"the vLLM server at {client.url} refuses rollout.engine.sleep: {refused}. Start it with VLLM_SERVER_DEV_MODE=1 and "
-            "--enable-sleep-mode"
+            f"{client.server} refuses rollout.engine.sleep: {refused}. Start it with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode"
         ) from None
 
 

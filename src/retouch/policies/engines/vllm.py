@@ -194,5 +194,5 @@ def _close(publisher: "WeightPublisher[Any]", connect: "Callable[[], Client]", f
             try:
                 set_asleep(client, asleep=False)
             except EngineFault as fault:
-                log.warning("the vLLM server at %s may still be asleep: %s", client.url, fault)
+                log.warning("%s may still be asleep: %s", client.server, fault)
     release_weights(publisher, connect, folder)

@@ -132,17 +132,16 @@ class VllmDecoding:
         found = query_sampling(client)
         if not found.processed:
             raise EngineFault(
-                f"the vLLM server at {client.url} returns raw log-probabilities, not those that it samples from; start it with "
+                f"{client.server} returns raw log-probabilities, not those that it samples from; start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if sampling.truncates and not found.returns_mask:
             raise EngineFault(
-                f"the vLLM server at {client.url} does not report what top_k and top_p kept; start the server with "
-                "--return-sampling-mask"
+                f"{client.server} does not report what top_k and top_p kept; start the server with --return-sampling-mask"
             )
         if found.returns_mask and sampling.top_k is None:
             raise EngineFault(
-                f"the vLLM server at {client.url} was started with --return-sampling-mask, so that it answers only requests with "
+                f"{client.server} was started with --return-sampling-mask, so that it answers only requests with "
                 "top_k; start it without the flag, or set rollout.top_k"
             )
         self._is_checked = True
@@ -174,11 +173,11 @@ class VllmDecoding:
         try:
             return self._ask(client, request)
         except RequestRefused as refused:
-            raise EngineFault(f"the vLLM server at {client.url} refuses to generate: {refused}") from None
+            raise EngineFault(f"{client.server} refuses to generate: {refused}") from None
         except InvalidResponse as invalid:
-            raise EngineFault(f"the vLLM server at {client.url} gave an invalid response: {invalid}") from None
+            raise EngineFault(f"{client.server} gave an invalid response: {invalid}") from None
         except WeightsLost:
-            raise EngineFault(f"the vLLM server at {client.url} lost the weights again as soon as they were loaded") from None
+            raise EngineFault(f"{client.server} lost the weights again as soon as they were loaded") from None
 
     def _ask(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
         """The completions. Splits a request with too many rows for the server; reloads the weights if the server lost them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, WIDTH, build_tokenizer, picture_tokens, seeded, text_config
@@ -24,7 +24,8 @@ LONGEST = 26
 class EnhancerTraining:
     """``learning_rate``: the peak, which is reached after ``warmup`` steps; the learning rate then falls to 0 along a cosine.
 
-    ``complexity``: the numbers of things in a request; successive tasks take them in turn. ``incomplete``: as in ``PaintingData``.
+    ``complexity``: the numbers of things in a request; successive tasks take them in turn. ``incomplete``: as in
+    ``TextToImageData``.
     """
 
     steps: int
@@ -38,7 +39,7 @@ class EnhancerTraining:
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
     """A tokenizer trained on requests and their completions, so that each word of both is one token."""
-    tasks = PaintingData(seed=seed, count=2000, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
+    tasks = TextToImageData(seed=seed, count=2000, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
     texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
     return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
 
@@ -70,7 +71,7 @@ def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> Qw
     seeded(settings.seed)
     words = tokenizer(settings.seed)
     writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)
-    data = PaintingData(
+    data = TextToImageData(
         seed=settings.seed + 100,
         count=settings.batch * settings.steps,
         complexity=settings.complexity,

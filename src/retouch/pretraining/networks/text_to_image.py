@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retouch.core.random import generator
-from retouch.data.playground.paintings import PaintingData
+from retouch.data.playground.paintings import TextToImageData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
@@ -57,7 +57,7 @@ def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, lo
     """Train the parts of the editor as a text-to-image model, with tasks and noise from the seed. Returns the model with averaged
     weights."""
     model, seed, rows = from_editor(editor), settings.seed, settings.batch
-    tasks = PaintingData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
+    tasks = TextToImageData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 
     def batch(step: int) -> Batch:
         rewritten = [described(task) for task in tasks[step * rows : (step + 1) * rows]]
@@ -80,7 +80,7 @@ def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, lo
 
 
 def described(task: Task) -> Task:
-    """The task of ``PaintingTasks`` with a description in the vocabulary of the model, drawn with a generator keyed by the task's
-    id."""
+    """The task of ``TextToImageTasks`` with a description in the vocabulary of the model, drawn with a generator keyed by the
+    task's id."""
     scene = Scene.from_json(task.meta["scene"])
     return replace(task, instruction=free_description(scene, generator(0, "description", task.id)))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from retouch.recipe.derived.out_of_memory import LESS_AT_ONCE
+from retouch.recipe.derived.out_of_memory import MEMORY_KEYS
 from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
@@ -39,7 +39,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
 
 
 def _free(key: str) -> bool:
-    return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in LESS_AT_ONCE
+    return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in MEMORY_KEYS
 
 
 def _is_data_path(key: str, recipe: Recipe) -> bool:

@@ -3,8 +3,7 @@
 These keys change only memory, time and rounding, so a run may resume with other values than it started with.
 """
 
-from pydantic import JsonValue
-
+from retouch.recipe.document import value_at
 from retouch.recipe.recipe import Recipe
 
 _ROLLOUT = ("rollout.chunk",)
@@ -20,7 +19,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "update": _UPDATE,
     "judge": (),
 }
-LESS_AT_ONCE = frozenset(key for keys in KEYS.values() for key in keys)
+MEMORY_KEYS = frozenset(key for keys in KEYS.values() for key in keys)
 _FEWEST = {"policy.logits_at_once": 32}
 
 
@@ -37,9 +36,9 @@ def explained(recipe: Recipe, stage: str, error: str) -> OutOfMemory:
 def suggestions(recipe: Recipe, stage: str) -> list[str]:
     """Overrides for ``--set`` that need less memory: each key of the stage with half its value, or switched on. Keys that are at
     their limit are left out."""
-    found = []
+    found, document = [], recipe.document()
     for key in KEYS.get(stage, ()):
-        value = _value(recipe, key)
+        value = value_at(document, key)
         if value is False:
             found.append(f"{key}=true")
         elif isinstance(value, int) and value > _FEWEST.get(key, 1):
@@ -57,11 +56,3 @@ def _advice(recipe: Recipe, stage: str) -> str:
     if stage == "judge":
         return "The judge needs this memory: give the judge its own device, or serve it from another process (`retouch serve`)"
     return "No setting is left that needs less memory without changing the results: use smaller images, fewer tokens or more memory"
-
-
-def _value(recipe: Recipe, key: str) -> JsonValue:
-    """The value of the key in the recipe; None if this recipe has no such key."""
-    node: JsonValue = recipe.document()
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node

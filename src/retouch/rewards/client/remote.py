@@ -22,11 +22,11 @@ class RemoteReward(RemoteSettings, RewardSection):
 
     Example::
 
-        >>> retouch.rewards.Remote(endpoints=("http://127.0.0.1:8700",)).shorthand
+        >>> retouch.rewards.Remote(endpoints=("http://127.0.0.1:8700",)).cli_key
         'endpoints'
     """
 
-    shorthand = "endpoints"
+    cli_key = "endpoints"
     changeable: ClassVar[frozenset[str]] = frozenset(
         {
             *(
@@ -73,6 +73,6 @@ class RemoteReward(RemoteSettings, RewardSection):
         return keep(client)
 
     @classmethod
-    def from_word(cls, argument: str) -> Json:
+    def from_cli(cls, argument: str) -> Json:
         """The list with this one address."""
         return [argument]

@@ -11,7 +11,7 @@ from pydantic import field_serializer
 
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, close, unchanged
-from retouch.rewards.facts import PathText, RunFacts, TaskFacts
+from retouch.rewards.facts import PathText, RunFacts, TaskFacts, whole_group_problems
 from retouch.rewards.parts import PARTS
 from retouch.types import Column, Sample, Scores
 
@@ -42,7 +42,7 @@ class CalibratedReward(RewardSection):
     column: str
     """The column of the wrapped reward that is mapped."""
     map: PathText
-    """The file with the map, written by ``retouch votes RUN calibrate``."""
+    """The file with the map, written by ``retouch votes RUN calibrate COLUMN --to FILE``."""
 
     columns: ClassVar[Mapping[str, Column]] = _ADDED
 
@@ -68,8 +68,10 @@ class CalibratedReward(RewardSection):
         own = self.of.known_columns()
         if own is not None and self.column not in own:
             yield f"{path}.column: the reward has no column {self.column!r}; its columns are {', '.join(own)}"
-        for inner, _, section in self.parts(path):
-            yield from section.problems(inner, prefix, run)
+        found = [line for inner, _, section in self.parts(path) for line in section.problems(inner, prefix, run)]
+        if self.of.compares_groups:
+            found += whole_group_problems(run, column=f"{prefix}win_probability", reward=self.of.name)
+        yield from dict.fromkeys(found)
 
     def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
         """Yield the task problems of the wrapped reward."""
@@ -122,7 +124,9 @@ class CalibratedScores:
         """All columns, (b,), float32; the two added columns are NaN if the mapped score is missing."""
         import torch
 
-        scores = self.reward(samples)
+        from retouch.rewards.scoring import call_reward
+
+        scores = call_reward(self.reward, samples)
         mapped = [self.calibration.at(value) for value in scores[self.column].tolist()]
         added = torch.tensor(mapped, dtype=torch.float32).view(-1, 2).unbind(dim=1)
         return {**dict(zip(_ADDED, added, strict=True)), **scores}

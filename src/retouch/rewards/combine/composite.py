@@ -51,7 +51,7 @@ class CompositeReward:
                 name: threads.submit(call_reward, reward, visible_samples(reward, samples), name)
                 for name, reward in self.rewards.items()
             }
-        return gathered(parts)
+        return collect_scores(parts)
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
         """The weighted sum of the rewards' scores of ``images``, values 0 to 1, with gradient in the images."""
@@ -65,7 +65,7 @@ class CompositeReward:
             close(reward)
 
 
-def gathered(parts: "Mapping[str, Future[Scores]]") -> Scores:
+def collect_scores(parts: "Mapping[str, Future[Scores]]") -> Scores:
     """The columns of all parts of a reward by full name. Waits for all parts, then raises the first error, if there is one."""
     for part in parts.values():
         part.exception()

@@ -23,8 +23,8 @@ class PaintingReward(RewardSection):
 
     Example::
 
-        >>> from retouch.data.playground.paintings import PaintingData
-        >>> (task,) = PaintingData(count=1, complexity=[1]).tasks()
+        >>> from retouch.data.playground.paintings import TextToImageData
+        >>> (task,) = TextToImageData(count=1, complexity=[1]).tasks()
         >>> retouch.score(retouch.rewards.Painting(), task.target, meta=task.meta)["exact"]
         1.0
     """

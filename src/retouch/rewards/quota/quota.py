@@ -41,9 +41,10 @@ class Quota:
     retries. ``cost``: money in total, in the currency of the prices; requests that are in progress when it is spent still cost
     money.
 
-    ``file``: on a local disk; totals accumulate over runs. ``share``: the share of each limit that applies here, by default the
-    share of the run's ranks that use the file. ``clock``: returns seconds. Raises ValueError if a limit is not above 0 or not
-    finite, or if a limit per minute is too small for a single request.
+    ``file``: on a local disk, shared by the ranks of a machine; totals accumulate over runs. Each file, or each rank without a
+    file, has its share of the limits; the shares of ``calls`` are whole numbers that sum to it. ``clock``: returns seconds. Raises
+    ValueError if a limit is not above 0 or not finite, if ``calls`` is too small for a call of each share, or if a limit per minute
+    is too small for a single request.
     """
 
     def __init__(
@@ -55,16 +56,16 @@ class Quota:
         calls: int | None = None,
         cost: float | None = None,
         file: str | Path | None = None,
-        share: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         limits = {"requests_per_minute": requests_per_minute, "units_per_minute": units_per_minute, "calls": calls, "cost": cost}
         for name, limit in limits.items():
             if limit is not None and not 0 < limit < math.inf:
                 raise ValueError(f"{name} is {limit}; give a finite limit above 0, or none")
-        share = _share_of_ranks(per_machine=file is not None) if share is None else share
+        ranks, world = _ranks_of_share(per_machine=file is not None)
+        share = len(ranks) / world
         self.largest = largest
-        self._calls = math.inf if calls is None else int(calls * share)
+        self._calls = math.inf if calls is None else _share_of_calls(calls, ranks, world, per_machine=file is not None)
         self._cost = math.inf if cost is None else cost * share
         self._requests = _rate(requests_per_minute, share, _TOTALS, least=1.0)
         self._units = _rate(units_per_minute, share, _TOTALS + NUMBERS, least=largest)
@@ -145,8 +146,20 @@ def _rate(per_minute: float | None, share: float, at: int, *, least: float) -> M
     return MinuteRate(per_minute * share, at=at)
 
 
-def _share_of_ranks(*, per_machine: bool) -> float:
-    """The number of ranks on this machine (or 1 for this rank alone), divided by the number of ranks of the run."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if per_machine else 1
-    return min(1.0, here / world)
+def _ranks_of_share(*, per_machine: bool) -> tuple[range, int]:
+    """The ranks that have one share: those of this machine, or this rank alone; and the number of ranks of the run."""
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if not per_machine:
+        return range(rank, rank + 1), world
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), world)), world
+
+
+def _share_of_calls(calls: int, ranks: range, world: int, *, per_machine: bool) -> int:
+    """The calls of these ranks. Rank r has those from calls r / world to calls (r + 1) / world, so that all shares sum to
+    ``calls``."""
+    shares = -(-world // len(ranks))
+    if calls < shares:
+        parts, more = ("machines", "") if per_machine else ("ranks", ", or a file that the ranks of a machine share")
+        raise ValueError(f"calls is {calls}, but {shares} {parts} divide it; give at least {shares}{more}")
+    return calls * ranks.stop // world - calls * ranks.start // world

@@ -41,7 +41,7 @@ class AestheticReward(ModelReward):
     """The CLIP model for which the head was trained: a folder, or its id in the Hugging Face cache."""
 
     columns: ClassVar[Mapping[str, Column]] = {"aesthetic": Column(0.0, 10.0)}
-    shorthand = "head"
+    cli_key = "head"
 
     def load(self, device: torch.device | str) -> AestheticModel:
         """Load the CLIP model and the head. Raises ValueError if there are no weights, or if the layers do not fit together."""

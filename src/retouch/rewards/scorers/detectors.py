@@ -27,7 +27,7 @@ _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObj
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Detection:
     """A detected object: its name, the detector's confidence (0 to 1), and its box (left, top, right, bottom) in pixels."""
 
     name: str
@@ -38,7 +38,7 @@ class Found:
 class Detector(Protocol):
     """Finds objects by name."""
 
-    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
+    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Detection]:
         """Return all candidate objects, sorted by falling confidence, each with its best-matching name. Boxes may overlap."""
         ...
 
@@ -71,7 +71,7 @@ class _Owl:
         self._square = kind == "owlv2"
 
     @torch.no_grad()
-    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
+    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Detection]:
         seen = image.convert("RGB")
         if self._square:
             side = max(seen.size)
@@ -97,7 +97,7 @@ class _GroundingDino:
         self.processor = GroundingDinoImageProcessorPil.from_pretrained(folder, local_files_only=True)
 
     @torch.no_grad()
-    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
+    def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Detection]:
         stop = self.tokenizer(".", add_special_tokens=False)["input_ids"]
         ids, places = [self.tokenizer.cls_token_id], []
         for name in names:
@@ -112,10 +112,10 @@ class _GroundingDino:
         return _named(logits, given.pred_boxes[0], names, size=image.size)
 
 
-def suppress_overlaps(found: Sequence[Found], *, above: float, overlap: float = 0.5, most: int = 16) -> list[Found]:
+def suppress_overlaps(found: Sequence[Detection], *, above: float, overlap: float = 0.5, most: int = 16) -> list[Detection]:
     """Apply non-maximum suppression: for each name, keep at most ``most`` objects with a confidence above ``above``, and drop each
     object that overlaps a more confident object of the same name by more than ``overlap`` (intersection over union)."""
-    kept: dict[str, list[Found]] = {}
+    kept: dict[str, list[Detection]] = {}
     for one in sorted(found, key=lambda one: -one.confidence):
         same = kept.setdefault(one.name, [])
         if one.confidence > above and len(same) < most and all(_overlap(one.box, other.box) <= overlap for other in same):
@@ -125,7 +125,7 @@ def suppress_overlaps(found: Sequence[Found], *, above: float, overlap: float = 
 
 def _named(
     logits: Float[Tensor, "n k"], boxes: Float[Tensor, "n 4"], names: Sequence[str], *, size: tuple[int, int]
-) -> list[Found]:
+) -> list[Detection]:
     """Convert logits and boxes to objects. ``boxes``: (centre x, centre y, width, height) as fractions of ``size``, (width,
     height)."""
     confidence, label = logits.float().sigmoid().cpu().max(dim=1)
@@ -133,7 +133,7 @@ def _named(
     corners = torch.cat([centre - half, centre + half], dim=1) * torch.tensor([*size, *size], dtype=torch.float32)
     order = confidence.argsort(descending=True, stable=True).tolist()
     table = np.asarray(corners)
-    return [Found(names[int(label[row])], float(confidence[row]), tuple(map(float, table[row]))) for row in order]  # type: ignore[arg-type]
+    return [Detection(names[int(label[row])], float(confidence[row]), tuple(map(float, table[row]))) for row in order]  # type: ignore[arg-type]
 
 
 def _overlap(a: Box, b: Box) -> float:

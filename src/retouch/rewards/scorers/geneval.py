@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from retouch.rewards.scorers.detectors import Box, Detector, Found
+    from retouch.rewards.scorers.detectors import Box, Detection, Detector
 
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 DIRECTIONS = ("left of", "right of", "above", "below")
@@ -60,7 +60,7 @@ class GenEvalReward(RewardSection):
     """Where the models run; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"correct": Column(0.0, 1.0), "met": Column(0.0, 1.0)}
-    shorthand = "detector"
+    cli_key = "detector"
 
     def load(self, device: torch.device | str) -> GenEvalModels:
         """Load the detector, and the CLIP model if ``clip`` is set. Raises ValueError if there are no weights."""
@@ -205,14 +205,14 @@ def requirements(task: Task) -> Requirements:
     return read
 
 
-def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colours: ColourNamer | None) -> list[bool]:
+def met(wanted: Requirements, found: Sequence[Detection], image: Image.Image, colours: ColourNamer | None) -> list[bool]:
     """Return for each requirement whether the image meets it: first those of ``include``, in order, then those of ``exclude``.
 
     For an included object, only the ``count`` most confident detections of its name are checked.
 
     Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
     """
-    groups: list[list[Found] | None] = []
+    groups: list[list[Detection] | None] = []
     for one in wanted.include:
         objects = [other for other in found if other.name == one.name][: one.count]
         holds = len(objects) == one.count

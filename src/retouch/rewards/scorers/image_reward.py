@@ -46,7 +46,7 @@ class ImageRewardScore(RewardSection):
     """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"image_reward": Column(-_RANGE, _RANGE)}
-    shorthand = "weights"
+    cli_key = "weights"
 
     def load(self, device: torch.device | str) -> Any:
         """Load the package's model. Raises ValueError if the package is not installed, or if the checkpoint does not exist."""
@@ -71,13 +71,10 @@ class ImageRewardScore(RewardSection):
             return {"image_reward": torch.tensor([self._score(sample) for sample in samples], dtype=torch.float32)}
 
     def _score(self, sample: Sample) -> float:
-        """Score one sample. The package opens files, so the image is passed as a lossless PNG file in memory."""
+        """Score one sample. The package takes a ``PIL.Image`` or the path of a file."""
         if sample.image is None:
             return -_RANGE
-        file = io.BytesIO()
-        sample.image.convert("RGB").save(file, "PNG", compress_level=1)
-        file.seek(0)
-        score = float(self.model.score(sample.task.instruction, file))
+        score = float(self.model.score(sample.task.instruction, sample.image.convert("RGB")))
         return min(max(score, -_RANGE), _RANGE) if math.isfinite(score) else math.nan
 
 

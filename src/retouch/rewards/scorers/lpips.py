@@ -54,7 +54,7 @@ class LpipsReward(RewardSection):
     """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
-    shorthand = "weights"
+    cli_key = "weights"
     needs_source = True
 
     def load(self, device: torch.device | str) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class PhotosReward(RewardSection):
         "colour": Column(0.0, 1.0),
         "reward": Column(0.0, 1.0),
     }
-    shorthand = "colour"
+    cli_key = "colour"
     needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
@@ -87,7 +87,7 @@ class PhotosReward(RewardSection):
         return {name: column.float() for name, column in scores.items()}
 
     @classmethod
-    def from_word(cls, argument: str) -> Json:
+    def from_cli(cls, argument: str) -> Json:
         """Parse a colour: a name or ``#rrggbb``. Raises ValueError for other texts."""
         if re.fullmatch(r"#[0-9a-fA-F]{6}", argument):
             return list(bytes.fromhex(argument[1:]))

@@ -46,7 +46,7 @@ class ShareReward(RewardSection):
     """The colour channel."""
 
     columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
-    shorthand = "channel"
+    cli_key = "channel"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return the column, (b,), float32. A sample without an image scores 0."""

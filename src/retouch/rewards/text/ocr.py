@@ -53,6 +53,7 @@ class OcrReward(RewardSection):
     columns: ClassVar[Mapping[str, Column]] = {"correctness": Column(0.0, 1.0), "confidence": Column(0.0, 1.0, diagnostic=True)}
     changeable: ClassVar[frozenset[str]] = frozenset({"threads"})
     reads_text = True
+    version = 2
 
     def load(self, device: torch.device | str) -> TextReader:
         """Load the reader, on the CPU. Raises ValueError if its package is not installed, or if ``line_width`` is set for another
@@ -103,7 +104,7 @@ class OcrReward(RewardSection):
         """The lines that are scored, for each sample."""
         if self.where == "box":
             drawn = [(place, sample.task, sample.image) for place, sample in enumerate(samples) if sample.image is not None]
-            crops = [image.crop(_mask(task, image).getbbox()) for _, task, image in drawn]
+            crops = [image.crop(_box(task, image)) for _, task, image in drawn]
             found: list[list[TextLine]] = [[] for _ in samples]
             for (place, _, _), line in zip(drawn, self.model.read_lines(crops), strict=True):
                 found[place] = [line] if line.text else []
@@ -155,6 +156,20 @@ def _mask(task: Task, image: Image) -> Image:
     """The task's mask, resized to the size of the image."""
     mask = _marked(task)
     return mask if mask.size == image.size else mask.resize(image.size, Resampling.NEAREST)
+
+
+def _box(task: Task, image: Image) -> tuple[int, int, int, int]:
+    """The bounding box of the task's mask in pixels of the image, rounded outwards, so that it contains every marked pixel."""
+    mask = _marked(task)
+    box = mask.getbbox()
+    assert box is not None
+    left, upper, right, lower = box
+    return (
+        left * image.width // mask.width,
+        upper * image.height // mask.height,
+        -(-right * image.width // mask.width),
+        -(-lower * image.height // mask.height),
+    )
 
 
 def _inside(line: TextLine, mask: Image) -> float:

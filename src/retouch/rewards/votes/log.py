@@ -270,7 +270,7 @@ def _vote(row: Mapping[str, Any]) -> Vote | None:
     left, right = _side(row.get("left")), _side(row.get("right"))
     texts = [row.get(name) for name in ("id", "voter", "task", "instruction")]
     optional = [row.get(name) for name in ("source", "mask", "text")]
-    tags, at, choice = row.get("tags"), row.get("at"), row.get("choice")
+    tags, at, choice = row.get("tags"), _finite(row.get("at")), row.get("choice")
     if (
         left is None
         or right is None
@@ -278,14 +278,14 @@ def _vote(row: Mapping[str, Any]) -> Vote | None:
         or not all(value is None or isinstance(value, str) for value in optional)
         or not isinstance(tags, dict)
         or not all(isinstance(value, str) for value in tags.values())
-        or not isinstance(at, int | float)
+        or at is None
         or choice not in CHOICES
     ):
         return None
     return Vote(
         **dict(zip(("id", "voter", "task", "instruction"), texts, strict=True)),
         **dict(zip(("source", "mask", "text"), optional, strict=True)),
-        at=float(at),
+        at=at,
         tags=tags,
         left=left,
         right=right,
@@ -300,8 +300,17 @@ def _side(given: object) -> Side | None:
     scores = given.get("scores")
     if not isinstance(scores, dict):
         return None
-    known = {name: float(value) for name, value in scores.items() if type(value) in (int, float) and math.isfinite(value)}
+    known = {name: number for name, value in scores.items() if (number := _finite(value)) is not None}
     return Side(arm=given["arm"], image=given["image"], file=given["file"], scores=known)
+
+
+def _finite(given: object) -> float | None:
+    """Return the number as a float; None if it is not a number, not finite, or too large for a float."""
+    try:
+        number = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def logs_of(folder: Path) -> list[VoteLog]:

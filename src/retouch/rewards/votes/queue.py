@@ -112,12 +112,7 @@ class VoteQueue:
 
     def open_groups(self) -> list[QueuedGroup]:
         """Return the groups that the run has not closed, the oldest first. Damaged groups are left out."""
-        found = [group for folder in self._folders() if (group := self._read(folder)) is not None]
-        return sorted(found, key=lambda group: (group.at, group.id))
-
-    def groups(self) -> list[QueuedGroup]:
-        """Return all groups, including closed groups, the oldest first. Damaged groups are left out."""
-        found = [group for folder in self._folders(closed=True) if (group := self._read(folder)) is not None]
+        found = [group for folder in self._open_folders() if (group := self._read(folder)) is not None]
         return sorted(found, key=lambda group: (group.at, group.id))
 
     def close(self, group: QueuedGroup) -> None:
@@ -132,25 +127,25 @@ class VoteQueue:
     def _folder(self, identity: str) -> Path:
         return self.root / "groups" / identity
 
-    def _folders(self, *, closed: bool = False) -> Iterator[Path]:
+    def _open_folders(self) -> Iterator[Path]:
         try:
             folders = sorted(path for path in (self.root / "groups").iterdir() if not path.is_symlink())
         except OSError:  # no group was queued yet
             return
-        yield from (path for path in folders if closed or not (path / _CLOSED).exists())
+        yield from (path for path in folders if not (path / _CLOSED).exists())
 
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:
             try:
                 group = _group(folder.name, files.read_json(folder / GROUP))
-            except (OSError, ValueError, TypeError, KeyError):  # the group is incomplete or damaged
+            except (OSError, ValueError, TypeError, KeyError, OverflowError):  # the group is incomplete or damaged
                 return None
             self._known[folder.name] = group
         return self._known[folder.name]
 
 
 def _group(identity: str, found: Mapping[str, Any]) -> QueuedGroup:
-    """Parse the content of ``group.json``. Raises ValueError, TypeError or KeyError if it is damaged."""
+    """Parse the content of ``group.json``. Raises ValueError, TypeError, KeyError or OverflowError if it is damaged."""
     place = f"groups/{identity}"
     images = tuple((f"{place}/{_file_name(file)}", str(each)) for file, each in found["images"])
     pairs = tuple((int(first), int(second)) for first, second in found["pairs"])

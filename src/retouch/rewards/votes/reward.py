@@ -73,9 +73,11 @@ class VotesReward(RewardSection):
 
         def collect() -> None:
             try:
-                future.set_result(self._collect(queued, len(samples)))
-            except (OSError, RuntimeError) as error:
+                scores = self._collect(queued, len(samples))
+            except BaseException as error:  # noqa: BLE001  (the future raises it)
                 future.set_exception(error)
+            else:
+                future.set_result(scores)
 
         threading.Thread(target=collect, name="votes", daemon=True).start()
         return future

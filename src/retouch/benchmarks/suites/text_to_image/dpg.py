@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, pooled_mean
-from retouch.data.rows import BadRow, Layout, Problem, Row, Rows
+from retouch.data.rows import InvalidRow, Layout, Problem, Row, Rows
 from retouch.data.sources.table import encoded_image
 from retouch.data.tables import read_table
 from retouch.rewards.judges.base import JudgeReward
@@ -162,7 +162,7 @@ class _PromptRows:
         if strange and not wrong:
             wrong.append(Problem(self._layout.file, lines[0][0], f"'dependency': this prompt has no question {strange[0]}"))
         if wrong:
-            raise BadRow(wrong)
+            raise InvalidRow(wrong)
         first, fields, _ = lines[0]
         return self._layout.parse({**(fields or {}), "questions": questions}, line=first)
 

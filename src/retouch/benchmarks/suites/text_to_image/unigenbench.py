@@ -123,6 +123,8 @@ class UniGenSuite(RowSuite):
             listed = json.loads(published(row, "sub_dims_en"))
         except json.JSONDecodeError as error:
             raise ValueError(f"'sub_dims_en': not JSON: {error}") from None
+        if not isinstance(listed, dict):
+            raise ValueError(f"'sub_dims_en': not an object: {listed!r:.60}")
         kinds, words = (texts_of(listed.get(key), key) for key in ("Testpoints", "Testpoint Description"))
         if len(kinds) != len(words):
             raise ValueError(f"{len(kinds)} test points with {len(words)} descriptions")

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from retouch.config.section import Count, Positive
 from retouch.models.base import ImageModel
-from retouch.models.train import FullWeights, TrainedPart
+from retouch.models.train import FullWeights, TrainSection
 from retouch.policies.engines.base import (
     ChainEngineSection,
     DenoisingEngine,
@@ -109,7 +109,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
         shared_noise: bool,
         branches: bool,
         model: ImageModel,
-        train: TrainedPart,
+        train: TrainSection,
     ) -> Iterator[str]:
         if model.kind not in FAMILIES:
             yield f"{key}.engine.kind: sglang samples for {', '.join(FAMILIES)}, and not for {model.kind}; remove the engine"

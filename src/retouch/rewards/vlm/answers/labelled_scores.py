@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from retouch.rewards.vlm.answers.patterns import compiled
-from retouch.rewards.vlm.answers.retractions import takes_back
+from retouch.rewards.vlm.answers.retractions import is_retracted
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.visible_text import leads_to_own_score
 
@@ -176,7 +176,7 @@ def _stands(text: str, mentions: list[Statement]) -> bool:
         rest[one.start : one.end] = " " * (one.end - one.start)
     after = "".join(rest[first:])
     after = _BULLETS.sub("", after)
-    return not any(sign.isnumeric() for sign in after) and not takes_back(after)
+    return not any(sign.isnumeric() for sign in after) and not is_retracted(after)
 
 
 def _own(name: str) -> str:

@@ -81,7 +81,7 @@ _SEEN_TEXT = _compiled(rf"\b(?:{_any(_SEEN)}|text (?:in|on|found|within|visible)
 _VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
 
 
-def takes_back(after: str) -> bool:
+def is_retracted(after: str) -> bool:
     """Return whether the text after a score revises it, attaches a condition, or attributes it to somebody else.
 
     There are more ways to retract a score than can be listed. Therefore the text must consist of English sentences about images,
@@ -96,7 +96,7 @@ def takes_back(after: str) -> bool:
     return any(not (_SAYS_NOTHING.fullmatch(one) or _ABOUT_PICTURES.search(one)) for one in sentences)
 
 
-def disowns(line: str) -> bool:
+def is_quoted(line: str) -> bool:
     """Return whether the line before a score says that the next text is not a judgement, or is quoted from an image or a prompt."""
     sentence = _SENTENCE_GAP.split(line)[-1]
     return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)

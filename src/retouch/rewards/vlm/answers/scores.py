@@ -11,10 +11,10 @@ from retouch.rewards.vlm.answers.json_scores import parse, scores_of
 from retouch.rewards.vlm.answers.labelled_scores import bare, stated, unboxed, unmarked
 from retouch.rewards.vlm.answers.other_scales import is_elsewhere
 from retouch.rewards.vlm.answers.patterns import compiled, squeezed
-from retouch.rewards.vlm.answers.retractions import takes_back
+from retouch.rewards.vlm.answers.retractions import is_retracted
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.unseen_images import is_blind
-from retouch.rewards.vlm.answers.visible_text import declines, leads_to_own_score, spoken, without_quotes
+from retouch.rewards.vlm.answers.visible_text import is_refusal, leads_to_own_score, without_quotes, without_reasoning
 from retouch.types import Json
 
 LONGEST = 20_000  # characters; a longer answer is usually degenerate text
@@ -52,7 +52,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
     whole = _typed_whole(text, scales)
     if whole is not None:
         return whole[0]
-    said = spoken(text.replace("\r\n", "\n"))
+    said = without_reasoning(text.replace("\r\n", "\n"))
     if said is None or not said:
         return None
     said = _undelimited(said)
@@ -88,7 +88,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
         return None
     objects, prose = blocks
     words = without_quotes(prose)
-    if words is None or declines(words) or is_blind(words) or is_elsewhere(words, scales.values()):
+    if words is None or is_refusal(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
     words = squeezed(unmarked(unboxed(words)))
     if re.search(r"[{}]|<\|", words):
@@ -131,7 +131,7 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
         rest.append(text[place : opening.start()] + (f"\n{opening['label']}" if opening["label"] else ""))
         place = end
     rest.append(text[place:])
-    if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or takes_back(rest[-1])):
+    if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or is_retracted(rest[-1])):
         return None
     return values, "\n".join(rest)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from retouch.rewards.vlm.answers.patterns import compiled
-from retouch.rewards.vlm.answers.retractions import disowns
+from retouch.rewards.vlm.answers.retractions import is_quoted
 
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
 _THOUGHT = compiled(
@@ -66,7 +66,7 @@ _FOREIGN_TO = compiled(
 )
 
 
-def spoken(text: str) -> str | None:
+def without_reasoning(text: str) -> str | None:
     """Return the text without marked reasoning and end tokens. None if the reasoning is not closed, or its marks do not match.
 
     The prompt template of a thinking model may contain the opening mark. A closing mark without an opening mark therefore ends
@@ -154,7 +154,7 @@ def _is_single_quotation(text: str, start: int, closing: re.Match[str]) -> bool:
     return opens and closing[0] in "'’" and closing.start() - start > 2 and not (after.isascii() and after.isalnum())
 
 
-def declines(text: str) -> bool:
+def is_refusal(text: str) -> bool:
     """Return whether the text is a refusal, or asks for images that the judge has received, in English or a few other languages."""
     return _DECLINES.search(text) is not None
 
@@ -188,7 +188,7 @@ def leads_to_own_score(before: str) -> bool:
     last = lines[-1]
     if last.startswith("#"):
         return _FOREIGN_TO.search(last) is None
-    if _ABBREVIATED.search(last) or disowns(last):
+    if _ABBREVIATED.search(last) or is_quoted(last):
         return False
     return last[-1] in ".!?。！？)）…\x00" or (
         _HEADING.search(last) is not None and len(last.split()) <= 9 and not _FOREIGN_TO.search(last)

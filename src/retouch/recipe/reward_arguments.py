@@ -43,7 +43,7 @@ def parse_reward(document: Mapping[str, Any], *, allow_imports: Iterable[str] = 
             raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
 
 
-def modules_typed(text: str) -> list[str]:
+def modules_in_argument(text: str) -> list[str]:
     """The modules of the classes that ``text`` itself names; the user has consented to them by typing it. Classes that are named in
     a file or in a run are not included."""
     if text.lstrip().startswith("{"):
@@ -84,13 +84,13 @@ def read_combined(text: str) -> dict[str, Any]:
     found = _with_shorthand(kind)
     if found is None:
         return {"kind": "import", "class": text}
-    return {"kind": kind, str(found.shorthand): found.from_word(argument)}
+    return {"kind": kind, str(found.cli_key): found.from_cli(argument)}
 
 
 def _with_shorthand(kind: str) -> type[RewardSection] | None:
     """The class of a kind that accepts a value after a colon; None for any other text."""
     found = KINDS.load(kind)
-    return found if found is not None and issubclass(found, RewardSection) and found.shorthand is not None else None
+    return found if found is not None and issubclass(found, RewardSection) and found.cli_key is not None else None
 
 
 def _section(document: Any, text: str) -> dict[str, Any]:

@@ -1,0 +1,26 @@
+"""Which pair a voter is asked next."""
+
+from retouch.rewards.votes.log import Side, Vote, VotePair, Votes
+from retouch.votes.asking import REPEAT_EVERY, next_pair
+
+
+def pair(task: str) -> VotePair:
+    first, second = (Side(arm="", image=f"{task}/{name}", file=f"{task}/{name}.png") for name in "ab")
+    return VotePair(task=task, instruction="make it red", first=first, second=second)
+
+
+def votes_of(given: list[Vote]) -> Votes:
+    return Votes(tuple(given), {vote.pair: (vote,) for vote in given})
+
+
+def test_a_queue_repeats_a_pair_that_is_still_open() -> None:
+    """Whichever of the pairs are in groups that the run has closed."""
+    answered = [pair(str(number)) for number in range(REPEAT_EVERY)]
+    votes = votes_of([each.vote("left", voter="ann") for each in answered])
+    for still_open in answered[:-3]:  # the last three were answered too recently
+        found = next_pair([still_open, pair("new")], votes, "ann", shared=True)
+        assert found is not None
+        assert (found.pair, found.repeat, found.exchanged) == (still_open, True, True)
+    closed = next_pair([pair("new")], votes, "ann", shared=True)
+    assert closed is not None
+    assert (closed.pair, closed.repeat) == (pair("new"), False)
