@@ -9,7 +9,7 @@ JOBS ?= 2
 
 install: $(STAMP)
 
-# torch first and by its exact version: a range would take a build with a CUDA runtime where a CPU build is wanted.
+# torch is installed first and by its exact version: a version range could select a build with a CUDA runtime instead of a CPU build.
 $(STAMP): pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -35,7 +35,8 @@ test-all: lint .venv-all/.installed
 	$(MAKE) engines
 	$(MAKE) mutants
 
-# With the extras that `make test` does without, so that their tests run: DeepSpeed, Optuna, Ray Serve, the documentation site.
+# An environment with the extras that `make test` does not install (DeepSpeed, Optuna, Ray Serve, the documentation site), so that
+# their tests run.
 .venv-all/.installed: pyproject.toml constraints.txt
 	test -d .venv-all || $(PYTHON) -m venv .venv-all
 	.venv-all/bin/pip install --quiet --upgrade pip
@@ -44,7 +45,8 @@ test-all: lint .venv-all/.installed
 	.venv-all/bin/pip install --quiet --constraint constraints.txt --no-build-isolation 'deepspeed>=0.18'
 	touch $@
 
-# W&B and Trackio, without a network. Trackio conflicts with the constraints (docs/dependencies.md).
+# Tests of W&B and Trackio, without a network, in an environment of their own: Trackio conflicts with the constraints
+# (docs/dependencies.md).
 trackers: .venv-track/.installed
 	.venv-track/bin/pytest tests/records/test_trackers.py
 
@@ -55,7 +57,7 @@ trackers: .venv-track/.installed
 	.venv-track/bin/pip install --quiet --editable '.[dev,track]'
 	touch $@
 
-# Real vLLM servers on this machine's CPU, in an environment of their own: about 3.5 GB.
+# Tests with real vLLM servers on this machine's CPU, in an environment of their own of about 3.5 GB.
 engines: install .venv-vllm/.installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines_real
 
@@ -66,7 +68,7 @@ engines: install .venv-vllm/.installed
 	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec
 	touch $@
 
-# The oldest supported versions, in an environment of their own.
+# Tests with the oldest supported versions of the dependencies, in an environment of their own.
 test-floors:
 	test -d .venv-floors || $(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/pip install --quiet --upgrade pip
@@ -80,20 +82,21 @@ bench: install
 results: install
 	$(BIN)/python benchmarks/results/results.py
 
-# Compares the algorithms, and writes docs/league.md. Hours of CPU time; several may run at once, and each continues what is there.
+# Compares the algorithms and writes docs/league.md. Takes hours of CPU time; several processes may run at once, and each continues
+# from the stored results.
 league: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[league]'
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/league.py
 
-# How far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
-# docs/scaling.md. About 50 minutes of CPU time; it continues what is there.
+# Measures how far one algorithm gets with more samples, larger groups, more trained steps, a worse judge or a larger network, and
+# writes docs/scaling.md. Takes about 50 minutes of CPU time; it continues from the stored results.
 scaling: install
 	test -d runs/playground/editor-large || OMP_NUM_THREADS=1 $(BIN)/retouch playground build --large
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/league/scaling.py
 
-# Checks on one GPU in at most 9 minutes, without a network and with this machine's own Python: docs/machines.md. What that Python
-# lacks is downloaded elsewhere by gpu-wheels, and unpacked here.
+# Checks on one GPU in at most 9 minutes, without a network and with the Python of this machine (docs/machines.md). Packages that
+# this Python lacks are downloaded on another machine with `make gpu-wheels`, and unpacked here.
 OUT ?= runs/gpu
 gpu:
 	rm -rf build/gpu-site && mkdir -p build/gpu-site
@@ -103,14 +106,16 @@ gpu:
 gpu-wheels:
 	PYTHON=$(PYTHON) benchmarks/gpu/wheels.sh .wheels
 
-# The documentation site, in site/. It loads nothing from other sites; its search needs a server: python -m http.server -d site
+# Builds the documentation site in site/. It loads nothing from other sites; its search needs a server:
+# python -m http.server -d site
 docs: install
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Puts each deliberate bug of tests/mutants into a copy of the source, and checks that its test fails.
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
-# The size of the source tree, import circles and the cold start; the column `before` is from before the tree was rearranged.
+# Measures the size of the source tree, import cycles and the cold start; the column `before` is from shape_before.json.
 shape: install
 	$(BIN)/python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json

@@ -1,9 +1,9 @@
-"""An objective of one's own: the policy gradient counts only the best and the worst image of each group.
+"""A custom objective: the policy gradient uses only the best and the worst images of each group.
 
     accelerate launch examples/custom_objective.py  # 1 to 8 GPUs with 80 GB
     python examples/custom_objective.py --tiny      # a CPU, in seconds
 
-The class sees log-probabilities, advantages and weights, and no model; it works with every policy, also with language models.
+The class uses log-probabilities, advantages and weights, but no model, so it works with every policy, also with language models.
 """
 
 import sys
@@ -25,7 +25,7 @@ class BestAndWorst(Objective):
 
     @property
     def has_ratio(self):
-        return True  # the preflight then checks that the ratio is 1 before the first step
+        return True  # makes the preflight check that the ratio is 1 before the first step
 
     def losses(self, policy, minibatch):
         for part in policy.microbatches(minibatch.trajectory):

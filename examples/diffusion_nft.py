@@ -1,9 +1,9 @@
-"""DiffusionNFT: reinforcement learning without log-probabilities, so images are made by the ordinary, deterministic sampler.
+"""DiffusionNFT: reinforcement learning without log-probabilities, so the ordinary, deterministic sampler can make the images.
 
     accelerate launch examples/diffusion_nft.py     # 1 to 8 GPUs with 80 GB
     python examples/diffusion_nft.py --tiny         # a CPU, in seconds
 
-Zheng et al. 2025, arXiv 2509.16117. An old copy of the LoRA makes the images and slowly follows the trained one.
+Zheng et al. 2025, arXiv 2509.16117. A copy of the LoRA makes the images; its weights slowly follow the trained weights.
 """
 
 import sys

@@ -17,7 +17,7 @@ arguments = {
     "objective": retouch.DPO(pairs="data", beta=2000.0),
     "peft_config": retouch.Lora(rank=32, alpha=64),
     "size": (1024, 1024),
-    "rollout": {"num_steps": 28, "transition": {"kind": "ode"}, "guidance_scale": 4.5},  # for the images to look at
+    "rollout": {"num_steps": 28, "transition": {"kind": "ode"}, "guidance_scale": 4.5},  # for the logged samples
     "learning_rate": 3e-5,
     "steps": 1000,
     "tasks_per_step": 64,

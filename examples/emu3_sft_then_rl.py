@@ -1,10 +1,10 @@
-"""Emu3 generates an edited image as tokens: first it learns the edits of the data (SFT), then by rewards (RL).
+"""Emu3 generates an edited image as tokens. It is trained first on the edits in the data (SFT), then with rewards (RL).
 
     accelerate launch --config_file recipes/accelerate/zero2.yaml examples/emu3_sft_then_rl.py TOKENS http://HOST:4877/v1
     python examples/emu3_sft_then_rl.py --tiny      # a CPU, in seconds; the line above: 8 GPUs with 80 GB
 
-TOKENS is a folder that `retouch data tokenize` wrote; the address is that of a vision-language judge. Settings of EARL (system D in
-docs/coming-from.md): REINFORCE with a KL to the model before RL, groups of 8, and the mean over tokens.
+TOKENS is a folder that `retouch data tokenize` wrote; the address is that of a vision-language judge. The settings are those of
+EARL (system D in docs/coming-from.md): REINFORCE with a KL to the model before RL, groups of 8, and the mean over tokens.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Flow-GRPO of Stable Diffusion 3.5 with two rewards: the image shows the requested text (OCR), and people like it (PickScore).
+"""Flow-GRPO of Stable Diffusion 3.5 with two rewards: rendering of the requested text (OCR), and human preference (PickScore).
 
     accelerate launch examples/flow_grpo_sd3.py     # 8 GPUs with 80 GB; fewer work too, with fewer tasks per step
     python examples/flow_grpo_sd3.py --tiny         # a CPU, in seconds
 
-Settings of Flow-GRPO (Liu et al., arXiv 2505.05470): a LoRA of rank 32, groups of 24 images, SDE sampling in 10 steps, KL 0.04.
+The settings are those of Flow-GRPO (Liu et al., arXiv 2505.05470): LoRA of rank 32, groups of 24 images, 10 SDE steps, KL 0.04.
 """
 
 import itertools

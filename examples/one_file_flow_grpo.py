@@ -2,8 +2,8 @@
 
 Flow models generate images by integrating an ODE from noise (sigma 1) to data (sigma 0): each step follows a predicted velocity,
 noise minus data. That is deterministic, so there are no actions with a probability. Flow-GRPO (Liu et al., arXiv 2505.05470) makes
-some steps stochastic without changing the distribution of the result: each samples from a Gaussian whose mean the model predicts,
-which is an action with a probability, and policy gradients apply. One training step:
+some steps stochastic without changing the distribution of the result: each of these steps samples from a Gaussian whose mean the
+model predicts. Such a sample is an action with a probability, so policy gradients apply. One training step:
 
     rollout    generate a group of 8 images for each of 2 prompts, and keep the stochastic steps
     reward     score each image: here by its share of red
@@ -11,7 +11,7 @@ which is an action with a probability, and policy gradients apply. One training 
     update     make the steps that led to better images more probable, and those that led to worse images less probable
 
 The model is Stable Diffusion 3 with its real classes, but tiny and with random weights; a LoRA of its attention is trained.
-Left out, because it is not needed: guidance, a KL penalty, averaged weights, several devices.
+The script leaves out what it does not need: guidance, a KL penalty, averaged weights, several devices.
 Axes: b rows (images; those of a group are contiguous), (c, h, w) a latent.
 """
 
@@ -37,9 +37,9 @@ PROMPTS_PER_STEP = 2
 GROUP_SIZE = 8  # images per prompt
 LATENT = (4, 16, 16)  # decoded to an image of 32 x 32 pixels
 NUM_STEPS = 6  # from noise to image
-NOISE_LEVEL = 0.8  # of a stochastic step: at 0 none of its noise is new, at 1 all of it
-WINDOW = 2  # number of stochastic steps (Flow-GRPO-Fast), ...
-WINDOW_END = NUM_STEPS // 2  # ... somewhere in the first half, where colours and layout are decided
+NOISE_LEVEL = 0.8  # how much of the noise is drawn anew in a stochastic step: at 0 nothing, at 1 all of it
+WINDOW = 2  # number of stochastic steps (Flow-GRPO-Fast)
+WINDOW_END = NUM_STEPS // 2  # the window lies in the first half of the steps, where colours and layout are decided
 LEARNING_RATE = 3e-3
 CLIP_RANGE = 1e-5  # small because a log-probability here is a mean over all elements of a latent
 ADVANTAGE_MAX, GRAD_NORM_MAX = 5.0, 1.0
@@ -47,7 +47,7 @@ LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", 
 
 
 def build_models(seed: int) -> StableDiffusion3Pipeline:
-    """All parts in diffusers' own pipeline, frozen, with random weights from the seed. The policy is its `transformer`."""
+    """Build a diffusers pipeline with random weights from the seed, all frozen. The policy is its `transformer`."""
     words = {token: i for i, token in enumerate([*letters, *(a + "</w>" for a in letters), "<|startoftext|>", "<|endoftext|>"])}
     clip_tokenizer = CLIPTokenizer(vocab=words, merges=[], model_max_length=77)
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((a, -1.0) for a in "▁" + letters)]
@@ -78,20 +78,20 @@ def build_models(seed: int) -> StableDiffusion3Pipeline:
 
 
 def add_lora(transformer: SD3Transformer2DModel, seed: int) -> None:
-    """Add a LoRA, the only trained weights, to the attention projections. One of its two factors is 0, so it has no effect yet."""
+    """Add a LoRA, the only trained weights, to the attention projections. One of its factors is 0, so it has no effect yet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
         transformer.add_adapter(LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=LORA_TARGETS))
 
 
 class Text(NamedTuple):
-    tokens: Tensor  # (b, 77 + 128, 32): CLIP's, then T5's
+    tokens: Tensor  # (b, 77 + 128, 32): embeddings of CLIP, then of T5
     pooled: Tensor  # (b, 64)
 
 
 @torch.no_grad()
 def encode(pipeline: StableDiffusion3Pipeline, prompts: list[str]) -> Text:
-    """Encode with both CLIPs and T5. They are frozen, so once per prompt is enough."""
+    """Encode prompts with both CLIPs and T5. They are frozen, so each prompt is encoded only once."""
     tokens, _, pooled, _ = pipeline.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=128)
     return Text(tokens, pooled)
 
@@ -103,25 +103,25 @@ def for_groups(text: Text, prompts: Tensor) -> Text:
 
 
 def velocity(pipeline: StableDiffusion3Pipeline, x: Tensor, sigma: float, text: Text) -> Tensor:
-    """The predicted noise - data for x (b, c, h, w)."""
+    """The predicted velocity, noise - data, for x (b, c, h, w)."""
     times = torch.full((len(x),), sigma * pipeline.scheduler.config.num_train_timesteps)
     return pipeline.transformer(x, text.tokens, text.pooled, times, return_dict=False)[0]
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """Each draw has its own generator, keyed by its purpose, so that no image depends on the others."""
+    """A random generator for one draw, keyed by the purpose of the draw, so that no image depends on the others."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 class Noise(NamedTuple):
-    start: int  # of the window
+    start: int  # first step of the window
     initial: Tensor  # (b, c, h, w): the initial noise
     transitions: Tensor  # (WINDOW, b, c, h, w)
 
 
 def draw_noise(seed: int, step: int) -> Noise:
-    """Keys: (seed, "window", step), (seed, "noise", step, group, slot), (seed, "transition", step, group, slot, action)."""
+    """Keys of the draws: (seed, "window", step), (seed, "noise", step, group, slot), (seed, "transition", step, group, slot, j)."""
     start = int(torch.randint(WINDOW_END - WINDOW + 1, (1,), generator=generator(seed, "window", step)))
     rows = [(step, group, slot) for group in range(PROMPTS_PER_STEP) for slot in range(GROUP_SIZE)]
     initial = [torch.randn(LATENT, generator=generator(seed, "noise", *row)) for row in rows]
@@ -132,7 +132,7 @@ def draw_noise(seed: int, step: int) -> Noise:
 def cps_transition(x: Tensor, v: Tensor, sigma: float, sigma_next: float) -> tuple[Tensor, float]:
     """Mean and standard deviation of a stochastic step to the next x: "coefficients preserving sampling" (arXiv 2509.05952).
 
-    The model's guesses of data and noise are mixed as sigma_next asks, but part of the noise is new: its total stays the same.
+    Mixes the model's estimates of data and noise as sigma_next requires, and draws part of the noise anew, at the same variance.
     """
     std = sigma_next * math.sin(NOISE_LEVEL * math.pi / 2)
     data, noise = x - sigma * v, x + (1 - sigma) * v  # since v = noise - data and x = (1 - sigma) data + sigma noise
@@ -149,12 +149,12 @@ class Action(NamedTuple):
     sigma_next: float
     x: Tensor  # (b, c, h, w): before the step
     x_next: Tensor  # after the step
-    log_prob: Tensor  # (b,): of the step
+    log_prob: Tensor  # (b,): log-probability of the step in the rollout
 
 
 @torch.no_grad()
 def rollout(pipeline: StableDiffusion3Pipeline, text: Text, noise: Noise) -> tuple[list[Action], Tensor]:
-    """Integrate from noise to latents (b, c, h, w): stochastic steps in the window, Euler steps outside it."""
+    """Integrate from noise to latents (b, c, h, w), with stochastic steps inside the window and Euler steps outside it."""
     pipeline.scheduler.set_timesteps(NUM_STEPS)
     x, actions = noise.initial, []
     for i, (sigma, sigma_next) in enumerate(pairwise(pipeline.scheduler.sigmas.tolist())):
@@ -171,7 +171,7 @@ def rollout(pipeline: StableDiffusion3Pipeline, text: Text, noise: Noise) -> tup
 
 @torch.no_grad()
 def decode(pipeline: StableDiffusion3Pipeline, latents: Tensor) -> Tensor:
-    """Images (b, 3, 32, 32), 0 to 255, rounded as a saved file would be."""
+    """Images (b, 3, 32, 32), 0 to 255, rounded like in a saved file."""
     config = pipeline.vae.config
     pixels = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
     return (pixels / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
@@ -185,19 +185,19 @@ def share_of_red(pictures: Tensor) -> Tensor:
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """(b,): difference to the mean of the group, in standard deviations. No critic is needed: the group is the baseline."""
-    groups = rewards.view(-1, GROUP_SIZE).double()  # in fp32 their mean would be too coarse, because they differ so little
+    groups = rewards.view(-1, GROUP_SIZE).double()  # rewards differ so little that their mean in fp32 would be too coarse
     advantages = (groups - groups.mean(dim=1, keepdim=True)) / (groups.std(dim=1, correction=0, keepdim=True) + 1e-4)
     return advantages.clamp(-ADVANTAGE_MAX, ADVANTAGE_MAX).flatten().float()
 
 
 def backward(pipeline: StableDiffusion3Pipeline, text: Text, actions: list[Action], advantages: Tensor) -> float:
-    """Add the loss's gradient to the LoRA. Returns the largest |ratio - 1|: 0 if the weights are those of the rollout."""
+    """Add the gradient of the loss to the LoRA. Returns the largest |ratio - 1|: 0 if the weights are those of the rollout."""
     ratio_off = 0.0
     for action in actions:
         v = velocity(pipeline, action.x, action.sigma, text)
         mean, _ = cps_transition(action.x, v, action.sigma, action.sigma_next)
         ratio = (log_prob(action.x_next, mean) - action.log_prob).exp()
-        clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)  # beyond this range, the rollout is no longer reliable
+        clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)  # outside this range, the samples of the rollout are not reliable
         loss = -torch.minimum(ratio * advantages, clipped * advantages).mean() / len(actions)
         loss.backward()
         ratio_off = max(ratio_off, (ratio.detach() - 1).abs().max().item())
@@ -220,7 +220,7 @@ def first_gradient(pipeline: StableDiffusion3Pipeline, prompts: list[str], noise
 
 
 def train(steps: int, seed: int) -> Iterator[dict[str, float]]:
-    """The whole training. Yields one record per step."""
+    """Do the whole training. Yields one record per step."""
     pipeline = build_models(seed)
     add_lora(pipeline.transformer, seed)
     trained = [weight for weight in pipeline.transformer.parameters() if weight.requires_grad]
@@ -240,7 +240,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Flow-GRPO on a tiny Stable Diffusion 3: learns to paint in red.")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write each step's numbers here")
+    parser.add_argument("--json", type=Path, help="file for the numbers of each step")
     args = parser.parse_args()
     history = []
     for row in train(args.steps, args.seed):

@@ -1,9 +1,9 @@
-"""A language model learns to rewrite prompts for a frozen text-to-image model, rewarded by CLIP for the image of its prompt.
+"""A language model learns to rewrite prompts for a frozen text-to-image model. The reward is the CLIP score of the image.
 
     python examples/prompt_enhancer.py              # 3 GPUs: writer, text-to-image model, CLIP
     python examples/prompt_enhancer.py --tiny       # a CPU, in seconds
 
-CLIP compares the image with the user's words, not with the rewritten prompt. `prompt_quality` is only watched: a policy that is
+CLIP compares the image with the user's prompt, not with the rewritten prompt. `prompt_quality` is only logged: a policy that is
 rewarded for it learns to write "4k, masterpiece".
 """
 

@@ -1,10 +1,10 @@
-"""A reward server: several runs, or all ranks of one, send their images to the process that has the reward model.
+"""A reward server: several runs, or all ranks of one run, send their images to one process, which has the reward model.
 
     python examples/reward_server.py                                        # on the machine with the reward model
-    python examples/train_with_reward_server.py http://127.0.0.1:8700       # as often as you like
+    python examples/train_with_reward_server.py http://127.0.0.1:8700       # one or more runs
     python examples/reward_server.py --tiny                                 # a CPU
 
-`retouch serve pickscore --replicas 4 --gpus 0,1,2,3` does the same with one process per GPU. To serve other machines, give `host`
+`retouch serve pickscore --replicas 4 --gpus 0,1,2,3` does the same with one process per GPU. To serve other machines, set `host`
 and a token (docs/serving.md).
 """
 

@@ -1,7 +1,8 @@
-"""What ``--tiny`` gives to the other examples: models with few parameters, their data, and runs of two steps on a CPU.
+"""The ``--tiny`` settings of the other examples: models with few parameters, their data, and runs of two steps on a CPU.
 
-Each function returns arguments of ``retouch.Trainer`` that replace those of the full size. Stable Diffusion 3 and CLIP have random
-weights; the other models are those of the playground, which come with Retouch and are trained.
+``sd3``, ``enhancer``, ``writer``, ``inpainting`` and ``emu3`` return arguments of ``retouch.Trainer``, which replace those of the
+full size. Stable Diffusion 3 and CLIP have random weights; the other models are the trained models of the playground, which come
+with Retouch.
 """
 
 import string
@@ -31,7 +32,7 @@ def sd3() -> dict[str, Any]:
 
 
 def enhancer() -> dict[str, Any]:
-    """A tiny Qwen2-VL that writes prompts, and the text-to-image model that draws them."""
+    """A tiny Qwen2-VL that writes prompts, and a text-to-image model that renders them."""
     from retouch.data.playground.paintings import TextToImageData
 
     return {
@@ -44,7 +45,7 @@ def enhancer() -> dict[str, Any]:
 
 
 def writer() -> dict[str, Any]:
-    """A tiny Qwen2.5-VL that sees an image and writes how to edit it, and the editor that reads what it wrote."""
+    """A tiny Qwen2.5-VL that sees an image and writes how to edit it, and an editor that follows this text."""
     from retouch.data.playground.indirect import IndirectPlaygroundData
 
     return {
@@ -54,13 +55,13 @@ def writer() -> dict[str, Any]:
         "train_dataset": IndirectPlaygroundData(complexity={1: 1.0, 2: 1.0}, count=100),
         "reward_funcs": retouch.rewards.Playground(),
         "reward_weights": {"overall": 1.0},
-        # The writer is certain of its words in most tasks; at temperature 1 their gradient vanishes.
+        # In most tasks, the writer's token probabilities are almost 1; at temperature 1 their gradient would vanish.
         "rollout": {"kind": "tokens", "max_new_tokens": 32, "temperature": 2.0},
     }
 
 
 def inpainting() -> dict[str, Any]:
-    """A tiny FLUX.1-Fill that paints words on signs."""
+    """A tiny FLUX.1-Fill that renders words on signs, with an IP-Adapter."""
     from retouch.data.playground.words import WordData
 
     return {
@@ -89,12 +90,12 @@ def emu3() -> dict[str, Any]:
 
 
 def phases(**named: dict[str, Any]) -> list[dict[str, Any]]:
-    """One step of each phase."""
+    """The phases with these names and keys, with one step each."""
     return [{"name": name.replace("_", "-"), "steps": 1, **keys} for name, keys in named.items()]
 
 
 def pairs(count: int = 12) -> list[dict[str, Any]]:
-    """Pairs of images: red is preferred to blue."""
+    """``count`` preference pairs: a red image is chosen, a blue one is rejected."""
     flat = [Image.new("RGB", (32, 32), colour) for colour in ((220, 30, 30), (30, 30, 220))]
     return [
         {"prompt": f"a picture of {letter}", "chosen": flat[0], "rejected": flat[1]} for letter in string.ascii_lowercase[:count]
@@ -102,7 +103,7 @@ def pairs(count: int = 12) -> list[dict[str, Any]]:
 
 
 def clip() -> str:
-    """The folder of a CLIP with random weights; each letter is a token."""
+    """Write a CLIP with random weights, for which each letter is a token, unless it exists. Returns its folder."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, PreTrainedTokenizerFast

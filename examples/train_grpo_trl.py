@@ -1,4 +1,4 @@
-r"""TRL's GRPOTrainer in front of a frozen Qwen-Image-Edit: TRL trains the writer, Retouch renders and scores what it writes.
+r"""TRL's GRPOTrainer in front of a frozen Qwen-Image-Edit: TRL trains the writer, Retouch renders and scores its completions.
 
 On the playground, with its writer, editor and exact judge, on a CPU:
 
@@ -41,7 +41,7 @@ from retouch.types import Task
 
 @dataclass
 class ScriptArguments:
-    """How responses are rendered and scored; how the writer is trained is in TRL's own arguments."""
+    """Arguments for rendering and scoring responses. The arguments for training the writer are those of TRL."""
 
     editor: str | None = field(default=None, metadata={"help": "Folder or id of the editor; the playground's editor by default."})
     editor_kind: Literal["qwen-image-edit", "qwen-image-edit-plus"] = "qwen-image-edit"
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
 
 
 def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
-    """The prompts of the writer."""
+    """The tasks from which the writer's prompts are made."""
     if script.photos is not None:
         return Tasks(read_folder(script.photos), resize=None)
     return IndirectPlaygroundData(seed=seed, count=10_000, complexity=[1, 2, 3]).tasks(in_turn=True)

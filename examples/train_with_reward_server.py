@@ -1,10 +1,10 @@
-"""Trains with the reward of a server (`examples/reward_server.py`), so the GPUs of the run have the model that trains and no other.
+"""Trains with the reward of a server (`examples/reward_server.py`), so the GPUs of the run hold only the trained model.
 
     accelerate launch examples/train_with_reward_server.py http://10.0.0.5:8700     # 1 to 8 GPUs
     python examples/train_with_reward_server.py http://127.0.0.1:8700 --tiny        # a CPU, in seconds
 
-The scores have the same bits as those of the same reward inside of the run. If the server does not answer for a while, requests are
-repeated; if it stays away, the run ends with a checkpoint, and continues when it is started again.
+The scores have the same bits as with the same reward inside the run. If the server does not answer for a while, requests are
+repeated; if it still does not answer, the run saves a checkpoint and ends, and continues from it when it is started again.
 """
 
 import sys

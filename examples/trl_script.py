@@ -1,6 +1,6 @@
-"""GRPO of a language model with TRL, as a user may have it: a reward function for prompts that describe light and colour.
+"""GRPO of a language model with TRL, a typical user's script: the reward function prefers texts that describe light and colour.
 
-The same script with Retouch is `trl_script_with_retouch.py`: there an image is made of each prompt.
+The same script with Retouch is `trl_script_with_retouch.py`, in which each text is the prompt of an image.
 """
 
 from datasets import Dataset

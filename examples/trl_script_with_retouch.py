@@ -1,6 +1,6 @@
 """GRPO of a language model that writes prompts, with Retouch: `trl_script.py` after the change of ten lines or fewer.
 
-An image is made of each prompt, and a reward function can also take `images`.
+Each prompt is rendered as an image, and a reward function can also take `images`.
 """
 
 from datasets import Dataset

@@ -1,4 +1,4 @@
-"""A vision-language model sees an image and an instruction, and writes how to edit it; a frozen Qwen-Image-Edit reads that.
+"""A vision-language model sees an image and an instruction, and writes how to edit it; a frozen Qwen-Image-Edit reads its text.
 
     export OPENAI_API_KEY=...
     accelerate launch --config_file recipes/accelerate/zero2.yaml examples/writer_before_editor.py --photos DIR

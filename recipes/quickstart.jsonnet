@@ -1,5 +1,5 @@
-// The main task of the playground: a flow-matching editor that makes single edits learns instructions with several edits, in
-// minutes on two CPU cores.
+// The main task of the playground: a flow-matching editor that makes single edits learns to follow instructions with several edits,
+// in minutes on two CPU cores.
 //
 //   retouch train recipes/quickstart.jsonnet
 local objectives = import 'lib/objectives.libsonnet';
@@ -20,7 +20,7 @@ local sampling = import 'lib/sampling.libsonnet';
     ema: { decay: 0.95, every: 1 },
   },
   rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
-  // A quarter of single edits, so that the policy does not forget what the base model can do.
+  // A quarter of the tasks are single edits, so that the policy does not forget what the base model can do.
   data: playground.tasks(complexity={ '1': 1, '2': 2, '3': 1 }),
   reward: playground.judge,
   advantage: { kind: 'group' },

@@ -1,8 +1,9 @@
-"""What all tests share: Hypothesis without a deadline, environment variables, fixtures of whole runs.
+"""The settings that all tests share: Hypothesis without a deadline, environment variables, and fixtures for whole runs.
 
-The variables: those that packaged recipes read; consent to import the modules that tests and pages name, and keys bound to servers
-of this machine (``tests/config/test_consent.py`` and ``tests/config/test_keys.py`` take both away); and folders of the user's
-configuration and state that are not those of whoever runs the tests. The fixtures import what they need when a test asks for them.
+The environment variables are: the variables that packaged recipes read; the consent to import the modules that tests and pages
+name, and the keys that may be sent to servers on this machine (``tests/config/test_consent.py`` and ``tests/config/test_keys.py``
+remove both); and temporary folders for the user's configuration and state, so that the tests do not use the folders of the person
+who runs them. The fixtures import their modules when a test requests them.
 """
 
 import os
@@ -39,7 +40,7 @@ for name, value in {
 
 @pytest.fixture(scope="session")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny vision-language model. No test writes to it."""
+    """The folder of a tiny vision-language model. No test may write to it."""
     import tiny_writer_runs
 
     folder = tmp_path_factory.mktemp("writer")
@@ -49,7 +50,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(tmp_path: Path, writer: Path) -> Callable[..., dict[str, Any]]:
-    """The recipe that trains it, changed as ``tiny_writer_runs.recipe`` takes it."""
+    """Make a recipe that trains the ``writer``; takes the changes that ``tiny_writer_runs.recipe`` takes."""
     import tiny_writer_runs
 
     return lambda **changes: tiny_writer_runs.recipe(tmp_path, writer, **changes)

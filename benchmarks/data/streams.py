@@ -1,12 +1,12 @@
-"""A stream of a million rows: the time to the first step, memory, rows across kills, and how long a step waits for its tasks.
+"""Measures a stream of a million rows: time to the first step, memory, rows across kills, and how long a step waits for its tasks.
 
     python benchmarks/data/streams.py start --rows 1000000     # seconds to the first step, and memory
     python benchmarks/data/streams.py kills --rows 1000000     # a pass that is killed six times: is each row drawn once?
     python benchmarks/data/streams.py wait                     # 1024 px on two cores: the wait of a step for its tasks
     python benchmarks/data/streams.py check --rows 3000        # the first and the second check of a folder
 
-The rows are synthetic: an instruction with the row's number and a small JPEG (``wait``: pairs of 1024 x 1024 px), in parquet files.
-They are written to ``--folder`` if it does not exist. No model is loaded; a step is the drawing of its tasks.
+The rows are synthetic, in parquet files: an instruction with the number of the row, and a small JPEG (``wait``: two of 1024 x 1024
+px). They are written to ``--folder`` if it does not exist. No model is loaded: a step only draws its tasks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import numpy as np
 
 ROWS_PER_FILE, ROWS_PER_GROUP = 20_000, 1000
 COUNT = 64
-"""Tasks of a step, except in ``wait``."""
+"""Tasks per step, except in ``wait``."""
 HELD_OUT = 64
 
 
@@ -35,9 +35,9 @@ def main() -> None:
     parser.add_argument("what", choices=("start", "kills", "wait", "check", "_start", "_read"))
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--steps", type=int, default=200, help="of start: steps after the first one; of wait: steps")
+    parser.add_argument("--steps", type=int, default=200, help="in `start`: steps after the first one; in `wait`: all steps")
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a simulated step in wait")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of a simulated step in `wait`")
     arguments = parser.parse_args()
     pixels = 1024 if arguments.what == "wait" else 32
     rows = 256 if arguments.what == "wait" else arguments.rows
@@ -62,7 +62,7 @@ def jpeg(seed: int, pixels: int) -> bytes:
 
 
 def write(folder: Path, *, rows: int, pixels: int, pictures: bool) -> None:
-    """Parquet files, or a folder of images with ``metadata.jsonl``."""
+    """Write parquet files or, if ``pictures`` is True, a folder of images with ``metadata.jsonl``."""
     import pyarrow
     import pyarrow.parquet
 
@@ -95,6 +95,7 @@ def write(folder: Path, *, rows: int, pixels: int, pictures: bool) -> None:
 
 
 def stream(folder: Path, *, size: int | None = None) -> Any:
+    """Open the stream of training tasks of a folder. ``size``: px to which images are resized; None keeps their size."""
     from retouch.data.base import DataContext
     from retouch.data.sources.stream import StreamData
 
@@ -102,7 +103,7 @@ def stream(folder: Path, *, size: int | None = None) -> Any:
 
 
 def memory() -> tuple[float, float]:
-    """MB of memory (proportional set size) of this process and of its children."""
+    """The memory (proportional set size) of this process and of its children, in MB."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     each = []
     for process in ("self", *children):
@@ -112,6 +113,7 @@ def memory() -> tuple[float, float]:
 
 
 def own_words(what: str, folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """The command that starts this script in a new process with another subcommand."""
     words = [what, "--rows", str(arguments.rows), "--folder", str(folder), "--steps", str(arguments.steps)]
     return [sys.executable, "-W", "ignore", __file__, *words]
 
@@ -143,7 +145,7 @@ def _start(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def kills(folder: Path, arguments: argparse.Namespace) -> None:
-    """One pass, read by a process that is killed at random moments and goes on from what it stored last."""
+    """Read one pass in a process that is killed at random moments and continues from the state that it stored last."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as place:
         words = [*own_words("_read", folder, arguments)]
@@ -172,7 +174,7 @@ def kills(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def _read(folder: Path, arguments: argparse.Namespace) -> None:
-    """Steps until the end of the pass. After every 100 steps, the rows and the place in the stream are stored, as in a
+    """Make steps until the end of the pass. After every 100 steps, store the rows and the position in the stream, like a
     checkpoint."""
     place = Path(os.environ["STORED"])
     stored = sorted(place.glob("*.npz"))
@@ -196,7 +198,7 @@ def _read(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def wait(folder: Path, arguments: argparse.Namespace) -> None:
-    """Two cores: one is kept busy by the step, as by the process that drives a GPU."""
+    """Measure the wait on two cores. The simulated step keeps one of them busy, like the process that drives a GPU."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
     count = 4
     tasks = stream(folder, size=1024)
@@ -219,7 +221,7 @@ def wait(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def check(folder: Path, arguments: argparse.Namespace) -> None:
-    """The first check of a folder of JPEGs, and the second one, each in a process of its own; CPU time counts all processes."""
+    """Time the first and the second check of a folder of JPEGs, each in a new process. CPU time includes child processes."""
     for kept in (folder / ".retouch").glob("*"):
         kept.unlink()
     code = (

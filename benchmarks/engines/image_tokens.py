@@ -1,10 +1,10 @@
-"""Image tokens by cached decoding against transformers' generate under the same grammar.
+"""Compares the speed of cached decoding of image tokens to transformers' generate with the same grammar.
 
     python benchmarks/engines/image_tokens.py
 
-A random Emu3 of width 256 and four layers, images of 16 x 16 codes, one thread, in turn in one run; three rounds after one that
-only warms up, medians. In `generate` the grammar is a logits processor in Python that looks at the ids written so far, as one would
-write it for a trainer. Both sides draw at temperature 1.
+The model is a random Emu3 of width 256 with four layers, and an image has 16 x 16 codes. Both sides use one thread, sample at
+temperature 1, and are measured in turn in one run; the results are medians of three rounds after a warm-up round. In `generate` the
+grammar is a logits processor in Python that looks at the ids written so far, the usual implementation in a trainer.
 """
 
 import statistics
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def untrained() -> Emu3Editor:
-    """A random Emu3 with an autoencoder that makes 16 x 16 codes of 32 px."""
+    """A random Emu3 with an autoencoder that encodes an image of 32 x 32 px as 16 x 16 codes."""
     words = tiny_emu3.tokenizer()
     config = tiny_emu3.module().config.to_dict()
     config["text_config"] |= {
@@ -72,7 +72,7 @@ def untrained() -> Emu3Editor:
 
 
 class InModel:
-    """Seconds inside the decoder and its head."""
+    """Measures the seconds that are spent inside the decoder and its head, with hooks."""
 
     def __init__(self, editor: Emu3Editor) -> None:
         self.seconds, self._began = 0.0, 0.0
@@ -88,7 +88,7 @@ class InModel:
 
 
 def timed(way: Callable[[], int], inside: InModel) -> tuple[float, float]:
-    """Seconds in all, and the share of them inside the model."""
+    """The seconds of a call, and the share of them that is spent inside the model."""
     inside.seconds, began = 0.0, time.perf_counter()
     way()
     taken = time.perf_counter() - began
@@ -96,12 +96,13 @@ def timed(way: Callable[[], int], inside: InModel) -> tuple[float, float]:
 
 
 def cached(editor: Emu3Editor, batch: Batch, length: int) -> None:
+    """Sample the batch with cached decoding, and check that all rows are images."""
     made = CachedDecoding(editor)(batch, editor.encode(batch.tasks), TokenRollout(max_new_tokens=length))
     assert all(editor.codes_in(row) is not None for row in made.ids.tolist())
 
 
 class Grid(LogitsProcessor):
-    """The form of an image, row by row from the ids behind the prompt."""
+    """The grammar of an image: for each row, it allows only the ids that may follow those after the prompt."""
 
     def __init__(self, words: Emu3Tokens, prompt: int) -> None:
         self.words, self.prompt = words, prompt
@@ -126,6 +127,7 @@ class Grid(LogitsProcessor):
 
 @torch.no_grad()
 def generated(editor: Emu3Editor, batch: Batch, length: int) -> None:
+    """Sample the batch with ``generate``, and check that all rows are images."""
     prompts = editor.encode(batch.tasks).take(torch.tensor(batch.group))
     made = editor.module.generate(
         input_ids=prompts.ids,

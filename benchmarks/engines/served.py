@@ -1,10 +1,11 @@
-"""A vLLM server on this machine's CPU beside the policy's own engine: tokens per second, and how far their probabilities differ.
+"""Compares a vLLM server on this machine's CPU to the policy's own engine: tokens per second, and differences of log-probabilities.
 
     make engines                              # once, for the environment
     python benchmarks/engines/served.py
 
-A tiny random vision-language writer, in turn in one run, three rounds after one that only warms up; medians. The model runner is
-V1; V2 needs Triton's interpreter on a CPU. A CPU says nothing about a GPU.
+The model is a tiny random vision-language writer. Both engines are measured in turn in one run; the results are medians of three
+rounds after a warm-up round. vLLM uses its model runner V1; V2 needs Triton's interpreter on a CPU. The speeds on a CPU do not
+predict those on a GPU.
 """
 
 import statistics
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def report(policy: AutoregressivePolicy) -> None:
-    """Print the table."""
+    """Measure both engines and print the table."""
     tasks = served_models.tasks(TASKS - 1)
     engines = {"vllm": policy.engine, "cached": CachedDecoding(policy.model)}
     rates: dict[str, list[float]] = {name: [] for name in engines}

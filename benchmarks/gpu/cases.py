@@ -1,6 +1,6 @@
 """The recipes that are measured, at full size or tiny, with random weights that are drawn on the device.
 
-A case is a shipped recipe with a few settings, and changes of its models' configurations. Its models are the real classes, built
+A case is a shipped recipe with a few changed settings and changed model configurations. Its models are the real classes, built
 from the published configurations; nothing is read from a disk or a network.
 """
 
@@ -34,9 +34,9 @@ Changes = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A recipe with its settings (as of ``--set``) and changes of the configurations of its model, by part.
+    """A recipe with settings (as for ``--set``) and, for each part of its model, changes of the configuration.
 
-    ``tiny`` and ``tiny_settings`` are added in a dry run.
+    A dry run applies ``tiny`` and ``tiny_settings`` in addition to ``changes`` and ``settings``.
     """
 
     recipe: str
@@ -46,7 +46,7 @@ class Case:
     tiny_settings: Sequence[str]
 
     def load(self, folder: Path, *, tiny: bool, settings: Sequence[str] = ()) -> Recipe:
-        """The recipe, with a model folder of configurations below ``folder``."""
+        """Load the recipe. Its model folder, which contains only configurations, is written below ``folder``."""
         source = str(RECIPES / self.recipe)
         chosen = [*self.settings, *settings, *(self.tiny_settings if tiny else ())]
         model: Any = load(source, chosen).policy.model
@@ -61,7 +61,7 @@ _TINY_CLIP = {"hidden_size": 32, "projection_dim": 32, "intermediate_size": 64, 
 _ONE_LAYER = {"config": {"num_hidden_layers": 1}}
 SD3 = Case(
     recipe="sd3/ocr-grpo.jsonnet",
-    # One chunk of the recipe, and all rows in one optimizer step.
+    # One rollout chunk of the recipe, and one optimizer step for all rows.
     settings=("ranks=1", "tasks_per_step=1", "group_size=9", "minibatches=1"),
     changes={},
     tiny={
@@ -88,7 +88,7 @@ SD3_SHORT = replace(
         "text_encoder_3": {"config": {"num_layers": 1}},
     },
 )
-"""Four blocks and encoders of one block."""
+"""Stable Diffusion 3.5 Medium with four transformer blocks, and text encoders of one layer."""
 _QWEN_ENCODER = {"text_config": {"num_hidden_layers": 1}, "vision_config": {"depth": 1, "fullatt_block_indexes": [0]}}
 QWEN = Case(
     recipe="qwen-image-edit/flow-grpo.jsonnet",
@@ -97,7 +97,7 @@ QWEN = Case(
         *("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1", "rollout.num_steps=3"),
         *("rollout.window.size=1", "rollout.window.high=2", "policy.compile=null"),  # compiling takes minutes
     ),
-    changes={"text_encoder": {"config": _QWEN_ENCODER}},  # the encoder is frozen, and as large as a third of the transformer
+    changes={"text_encoder": {"config": _QWEN_ENCODER}},  # the full encoder is frozen, and a third as large as the transformer
     tiny={
         "transformer": {"config": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 256}},
         "text_encoder": {
@@ -116,12 +116,12 @@ QWEN_SHORT = replace(
     changes={**QWEN.changes, "transformer": {"config": {"num_layers": 4}}},
     tiny_settings=(*QWEN.tiny_settings, "rollout.num_steps=4", "rollout.window.high=3"),
 )
-"""Four blocks, and the recipe's own denoising steps."""
+"""Qwen-Image-Edit with four transformer blocks, and with the number of denoising steps of the recipe."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A run's parts, ready for steps of its first phase. ``clock``: its stages."""
+    """The parts of a run, ready for steps of its first phase. ``clock`` measures the stages of these steps."""
 
     recipe: Recipe
     parts: Assembly
@@ -132,7 +132,7 @@ class Built:
 
 
 def build(case: Case, target: Target, settings: Sequence[str] = ()) -> Built:
-    """The run of a case with random weights on the device. Its judge gives made-up scores at once."""
+    """Build the run of a case with random weights on the device. Its judge returns made-up scores immediately."""
     recipe = case.load(target.scratch, tiny=target.tiny, settings=settings)
     set_numerics(recipe)
     ranks = Ranks(device=target.device)
@@ -145,13 +145,16 @@ def build(case: Case, target: Target, settings: Sequence[str] = ()) -> Built:
 
 
 def write_writer(folder: Path, described: Mapping[str, Any]) -> Path:
-    """A folder with the configuration of a language model."""
+    """Write the configuration ``described`` of a language model into a folder below ``folder``, and return that folder."""
     return write_single(folder / "writer", described)
 
 
 @contextmanager
 def random_weights(target: Target) -> Iterator[None]:
-    """Inside it, models are built from configurations with random weights on the device. A tiny editor reads small images."""
+    """Build models from configurations with random weights on the device, inside this context.
+
+    In a dry run, Qwen-Image-Edit also resizes its source images to `TINY_AREA`.
+    """
     with ExitStack() as stack:
         stack.enter_context(without_weights(target.device, on_module=lambda name, module: fill(module)))
         if target.tiny:

@@ -1,4 +1,7 @@
-"""The machine: versions, and the rates that rehearsals model it with, written as a profile for ``retouch doctor --device``."""
+"""Package versions and measured rates of this machine, written as a profile for ``retouch doctor --device``.
+
+The rates are those with which a rehearsal models a machine.
+"""
 
 import importlib
 import json
@@ -20,9 +23,9 @@ PACKAGES = (
     "retouch",
 )
 SHARE = 0.8
-"""The least share of a modelled rate that the GPU must reach."""
+"""The smallest share of a modelled rate that the GPU must reach."""
 ROWS, TOKENS = 8704, 8640
-"""Rows of a product with a LoRA, and tokens of attention: Qwen-Image-Edit at 1024 px."""
+"""Rows of a matrix product with a LoRA, and tokens in an attention layer, of Qwen-Image-Edit at 1024 px."""
 WIDTH, HEADS = 3072, 24
 RANK = 64
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "µs": 1e-6}
@@ -30,8 +33,10 @@ UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9, "µs": 1e-6}
 
 @dataclass(frozen=True)
 class Rate:
-    """A measured rate, or a time, without a prefix of its unit. ``unit``: in which it is shown. ``field``: what it replaces in the
-    profile."""
+    """A measured rate in FLOP/s or bytes/s, or a time in seconds.
+
+    ``unit``: the key of `UNITS` in which it is shown. ``field``: the profile field that gets the value; empty for none.
+    """
 
     name: str
     value: float
@@ -40,6 +45,7 @@ class Rate:
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Measure versions and rates, and write the profile."""
     yield from _versions()
     modelled = MACHINES[target.machine]
     rates: dict[str, float] = {}
@@ -114,7 +120,7 @@ def _bandwidth(target: Target) -> Iterator[Rate]:
 
 
 def _launch(target: Target, small: torch.Tensor, count: int = 2000) -> float:
-    """Seconds in which the host starts one kernel, measured before it waits for the GPU."""
+    """Seconds that the host needs to launch one kernel, measured before the host waits for the GPU."""
     small.add_(1)
     target.synchronize()
     started = time.perf_counter()
@@ -126,7 +132,7 @@ def _launch(target: Target, small: torch.Tensor, count: int = 2000) -> float:
 
 
 def _profile(target: Target, rates: dict[str, float]) -> Finding:
-    """Write the profile, and count the rates that a rehearsal reads from it."""
+    """Write the profile, and count the measured rates that a rehearsal reads back from it."""
     name = torch.cuda.get_device_name(target.device) if target.is_cuda else "a CPU, in a dry run"
     made: dict[str, Any] = {"name": target.machine, **rates, "measured": f"measured by make gpu on {name}"}
     if target.memory:

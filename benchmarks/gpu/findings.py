@@ -9,7 +9,7 @@ Status = Literal["pass", "fail", "not run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One measured value. ``ok``: whether it is within its ``bound``; None if it has none."""
+    """One measured value. ``ok``: whether the value is within its ``bound``; None without a bound."""
 
     name: str
     value: float
@@ -32,28 +32,28 @@ def measured(name: str, value: float, unit: str = "") -> Finding:
 
 
 def at_most(name: str, value: float, limit: float | None, unit: str = "") -> Finding:
-    """A value that passes up to ``limit``, if there is one; NaN fails."""
+    """A value that passes if it is at most ``limit``; NaN fails. Without a limit, it has no bound."""
     if limit is None:
         return measured(name, value, unit)
     return Finding(name=name, value=float(value), unit=unit, bound=f"at most {limit:.4g}", ok=bool(value <= limit))
 
 
 def at_least(name: str, value: float, limit: float | None, unit: str = "") -> Finding:
-    """A value that passes from ``limit`` on, if there is one; NaN fails."""
+    """A value that passes if it is at least ``limit``; NaN fails. Without a limit, it has no bound."""
     if limit is None:
         return measured(name, value, unit)
     return Finding(name=name, value=float(value), unit=unit, bound=f"at least {limit:.4g}", ok=bool(value >= limit))
 
 
 def near(name: str, value: float, expected: float, *, share: float, unit: str = "") -> Finding:
-    """A value that passes if it differs from the expected one by at most a share of it."""
+    """A value that passes if it differs from ``expected`` by at most ``share`` times ``expected``."""
     ok = abs(value - expected) <= share * abs(expected)
     return Finding(name=name, value=float(value), unit=unit, bound=f"{expected:.4g} within {share:.0%}", ok=bool(ok))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A check's verdict. ``why``: the reason if it did not pass. ``seconds``: how long it ran."""
+    """The verdict of a check. ``why``: the reason if the check did not pass, else empty. ``seconds``: how long the check ran."""
 
     check: str
     status: Status
@@ -66,7 +66,7 @@ class Result:
 
 
 def verdict(check: str, findings: Sequence[Finding], *, error: str | None, seconds: float) -> Result:
-    """The result of a check that ran. ``error``: how it ended if it did not return."""
+    """The result of a check that ran. ``error``: how the check ended if it did not return normally."""
     beyond = [f"{each.name} is {each.value:.4g}, {each.bound}" for each in findings if each.ok is False]
     if error is None and not findings:
         error = "it measured nothing"
@@ -75,7 +75,7 @@ def verdict(check: str, findings: Sequence[Finding], *, error: str | None, secon
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results as a Markdown table: a row for each check, followed by a row for each of its values."""
+    """The results as a Markdown table: a row for each check, followed by a row for each value of the check."""
     lines = ["| check | value | bound | verdict |", "| --- | --- | --- | --- |"]
     for result in results:
         why = f": {_cell(result.why)}" if result.why else ""
@@ -88,5 +88,5 @@ def table(results: Sequence[Result]) -> str:
 
 
 def _cell(text: str) -> str:
-    """The text on one line, without what would end a cell."""
+    """The text on one line of at most 300 characters, without the character that would end a table cell."""
     return " ".join(text.split()).replace("|", "/")[:300]

@@ -1,5 +1,7 @@
-"""FSDP2 on a single rank: two steps of a sharded model with a LoRA in bfloat16, whose weights stay on the device or wait in CPU
-memory, against the same model without sharding."""
+"""FSDP2 on a single rank: compares two steps of a sharded model in bfloat16 with a LoRA to the same model without sharding.
+
+The weights of the sharded model stay on the device, or are kept in CPU memory between uses.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ STEPS = 2
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Compare gradient norms and trained weights with and without sharding."""
     target.require_memory(20e9)
     with _one_rank(target):
         norms, weights = _train(target, sharded=False)
@@ -55,7 +58,7 @@ def _step(built: Built, stepper: Stepper, number: int) -> float:
 
 @contextmanager
 def _one_rank(target: Target) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Open a process group that contains only this process."""
     backend, method = "nccl" if target.is_cuda else "gloo", f"file://{target.scratch / 'ranks'}"
     dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
     try:

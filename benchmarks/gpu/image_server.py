@@ -1,7 +1,7 @@
-"""A rollout by an SGLang-Diffusion server: how far its steps are from the policy's, before and after the adapter has changed.
+"""A rollout by an SGLang-Diffusion server: how far its steps are from the policy's steps, before and after the adapter changes.
 
-The server is started as a process, with four blocks of Stable Diffusion 3.5 Medium whose random weights are those of the policy. In
-a dry run the tests' double of the server takes its place.
+The server is a separate process. It serves four blocks of Stable Diffusion 3.5 Medium with the same random weights as the policy.
+A dry run uses the double of the server from the tests instead.
 """
 
 import importlib
@@ -33,22 +33,23 @@ from retouch.types import Needs
 SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
 LIMIT: float = ChainEngineSection.model_fields["max_mismatch"].default
 TIMES = 3.0
-"""With the adapter switched off in the policy alone, the distance must be so many times larger than with it."""
+"""The distance must be at least this many times larger if the adapter is switched off in the policy but not in the server."""
 STD, TINY_STD = 0.1, 3.0
-"""Of the changed adapter's weights. The gates of tiny random blocks are nearly closed."""
+"""Standard deviations of the changed adapter weights. The tiny model needs larger ones: its random gates are nearly closed."""
 STARTING_SECONDS = 200.0
 APPLIED = re.compile(r"LoRA adapter\(s\) .* applied to (\d+) layers")
-"""What the server logs when it has loaded an adapter."""
+"""The line that the server logs after it has loaded an adapter."""
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Compare rollouts by the server to the policy, with a new, a changed and a disabled adapter."""
     if importlib.util.find_spec("httpx") is None:
         raise NotRun("httpx is not installed: pip install httpx")
     if not target.tiny and shutil.which("sglang") is None:
         raise NotRun("there is no sglang command: pip install 'sglang[diffusion]==0.5.23', in an environment of its own")
     target.require_memory(30e9)
     port = _free_port()
-    section = f'{{"kind": "sglang", "url": "http://127.0.0.1:{port}", "max_mismatch": 1e6}}'  # the limit is checked here
+    section = f'{{"kind": "sglang", "url": "http://127.0.0.1:{port}", "max_mismatch": 1e6}}'  # this check applies LIMIT itself
     built = build(SD3_SHORT, target, (f"rollout.engine={section}", f"out={target.scratch}"))
     served = build(SD3_SHORT, target, ('policy.train={"kind": "full"}',)).parts.model
     policy: Any = built.run.policy
@@ -74,7 +75,7 @@ def run(target: Target) -> Iterator[Finding]:
 
 
 def _distance(deviations: Any) -> float:
-    """In standard deviations of the step's noise, as the engine's ``max_mismatch``."""
+    """The root mean square deviation, in standard deviations of the step's noise, like ``max_mismatch`` of the engine."""
     return float(deviations.mean().sqrt())
 
 
@@ -119,11 +120,11 @@ def _double(model: Any, port: int) -> Iterator[None]:
 
 @contextmanager
 def _server(model: Any, scratch: Path, log: Path, port: int) -> Iterator[None]:
-    """A server of this model, once it is ready. Its processes are in this process's group, which the suite kills at the end."""
+    """Start a server of this model and wait until it is ready. The suite kills its processes with the group of this process."""
     folder = scratch / "pipeline"
     _save(model, folder)
     command = ["sglang", "serve", "--model-path", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # which has this library's packages
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it has this library's packages
     with log.open("wb") as printed:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=printed, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -140,7 +141,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
     while time.monotonic() < deadline:
         if process.poll() is not None:
             last = (log.read_text(errors="replace").strip().splitlines() or ["nothing"])[-1]
-            raise RuntimeError(f"the server ended with exit code {process.returncode}; it printed last: {last}")
+            raise RuntimeError(f"the server ended with exit code {process.returncode}; its last line was: {last}")
         with suppress(OSError), urlopen(url, timeout=5) as response:
             if response.status == 200:
                 return
@@ -149,7 +150,7 @@ def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, log: Path) -
 
 
 def _save(model: Any, folder: Path) -> None:
-    """The model as a diffusers pipeline saves it."""
+    """Save the model in the format of a diffusers pipeline."""
     clip, other_clip, t5 = (*model.text.clips, model.text.t5)
     tokenizer, other_tokenizer, t5_tokenizer = model.text.tokenizers
     StableDiffusion3Pipeline(
@@ -166,6 +167,6 @@ def _save(model: Any, folder: Path) -> None:
 
 
 def _layers(log: Path) -> int:
-    """The number of layers in the last line about an adapter; 0 without one."""
+    """The number of layers in the last log line that matches `APPLIED`; 0 without such a line."""
     found = APPLIED.findall(log.read_text(errors="replace"))
     return int(found[-1]) if found else 0

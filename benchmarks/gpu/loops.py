@@ -1,4 +1,4 @@
-"""The step of Stable Diffusion 3.5 Medium beside plain loops over the same weights: a bare one, and one as Flow-GRPO computes."""
+"""Compares a step of Stable Diffusion 3.5 Medium to plain loops over the same weights: a bare loop, and one like Flow-GRPO's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,17 +14,18 @@ from target import Target
 from retouch.training.loop import Run, collect, update
 
 MOST = 1.05
-"""The longest step of the library, as a multiple of the bare loop's."""
+"""The longest allowed step of the library, as a multiple of the step of the bare loop."""
 ROUNDS = 2
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Time steps of the library and of the plain loops in turn."""
     target.require_memory(75e9)
     built = build(SD3, target)
     library = replace(built.run, clock=lambda stage: nullcontext())
     bare = _plain(built, Style.BARE)
     prompt = built.phase.batch(0).tasks[0].instruction
-    library_rows = _rows(built, partial(_step, library, built, 0))  # and a warm-up
+    library_rows = _rows(built, partial(_step, library, built, 0))  # this step is also a warm-up
     bare_rows = _rows(built, partial(bare.step, prompt))
     yield near("rows through the transformer in the bare loop", bare_rows, library_rows, share=0.0)
     library_times, bare_times = [], []
@@ -41,7 +42,7 @@ def run(target: Target) -> Iterator[Finding]:
 
 
 def _rows(built: Built, call: Callable[[], object]) -> int:
-    """The rows that go through the transformer in a call; a row with and without guidance is two."""
+    """The number of rows that go through the transformer during ``call``; a guided row counts as two."""
     rows: list[int] = []
     hook = built.parts.model.module.register_forward_pre_hook(
         lambda module, args, given: rows.append(len(given["hidden_states"])), with_kwargs=True
@@ -58,7 +59,7 @@ def _step(library: Run, built: Built, number: int) -> None:
 
 
 def _flow_grpo(built: Built, target: Target, prompt: str, ours: float) -> Iterator[Finding]:
-    """Last, because it changes the type of the adapters and of products in fp32."""
+    """Measure the loop like Flow-GRPO's. Call this last: it changes the dtype of the adapters and allows TF32."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     loop = _plain(built, Style.FLOW_GRPO)
     seconds = min([target.elapsed(partial(loop.step, prompt)) for _ in range(ROUNDS + 1)][1:])

@@ -1,4 +1,4 @@
-"""Tiny models in fp32 on the CPU and on the GPU: the same noise, and nearly the same latents, log-probabilities and images."""
+"""Tiny models in fp32 must give the same noise, and nearly the same latents, log-probabilities and images, on CPU and GPU."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +25,14 @@ from retouch.types import Batch, Task
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LATENT_LIMIT = 1e-4
 LEVELS = 1.0
-"""Levels of 255 by which a pixel may differ, because it is rounded."""
+"""Levels (of 255) by which a pixel may differ, because pixels are rounded."""
 ROWS = 4
 INSTRUCTION = "make the red circle blue"
 CODE_SIZE = (64, 64)
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Compare rollouts of tiny models, and codes of Emu3, on the CPU and on the device."""
     folder = target.scratch / "tiny-sd3"
     tiny_sd3_pipeline(0).save_pretrained(folder)
     sd3 = [f'policy.model={{"kind": "sd3", "path": "{folder}", "dtype": "float32", "size": [32, 32]}}', "device=auto"]
@@ -53,7 +54,7 @@ def _model(name: str, recipe: Recipe, target: Target) -> Iterator[Finding]:
 
 
 def _sampled(recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
-    """What a rollout of a few rows makes on the device, in CPU memory."""
+    """The noise, latents, log-probabilities and images of a rollout of `ROWS` rows on the device, copied to CPU memory."""
     parts = assemble_policy(recipe, Ranks(device=device))
     policy: Any = parts.policy(recipe.resolved_phases()[0].rollout)
     image = _image(64, 64)
@@ -68,7 +69,7 @@ def _sampled(recipe: Recipe, device: torch.device) -> dict[str, Tensor]:
 
 
 def _codes(target: Target) -> Iterator[Finding]:
-    """The image tokens of Emu3's autoencoder, nearest neighbours in a code book, with TF32 allowed and not."""
+    """Compare the image tokens of Emu3's autoencoder (nearest neighbours in a code book), with and without TF32."""
     path = playground_weights("emu3") / "autoencoder"
     images = [_image(*CODE_SIZE, seed=seed) for seed in range(ROWS)]
     expected = Emu3ImageTokenizer(load_autoencoder(path), CODE_SIZE).encode(images)

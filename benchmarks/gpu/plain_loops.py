@@ -1,8 +1,8 @@
-"""A training step of Flow-GRPO on Stable Diffusion 3 in plain PyTorch, without this library: what its step is compared with.
+"""A training step of Flow-GRPO on Stable Diffusion 3 in plain PyTorch, to which a step of this library is compared.
 
-The settings are those of the recipe: rollout with guidance and SDE noise, decoding, then the clipped loss with a KL to the weights
-without adapter. ``Style.BARE`` makes the same model calls as the library, in bfloat16. ``Style.FLOW_GRPO`` computes as the code of
-Flow-GRPO does: adapters in fp32 under autocast with TF32, and one denoising step of all rows at a time in the update.
+The settings are those of the recipe: a rollout with guidance and SDE noise, decoding, then the clipped loss with a KL to the model
+without its adapter. ``Style.BARE`` makes the same model calls as the library, in bfloat16. ``Style.FLOW_GRPO`` computes like the
+code of Flow-GRPO: adapters in fp32 under autocast with TF32, and one denoising step of all rows at a time in the update.
 
 Source: Flow-GRPO (Liu et al. 2025, arXiv 2505.05470).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Style(Enum):
-    """How a plain loop computes."""
+    """Whether a plain loop computes like this library (``BARE``) or like the code of Flow-GRPO."""
 
     BARE = "bare"
     FLOW_GRPO = "flow-grpo"
@@ -26,7 +26,10 @@ class Style(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of a step. ``rows``: images of one prompt. ``latent``: (channels, height, width). ``sigmas``: (steps + 1,), from 1 to 0."""
+    """Settings of a step.
+
+    ``rows``: images of one prompt. ``latent``: (channels, height, width). ``sigmas``: (steps + 1,), from 1 to 0.
+    """
 
     rows: int
     latent: tuple[int, int, int]
@@ -39,7 +42,7 @@ class Settings:
 
 
 class PlainLoop:
-    """``embed``: the encoders' (tokens, pooled) of texts. Only the adapters of ``transformer`` train."""
+    """A plain training loop. ``embed`` encodes texts as (tokens, pooled). Only the adapters of ``transformer`` are trained."""
 
     def __init__(
         self, transformer: Any, vae: Any, embed: Callable[[list[str]], tuple[Tensor, Tensor]], settings: Settings, style: Style
@@ -54,7 +57,7 @@ class PlainLoop:
         self.optimizer = torch.optim.AdamW(self.trained, lr=settings.learning_rate, weight_decay=1e-4)
 
     def step(self, prompt: str) -> Tensor:
-        """Rollout, decoding and update. Returns the images (rows, 3, height, width) in CPU memory."""
+        """Do a rollout, decode the images and update the weights. Returns the images (rows, 3, height, width) in CPU memory."""
         with torch.no_grad():
             tokens, pooled = self.embed([prompt, ""])
             self.text = [(tokens[k : k + 1].to(self.dtype), pooled[k : k + 1].to(self.dtype)) for k in (0, 1)]
@@ -66,7 +69,7 @@ class PlainLoop:
         return images
 
     def rollout(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The states of all steps, and the log-probabilities of all steps but the last, which is deterministic."""
+        """Return the states of all steps, and the log-probabilities of all steps except the last, which is deterministic."""
         settings, sigmas = self.settings, self.settings.sigmas
         states, log_probs = [torch.randn(settings.rows, *settings.latent, device=self.device)], []
         for k in range(len(sigmas) - 1):
@@ -87,7 +90,7 @@ class PlainLoop:
         return (pixels.float() / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8).cpu()
 
     def update(self, states: list[Tensor], log_probs: list[Tensor], advantages: Tensor) -> None:
-        """One pass over all transitions, and one optimizer step."""
+        """Make one pass over all transitions, and one optimizer step."""
         settings, actions, rows = self.settings, len(log_probs), self.settings.rows
         before, after = torch.stack(states[:actions], 1), torch.stack(states[1 : actions + 1], 1)
         old, sigmas = torch.stack(log_probs, 1), settings.sigmas
@@ -115,7 +118,7 @@ class PlainLoop:
         self.optimizer.zero_grad(set_to_none=True)
 
     def velocity(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """The guided velocity, both branches in one forward pass."""
+        """The guided velocity; one forward pass computes both branches of the guidance."""
         (tokens, pooled), (no_tokens, no_pooled) = self.text
         count = len(x)
         with self.autocast():
@@ -130,7 +133,7 @@ class PlainLoop:
         return negative + self.settings.guidance_scale * (positive - negative)
 
     def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation (r, 1, 1, 1) of the next state, by equation 9 of Flow-GRPO."""
+        """The mean, and the standard deviation (r, 1, 1, 1), of the next state, by equation 9 of Flow-GRPO."""
         sigma, sigma_next = sigma.view(-1, 1, 1, 1), sigma_next.view(-1, 1, 1, 1)
         dt = sigma_next - sigma
         below_one = torch.where(sigma == 1, self.settings.sigmas[1], sigma)
@@ -145,6 +148,6 @@ class PlainLoop:
 
 
 def log_density(following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """The log-density of each row, with the mean over its elements."""
+    """The log-density of each row, averaged over the elements of the row."""
     density = -(following.detach() - mean).square() / (2 * std.square()) - std.log()
     return density.mean(dim=(1, 2, 3))

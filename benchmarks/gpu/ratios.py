@@ -1,7 +1,7 @@
-"""The ratio of a step in bfloat16 before the first update, which is 1 if rollout and update give the same log-probabilities.
+"""The probability ratio in bfloat16 before the first update; it is 1 if rollout and update compute the same log-probabilities.
 
-It depends on the shapes of the forward passes. It is measured with equal shapes, as recipes have them by default, and with
-different ones, which shows what ``rollout.equal_shapes`` is for.
+The ratio depends on the shapes of the forward passes. It is measured with equal shapes, the default of recipes, and with different
+shapes, which shows the effect of ``rollout.equal_shapes``.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def _ratios(case: Case, target: Target, *, guidance_scales: tuple[float, ...]) -
 
 
 def _ratio_of(built: Built, *, scale: float, equal: bool) -> Tensor:
-    """(b, t) ratios of one step's transitions. With different shapes, the update computes one transition at a time."""
+    """The ratios (b, t) of the transitions of one step. With different shapes, the update computes one transition at a time."""
     rollout: Any = built.recipe.resolved_phases()[0].rollout
     policy: Any = built.parts.policy(rollout.model_copy(update={"guidance_scale": scale, "equal_shapes": equal}))
     if not equal:

@@ -1,6 +1,6 @@
-"""The quickstart on the GPU: a run that is killed and resumed, and a run that is repeated, end with the same bits.
+"""The quickstart on the GPU: does a run that is killed and resumed, or repeated, end with the same bits as the first run?
 
-With ``deterministic: true`` this must hold; without it, whether it holds is measured.
+With ``deterministic: true`` it must. Without this setting, the check measures whether it does.
 """
 
 import hashlib
@@ -23,10 +23,11 @@ SETTINGS = (
     *(f"steps={STEPS}", f"checkpoints.every={SAVE_EVERY}", "tasks_per_step=4", "group_size=4", "microbatch=8"),
     *("eval.tasks=6", "eval.batch=6", "eval.best_of_k=2", "samples.tasks=1"),
 )
-"""Of every run: few rows, because only bits are compared."""
+"""Settings of every run. They make few rows, because only bits are compared."""
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Make the runs in parallel, and compare the hashes of their last checkpoints."""
     modes = (True,) if target.tiny else (True, False)
     runs = {
         (mode, name): _Training(target.scratch / f"{name}-{mode}", deterministic=mode, target=target)
@@ -47,7 +48,7 @@ def run(target: Target) -> Iterator[Finding]:
 
 
 class _Training:
-    """``retouch train`` in a folder of its own, in the background."""
+    """A background process of ``retouch train`` that works in ``folder``."""
 
     def __init__(self, folder: Path, *, deterministic: bool, target: Target) -> None:
         folder.mkdir()
@@ -57,7 +58,7 @@ class _Training:
         self.process = self._start()
 
     def kill_after(self, step: int) -> None:
-        """Kill it once the checkpoint of this step is there, and start it again."""
+        """Kill the process as soon as the checkpoint of ``step`` exists, and start it again."""
         while not self._checkpoint(step).is_dir():
             if self.process.poll() is not None:
                 raise RuntimeError(f"the run ended with exit code {self.process.returncode} before step {step}; see log.txt")
@@ -74,7 +75,7 @@ class _Training:
             raise RuntimeError(f"{self.folder.name}: the run ended with exit code {code}; see log.txt")
 
     def hash(self) -> str:
-        """Of the weights and the optimizer's state at the end."""
+        """The hash of the weights and of the optimizer state after the last step."""
         digest = hashlib.sha256()
         for name in TENSORS:
             digest.update((self._checkpoint(STEPS) / f"{name}.safetensors").read_bytes())

@@ -1,10 +1,10 @@
-"""`make gpu`: what a GPU does with this library, measured by checks that need no network, in at most 9 minutes.
+"""`make gpu`: checks of this library on a GPU, which need no network and take at most 9 minutes.
 
     python benchmarks/gpu/run.py [--dry-run] [--out FOLDER] [--minutes M] [--only CHECK ...]
 
-Each check is a function in a file beside this one, which yields values with their bounds; docs/machines.md says how to read the
-results. A dry run does the same on the CPU with tiny models, and with longer time limits for a busy machine. The exit code is 1 if
-a check failed, or none ran.
+Each check is a function in a file next to this one, which yields values with their bounds; docs/machines.md explains how to read
+the results. A dry run does the same on the CPU with tiny models, and with longer time limits for a busy machine. The exit code is
+1 if a check failed or no check passed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from findings import table
 from suite import Check, run_suite
 
 CHECKS = (
-    # In the order of their importance: the last ones are left out if the time is over.
+    # The most important check comes first: if the time runs out, the last checks are not run.
     Check("environment", "environment:run", limit=120),
     Check("parity", "parity:run", limit=60),
     Check("sd3-step", "steps:sd3", limit=120),
@@ -31,18 +31,18 @@ CHECKS = (
     Check("sglang", "image_server:run", limit=300),
 )
 DRY_TIMES = 10
-"""The limits of a dry run are so many times longer."""
+"""The time limits of a dry run are this many times longer."""
 
 
 def main() -> int:
     names = [check.name for check in CHECKS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="for the results")
-    parser.add_argument("--minutes", type=float, default=9.0, metavar="M", help="for all checks together")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"some of {', '.join(names)}")
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU, with tiny models")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="FOLDER", help="folder for the results")
+    parser.add_argument("--minutes", type=float, default=9.0, metavar="M", help="time limit of all checks together")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"checks to run: {', '.join(names)}")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process of a check stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes of the checks as well
     times = DRY_TIMES if arguments.dry_run else 1
     chosen = [replace(each, limit=times * each.limit) for each in CHECKS if arguments.only is None or each.name in arguments.only]
     results = run_suite(chosen, arguments.out.resolve(), seconds=60 * arguments.minutes, dry_run=arguments.dry_run)

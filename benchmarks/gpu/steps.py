@@ -1,8 +1,8 @@
-"""Steps at full size with random weights: time, MFU and peak memory of each stage, beside a rehearsal of the same step.
+"""Steps at full size with random weights: time, MFU and peak memory of each stage, compared to a rehearsal of the same step.
 
     python benchmarks/gpu/steps.py
 
-rehearses the cases for an H100, and writes rehearsed.json beside this file.
+The command above rehearses the cases for an H100, and writes rehearsed.json next to this file.
 """
 
 import json
@@ -22,18 +22,18 @@ from retouch.training.preflight import ROWS, preflight
 KEPT = Path(__file__).with_name("rehearsed.json")
 MEMORY = 75e9
 PEAK_SHARE = 0.05
-"""The largest difference of a peak from the rehearsed one, as a share of it."""
+"""The largest allowed difference between a measured and a rehearsed peak, as a share of the rehearsed peak."""
 CASES = {"sd3": SD3, "qwen": QWEN}
 STAGES = ("preflight", "rollout", "render", "update")
 Rehearsed = dict[str, dict[str, float]]
-"""Of each stage: "peak" in bytes, "flops", and "modelled" seconds."""
+"""For each stage: "peak" in bytes, "flops", and "modelled" in seconds."""
 
 
 def sd3(target: Target) -> Iterator[Finding]:
     """Stable Diffusion 3.5 Medium: nine images, with the settings of its recipe."""
     target.require_memory(MEMORY)
     built = build(SD3, target)
-    take_step(built, 0)  # warm-up, after which the optimizer has its moments
+    take_step(built, 0)  # a warm-up, which also makes the optimizer's moments
     built.clock.clear()
     with built.clock("preflight"):
         preflight(built.run, built.phase, step=1, rows=min(ROWS, len(built.phase.batch(1))))
@@ -52,19 +52,19 @@ def qwen(target: Target) -> Iterator[Finding]:
 
 
 def _make_moments(built: Built) -> None:
-    """Let the optimizer make its moments, as they are there in a rehearsal, by a step that changes no weight."""
+    """Make the optimizer's moments, which a rehearsal counts too, by a step with learning rate 0, which changes no weight."""
     trained = [weight for weight in built.stepper.module.parameters() if weight.requires_grad]
     built.stepper.backward(sum(weight.float().flatten()[:1].sum() for weight in trained))
     built.stepper.step(0.0)
 
 
 def take_step(built: Built, number: int) -> None:
-    """A whole step, by the run's own code."""
+    """Do a whole training step with the code of the library."""
     update(built.run, built.phase, number, collect(built.run, built.phase, number))
 
 
 def _findings(name: str, built: Built, target: Target) -> Iterator[Finding]:
-    """Seconds, MFU and peak of each stage. The peaks are compared with the rehearsed ones."""
+    """Time, MFU and peak memory of each stage. The peaks are compared to the rehearsed peaks."""
     rehearsed: Rehearsed = {} if target.tiny else json.loads(KEPT.read_text(encoding="utf-8"))[name]
     published = PUBLISHED_FLOPS.get(target.machine)
     for stage in STAGES:
@@ -82,7 +82,7 @@ def _findings(name: str, built: Built, target: Target) -> Iterator[Finding]:
 
 
 def _write_kernels(built: Built, target: Target) -> None:
-    """Write the kernels of one denoising step to ``sd3-kernels.txt``."""
+    """Profile one denoising step and write its kernels to ``sd3-kernels.txt``."""
     from torch.profiler import ProfilerActivity, profile
 
     policy, batch = built.run.policy, built.phase.batch(2)
@@ -99,7 +99,7 @@ def _write_kernels(built: Built, target: Target) -> None:
 
 
 def rehearse_case(name: str) -> Rehearsed:
-    """The figures of a case, from a rehearsal for an H100."""
+    """Rehearse a case for an H100, and return the figures of each stage."""
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.report import seconds, stage_peak
     from retouch.rehearsal.step import rehearse

@@ -1,7 +1,7 @@
-"""Runs checks one after the other, each in a process of its own, and keeps what they found even if they fail.
+"""Runs checks one after the other, each in a separate process, and keeps the measured values even if a check fails.
 
-A process starts while the check before it still runs, so that its imports take no time of the GPU, and waits until it is told to
-go. Its time limit counts from then on; a process that exceeds it is killed with all of its children.
+A process starts while the previous check still runs, so that the GPU does not wait for its imports. It waits until it is told to
+go, and its time limit counts from that moment; a process that exceeds the limit is killed with all of its children.
 """
 
 import json
@@ -21,14 +21,14 @@ from findings import FOUND, Finding, Result, table, verdict
 
 WORKER = Path(__file__).with_name("worker.py")
 LEAST_SECONDS = 10.0
-"""A check is not started with less time than this."""
+"""A check is not started if less time than this is left."""
 RESERVED_SECONDS = 5.0
-"""Kept at the end for the table."""
+"""Time that is reserved at the end for writing the table."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: ``function`` as ``module:name``, called with the target, yields its values. ``limit``: its time in seconds."""
+    """A check. ``function``: ``module:name`` of a function that takes the target and yields values. ``limit``: seconds."""
 
     name: str
     function: str
@@ -36,7 +36,7 @@ class Check:
 
 
 class Process:
-    """The process of a check, which imports its module at once and runs it after ``go``."""
+    """The process of a check. It imports the module of the check immediately, and runs the check when ``run`` is called."""
 
     def __init__(self, check: Check, folder: Path, *, dry_run: bool) -> None:
         self.check = check
@@ -55,7 +55,7 @@ class Process:
         """Run the check for at most ``limit`` seconds."""
         started = time.perf_counter()
         assert self.popen.stdin is not None
-        with suppress(BrokenPipeError):  # it failed in its imports
+        with suppress(BrokenPipeError):  # the process failed during its imports
             self.popen.stdin.write(b"go\n")
             self.popen.stdin.close()
         code: int | None = None
@@ -93,7 +93,7 @@ class Process:
 
 
 def lines_of(scratch: Path) -> Iterator[dict[str, Any]]:
-    """What the process of a check wrote into its folder, without a last line that it did not finish."""
+    """The lines that the process of a check wrote into ``scratch``, without an unfinished last line."""
     found = scratch / FOUND
     text = found.read_text(encoding="utf-8") if found.is_file() else ""
     for line in text.splitlines(keepends=True):
@@ -102,7 +102,7 @@ def lines_of(scratch: Path) -> Iterator[dict[str, Any]]:
 
 
 def result_of(check: str, lines: Sequence[dict[str, Any]], *, ended: str | None, seconds: float) -> Result:
-    """The result of a check that wrote these lines. ``ended``: how its process ended, if that was not by itself."""
+    """The result of a check that wrote these lines. ``ended``: how the process ended if the lines do not say it, else None."""
     findings = [Finding(**line["finding"]) for line in lines if "finding" in line]
     stopped = next((line["not run"] for line in lines if "not run" in line), None)
     if stopped is not None:
@@ -112,8 +112,11 @@ def result_of(check: str, lines: Sequence[dict[str, Any]], *, ended: str | None,
 
 
 def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run: bool) -> list[Result]:
-    """Run the checks within ``seconds``. After each, a line of JSON is printed and written to ``folder/results.jsonl``; the table
-    is written to ``folder/table.md`` at the end."""
+    """Run the checks within ``seconds``.
+
+    After each check, its result is printed and written to ``folder/results.jsonl`` as a line of JSON. At the end, the table is
+    written to ``folder/table.md``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.perf_counter() + seconds - RESERVED_SECONDS
     results: list[Result] = []

@@ -1,4 +1,4 @@
-"""The device that is measured, its clock and its peak memory."""
+"""The device on which the checks measure: its timers and its peak memory."""
 
 import statistics
 import time
@@ -12,12 +12,16 @@ import torch
 from findings import NotRun
 
 PUBLISHED_FLOPS = {"h100": 989.4e12, "h200": 989.4e12, "a100-80gb": 312e12, "a100-40gb": 312e12}
-"""Dense FLOP/s in bfloat16 of NVIDIA's data sheets (SXM), of which an MFU is a share."""
+"""Dense FLOP/s in bfloat16 from NVIDIA's data sheets (SXM); an MFU is a share of them."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``tiny``: a dry run, with tiny models. ``folder``: for the results. ``scratch``: for other files, removed after the check."""
+    """The device and the folders of a check.
+
+    ``tiny``: whether this is a dry run, with tiny models. ``folder``: for the results. ``scratch``: for files that are removed
+    after the check.
+    """
 
     device: torch.device
     tiny: bool
@@ -35,14 +39,14 @@ class Target:
 
     @property
     def machine(self) -> str:
-        """The name of the nearest machine that rehearsals know."""
+        """The name of the most similar machine that rehearsals know."""
         name = torch.cuda.get_device_name(self.device).lower() if self.is_cuda else "h100"
         if "a100" in name:
             return "a100-80gb" if self.memory > 60e9 else "a100-40gb"
         return next((known for known in ("h200", "h100", "l40s", "5090", "4090") if known in name), "h100")
 
     def require_memory(self, size: float) -> None:
-        """Raise NotRun on a GPU with less memory."""
+        """Raise NotRun if the GPU has less than ``size`` bytes of memory, except in a dry run."""
         if not self.tiny and self.memory < size:
             raise NotRun(f"it needs a GPU with {size / 1e9:.0f} GB, and this one has {self.memory / 1e9:.0f} GB")
 
@@ -56,11 +60,11 @@ class Target:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak(self) -> int:
-        """The largest number of bytes of tensors since ``reset_peak``; 0 on another device than a GPU."""
+        """The largest number of bytes of tensors since ``reset_peak``; 0 if the device is not a GPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else 0
 
     def elapsed(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call, until the GPU has finished."""
+        """Seconds that a call takes, until the GPU has finished."""
         self.synchronize()
         started = time.perf_counter()
         call()
@@ -68,7 +72,7 @@ class Target:
         return time.perf_counter() - started
 
     def seconds(self, call: Callable[[], Any], *, repeats: int = 10, rounds: int = 3) -> float:
-        """Seconds of a short call: the median over rounds of the mean of repeated calls, measured by the GPU's own clock."""
+        """Seconds of a short call: the mean of repeated calls, and the median of the rounds. On a GPU, CUDA events measure them."""
         for _ in range(2):
             call()
         return statistics.median(self._round(call, repeats) for _ in range(rounds))
@@ -88,7 +92,10 @@ class Target:
 
 @dataclass
 class StageClock:
-    """The clock of a run: seconds and peak bytes of each stage, summed over its calls, each measured until the GPU has finished."""
+    """The clock of a run: for each stage, the sum of the seconds and the largest peak (bytes) of its calls.
+
+    Each call is measured until the GPU has finished.
+    """
 
     target: Target
     seconds: dict[str, float] = field(default_factory=dict)
@@ -105,13 +112,13 @@ class StageClock:
         self.peaks[stage] = max(self.peaks.get(stage, 0), self.target.peak())
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Delete all measurements."""
         self.seconds.clear()
         self.peaks.clear()
 
 
 def open_target(folder: Path, *, scratch: Path, dry_run: bool) -> Target:
-    """This machine's first GPU, or its CPU for a dry run. Raises NotRun without a GPU."""
+    """Return this machine's first GPU, or its CPU for a dry run. Raises NotRun if it has no GPU and this is no dry run."""
     if dry_run:
         return Target(torch.device("cpu"), tiny=True, folder=folder, scratch=scratch)
     if not torch.cuda.is_available():

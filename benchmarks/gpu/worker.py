@@ -1,4 +1,4 @@
-"""The process of one check: imports its module, waits for a line of input, runs it, and writes a line for each value.
+"""The process of one check: imports the module, waits for a line of input, runs the check, and writes a line for each value.
 
 python benchmarks/gpu/worker.py MODULE:FUNCTION FOLDER SCRATCH [--dry-run]
 """
@@ -21,6 +21,7 @@ def _write(file: TextIO, line: dict[str, Any]) -> None:
 
 
 def main(check: str, folder: Path, *, scratch: Path, dry_run: bool) -> None:
+    """Run the check ``MODULE:FUNCTION``, and write its values, its reason for not running, or its error to ``scratch``."""
     module, _, function = check.partition(":")
     with open(scratch / FOUND, "w", encoding="utf-8") as file:
         try:

@@ -1,4 +1,4 @@
-"""A 7 B writer that samples 64 tokens for each of eight rows: milliseconds a token, beside transformers' own ``generate``."""
+"""A writer with 7 B parameters samples 64 tokens for each of eight rows: milliseconds per token, compared to ``generate``."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from retouch.types import Batch, Task
 
 ROWS, RANK = 8, 32
 MOST_MILLISECONDS = 15.0
-"""The longest time of a token: about 2000 kernels that the host starts, and 5 ms in which the weights are read once."""
+"""The longest allowed time of a token: the host launches about 2000 kernels, and reading the weights once takes 5 ms."""
 TINY = {
     "hidden_size": 256,
     "intermediate_size": 64,
@@ -31,6 +31,7 @@ TINY_VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}
 
 
 def run(target: Target) -> Iterator[Finding]:
+    """Time cached decoding, then ``generate`` of transformers."""
     target.require_memory(24e9)
     tokens = 4 if target.tiny else 64
     model = _model(target)

@@ -10,7 +10,7 @@ from retouch.types import Column, Sample, Scores
 
 
 class Glow:
-    """Half of what the playground's exact judge says, half the image's mean luminance."""
+    """The mean of the playground's exact ``overall`` score and of the image's mean luminance (scaled to 0 to 10)."""
 
     columns: Mapping[str, Column] = {"liking": Column(0.0, 10.0)}
 
@@ -20,7 +20,7 @@ class Glow:
 
 
 class Drifting:
-    """The exact judge's overall, and a point less from the 400th image on."""
+    """The ``overall`` score of the exact judge, one point lower after 400 images."""
 
     columns: Mapping[str, Column] = {"overall": Column(-1.0, 10.0)}
     seen = 0

@@ -1,12 +1,12 @@
-"""A judge that can be gamed, watched: does a run end when its reward and a held-out judge part ways, and does an honest one not?
+"""Do the alarms of ``watch`` end a run whose judge is gamed, and do they leave a run with an honest judge alone?
 
     python benchmarks/judging/gamed_judge.py [--steps 40] [--seeds 0] [--gentle]
 
-Three runs of the quickstart's policy on the playground, a look every 5 steps, the exact judge's ``exact`` column held out:
-`honest` is trained on the exact judge's ``overall``; `gamed` on a judge with a taste for light (half what the exact judge says,
-half the image's mean luminance); `drifting` on the exact judge until, from the 400th image on, it gives a point less to all.
-Each ends by itself or by an alarm; with --gentle only the held-out judge may end one, so that its alarm is seen alone. Prints a
-table, and writes every look as JSON.
+Makes three runs of the quickstart's policy on the playground, with an observation every 5 steps. The held-out judge is the
+``exact`` column of the exact judge. The run `honest` is trained on the ``overall`` score of the exact judge; `gamed` on the mean of
+this score and the image's luminance; `drifting` on this score, which is one point lower after 400 images. A run ends after its
+last step or by an alarm; with --gentle, only the alarm of the held-out judge ends a run. Prints a table, and writes all
+observations as JSON.
 """
 
 import argparse
@@ -37,7 +37,7 @@ WATCH = {
 
 
 def watched(name: str, seed: int, steps: int, *, gentle: bool) -> dict[str, object]:
-    """One run, and how it ended. ``gentle``: only the held-out judge may end it, to see that alarm alone."""
+    """Make one run and return how it ended. ``gentle``: only the alarm of the held-out judge may end the run."""
     rewards = {
         "honest": {"kind": "playground", "combine": {"overall": 1}},
         "gamed": {"kind": "import", "class": "flawed_judges:Glow", "combine": {"liking": 1}},

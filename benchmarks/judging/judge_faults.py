@@ -1,11 +1,11 @@
-"""Whole runs whose judge fails at one question in ten, beside runs whose judge does not: what is learnt, and what is missing.
+"""Compares runs whose judge fails at one question in ten to runs with a faultless judge: the learning, and the missing scores.
 
     python benchmarks/judging/judge_faults.py [--steps 60] [--seeds 0 1 2]
 
-The tiny SD3 learns to make its images redder. Its judge stands behind an OpenAI-compatible server on loopback (the tests' strict
-double), which says how red an image is, and in some runs fails at a tenth of what it is asked, in 23 ways: errors, resets, cut and
-empty replies, refusals, prose, scores off the scale. Passing faults are those of single requests, which are asked again; lasting
-ones are those of a question however often it is asked, so its score is missing. Held-out images are measured by their pixels.
+The tiny SD3 learns to make its images redder. Its judge is an OpenAI-compatible server on loopback (the strict double from the
+tests), which scores how red an image is. In some runs the judge fails at a tenth of the requests, in 23 ways: errors, resets, cut
+and empty replies, refusals, prose, scores off the scale. A passing fault affects a single request, and the client asks again. A
+lasting fault affects every request for the same question, so the score is missing. Held-out images are scored by their pixels.
 """
 
 import argparse
@@ -25,13 +25,13 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from judge_double import FAULTS, KEY, Double, picture_of  # noqa: E402
 
-KINDS = [kind for kind in FAULTS if kind != "time-out"]  # its seconds would be all that is measured
+KINDS = [kind for kind in FAULTS if kind != "time-out"]  # a time-out would dominate the measured time
 LAST = 10
 Fault = Callable[[str, int], str | None]
 
 
 class Redness(Double):
-    """Says the share of red in all light."""
+    """A judge whose score is the red channel's share of the sum of all channels."""
 
     def content(self, body: dict[str, Any]) -> tuple[str, None]:
         pixels = picture_of(body["messages"][-1]["content"][-1])
@@ -39,7 +39,7 @@ class Redness(Double):
 
 
 def drawn(text: str) -> str | None:
-    """One of the kinds of fault for a tenth of all texts."""
+    """A kind of fault for a tenth of all texts, None for the others; both depend only on the text."""
     number = int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
     return KINDS[number // 10 % len(KINDS)] if number % 10 == 0 else None
 
@@ -66,7 +66,11 @@ def main() -> None:
 
 
 def measured(case: str, seed: int, *, steps: int, folder: Path) -> dict[str, float]:
-    """One run: the share of red in held-out images before and after and in the last steps, and what was missing and asked."""
+    """Make one run.
+
+    Returns the share of red in held-out images before and after training and in the training images of the last steps, the share of
+    missing scores, and the number of requests.
+    """
     name = f"{case}-{seed}"
     with Redness(CASES[case]) as double:
         judge = {"kind": "endpoint", "model": "redness", "base_url": double.url, "pause": 0.01, "longest_pause": 0.1}
@@ -95,7 +99,7 @@ def measured(case: str, seed: int, *, steps: int, folder: Path) -> dict[str, flo
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> list[str]:
-    """Markdown, with the spread over seeds."""
+    """A Markdown table of the results, with their spread over the seeds."""
     lines = [f"| faults | held-out red before | after | in the last {LAST} steps | missing | requests |", "| --- " * 6 + "|"]
     for case, runs in found.items():
         cells = [_spread([run[name] for run in runs]) for name in ("before", "after", "last")]

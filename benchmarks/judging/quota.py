@@ -1,8 +1,8 @@
-"""Eight processes share a quota: what a server sees of them in any minute, beside the limit.
+"""Eight processes share a quota: how many requests and tokens does a server receive in any minute, compared to the limit?
 
     python benchmarks/judging/quota.py [--seconds 150] [--processes 8]
 
-Each process asks all the time, through the client of judges, at a server that counts requests and tokens as they come in.
+Each process asks without a pause, through the client of judges. The server counts requests and tokens when they arrive.
 """
 
 import argparse
@@ -33,7 +33,7 @@ REPLY_SECONDS = 0.5
 
 
 class Server(ThreadingHTTPServer):
-    """Answers every question, and knows when each came and how many tokens it took."""
+    """A judge server that answers every question, and records when each request arrived and how many tokens it took."""
 
     daemon_threads = True
     request_queue_size = 256
@@ -44,7 +44,7 @@ class Server(ThreadingHTTPServer):
         self.draw = random.Random(0)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # a client whose time was over
+        pass  # a client closed the connection after its deadline
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def ask(url: str, file: str, limits: dict[str, float], until: float) -> None:
-    """One process: questions, as many as it may, until the time is over."""
+    """The work of one process: ask as many questions as the quota allows, until ``until`` (``time.monotonic``)."""
     quota = JudgeQuota(**limits, file=file)  # type: ignore[arg-type]
     client = ChatClient(Endpoint(model="m", base_url=f"{url}/v1", timeout=30.0, deadline=30.0, quota=quota))
     form = ScoresForm({"score": Scale(0, 10)})
@@ -82,7 +82,7 @@ def ask(url: str, file: str, limits: dict[str, float], until: float) -> None:
 
 
 def measure(limits: dict[str, float], *, processes: int, seconds: float) -> list[tuple[float, int]]:
-    """When each request came, and its tokens; those after the time is over are left out."""
+    """Return the arrival time and the tokens of each request. Requests that arrive after the end are left out."""
     server = Server()
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -102,7 +102,7 @@ def measure(limits: dict[str, float], *, processes: int, seconds: float) -> list
 
 
 def shares(seen: Sequence[tuple[float, float]], limit: float) -> dict[str, float]:
-    """Of the limit: the most in any 60 seconds, and what came on average from the first to the last."""
+    """The largest sum in any 60 seconds, and the average per minute, as shares of the limit; and the number of requests."""
     times = [came for came, _ in seen]
     most, inside, first = 0.0, 0.0, 0
     for came, units in seen:

@@ -1,13 +1,14 @@
-"""A run that is trained only by simulated votes, next to as many exact rewards, and DPO on the same votes without rollouts.
+"""Compares a run trained only by simulated votes to a run with as many exact rewards, and to DPO on the same votes.
 
     python benchmarks/judging/votes.py votes --seed 0
     python benchmarks/judging/votes.py exact --seed 0
     python benchmarks/judging/votes.py dpo --seed 0        # after `votes`, from its votes
     python benchmarks/judging/votes.py table
 
-The task is the quickstart's: the playground's editor learns instructions with several edits. A simulated voter (`retouch votes
-simulate`, another process) prefers the higher exact score with P(left) = sigmoid(difference / 0.5), and ties below 0.1. A result is
-kept in `votes.json` next to this file.
+The task is that of the quickstart: the playground's editor learns instructions with several edits. DPO makes no rollouts. A
+simulated voter (`retouch votes simulate`, a separate process) prefers the left image with probability sigmoid(difference / 0.5),
+where the difference is that of the exact scores, and votes for a tie if it is below 0.1. Each result is kept in `votes.json` next
+to this file.
 """
 
 import argparse
@@ -31,7 +32,7 @@ VOTES = 2000
 
 
 class PlaygroundScores(PlaygroundReward):
-    """The playground's judge, for the held-out tasks of a run whose training data are a folder."""
+    """The playground's judge without its check of the data kind: the training data of DPO are a folder."""
 
     data_kinds = ()
 
@@ -41,9 +42,9 @@ def main() -> None:
     parser.add_argument("way", choices=("votes", "exact", "dpo", "table"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/votes"))
-    parser.add_argument("--learning-rate", type=float, help="default: the quickstart's")
-    parser.add_argument("--beta", type=float, default=10.0, help="of DPO")
-    parser.add_argument("--steps", type=int, default=100, help="of DPO, with 32 pairs each")
+    parser.add_argument("--learning-rate", type=float, help="default: that of the quickstart")
+    parser.add_argument("--beta", type=float, default=10.0, help="beta of DPO")
+    parser.add_argument("--steps", type=int, default=100, help="training steps of DPO, with 32 pairs each")
     given = parser.parse_args()
     if given.way == "table":
         print(table())
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def _with_votes(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
-    """One vote on each pair of samples: 40 steps of 50 tasks with two samples each."""
+    """The recipe with one vote on each pair of samples: 40 steps of 50 tasks with two samples each."""
     votes = {"kind": "votes", "queue": str(given.out / document["name"] / "queue")}
     reward = {
         "kind": "several",
@@ -81,12 +82,12 @@ def _with_votes(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
 
 
 def _with_scores(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
-    """As many exact rewards as there are votes: 40 steps of 10 tasks with five samples each."""
+    """The recipe with as many exact rewards as there are votes: 40 steps of 10 tasks with five samples each."""
     return parse({**document, "steps": 40, "tasks_per_step": VOTES // 200, "group_size": 5})
 
 
 def _with_pairs(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
-    """DPO on the pairs of the run `votes` of this seed, without rollouts; about 1100 of the 2000 votes are decided."""
+    """The recipe of DPO, without rollouts, on the pairs of the run `votes` with this seed. About 1100 of 2000 votes are no ties."""
     folder = given.out / f"pairs-{given.seed}"
     if not folder.exists():
         print(export([VoteLog(given.out / f"votes-{given.seed}" / "queue")], folder))
@@ -94,7 +95,7 @@ def _with_pairs(document: dict[str, Any], given: argparse.Namespace) -> Recipe:
     objective = {"kind": "dpo", "pairs": "data", "shift": 3.0, "beta": given.beta}
     phase = {"name": "pairs", "steps": given.steps, "data": data, "objective": objective, "group_size": 2, "tasks_per_step": 32}
     reward = {"kind": "import", "class": "votes:PlaygroundScores", "combine": {"overall": 1.0}}
-    # The skipped phase has the tasks that are held out.
+    # The phase without steps provides the held-out tasks.
     return parse({**document, "steps": None, "reward": reward, "phases": [{"name": "edits", "steps": 0}, phase]})
 
 

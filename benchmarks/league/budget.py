@@ -1,8 +1,9 @@
-"""What a training step costs in network evaluations, by arithmetic on its recipe alone.
+"""The cost of a training step in network evaluations, computed from the recipe alone.
 
 One evaluation is one sample that goes once through the trained network: an image at one denoising step, or a whole completion,
-whose tokens are computed once each. A forward pass that is followed by a backward pass counts 3. The denoising steps of the image
-model behind a writer count too. Text encoders, autoencoders, value heads, the preflight and held-out evaluations do not count.
+of which each token is computed once. A forward pass with a backward pass counts 3. The denoising steps of the image model that
+renders a writer's completions count too. Text encoders, autoencoders, value heads, the preflight and held-out evaluations do not
+count.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +14,10 @@ from retouch.objectives.base import Objective
 from retouch.recipe.recipe import Recipe
 
 TRAINED = 3
-"""A forward pass with its backward pass."""
+"""Evaluations of a forward pass with its backward pass."""
 REFILLED = 1 / 3
-"""Share of a step's samples that a round of ``rollout.refill`` is charged with. How many groups it replaces is not known before the
-run; in the editor's first steps, a sixth of the groups have equal rewards."""
+"""The cost of a round of ``rollout.refill``, as a share of the evaluations of a step's rollout. The number of groups that a round
+replaces is not known before the run; in the editor's first steps, a sixth of the groups have equal rewards."""
 
 
 def _policy_gradient(objective: Any, actions: int, group: int) -> float:
@@ -32,12 +33,12 @@ def _awm(objective: Any, actions: int, group: int) -> float:
 
 
 def _dpo(objective: Any, actions: int, group: int) -> float:
-    """A pair of each group. A group of equal rewards costs half, which is not known in advance."""
+    """One pair per group. A group with equal rewards costs half as much, but this is not known in advance."""
     return objective.samples * (TRAINED + 1) * 2 / group
 
 
 def _draft(objective: Any, actions: int, group: int) -> float:
-    """The last steps of the chain once more. The autoencoder's forward and backward pass does not count."""
+    """The last ``objective.steps`` steps of the chain are computed again. The passes of the autoencoder do not count."""
     return objective.steps * TRAINED
 
 
@@ -55,14 +56,14 @@ UPDATE: Mapping[str, Callable[[Objective, int, int], float]] = {
     "supervised": _imitation,
     "sft": _imitation,
 }
-"""By kind of objective: evaluations of one pass over a step's samples, per sample, from the objective, the number of actions that
-train and the group size."""
+"""For each kind of objective: a function of the objective, the number of trained actions and the group size, which returns the
+evaluations per sample of one pass over the samples of a step."""
 
 
 def evaluations(recipe: Recipe, step: int) -> int:
-    """Network evaluations of training step ``step``, from 0. ValueError: an objective that `UPDATE` does not know.
+    """Network evaluations of training step ``step``, counted from 0. Raises ValueError if `UPDATE` lacks the kind of objective.
 
-    What depends on the rewards is charged as if every group had a best sample, and as `REFILLED` says.
+    Costs that depend on the rewards are estimated: every group has a best sample, and rounds of refill cost `REFILLED`.
     """
     (phase,) = recipe.resolved_phases()
     kind = phase.objective.label
@@ -77,7 +78,7 @@ def evaluations(recipe: Recipe, step: int) -> int:
 
 
 def _rollout(recipe: Recipe, step: int) -> tuple[int, int]:
-    """Evaluations of a step's rollout, and the actions of a sample that train."""
+    """The evaluations of a step's rollout, and the number of trained actions per sample."""
     (phase,) = recipe.resolved_phases()
     rollout: Any = phase.rollout
     if rollout.is_autoregressive:
@@ -98,7 +99,7 @@ def spent(recipe: Recipe, steps: int) -> int:
 
 
 def steps_within(recipe: Recipe, budget: int) -> int:
-    """The most steps whose network evaluations are within ``budget``. ValueError: not even one is."""
+    """The largest number of steps within ``budget`` network evaluations. Raises ValueError if one step exceeds the budget."""
     total = 0
     for step in count():
         total += evaluations(recipe, step)

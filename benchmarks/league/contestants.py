@@ -1,6 +1,6 @@
-"""The algorithms that the league compares: one row each, with what it changes in a world's recipe and what is searched.
+"""The algorithms that the league compares: for each, its changes of a world's recipe and the settings that are searched.
 
-To add one, add a row to `DENOISING` or `TOKENS`; an objective of a new kind also needs a line in `budget.py`.
+To add an algorithm, add a row to `DENOISING` or `TOKENS`; a new kind of objective also needs a line in `budget.py`.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting that is searched: ``keys`` of the recipe get the same value, ``default`` in the first trial.
+    """A setting that is searched. All ``keys`` of the recipe get the same value.
 
-    The others are drawn between ``low`` and ``high``, uniformly in the logarithm where ``log``, or among ``choices``.
+    The first trial uses ``default``. The other trials draw a value from ``choices``, or between ``low`` and ``high``: uniformly in
+    the logarithm if ``log`` is True, else uniformly.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Knob:
     choices: tuple[float, ...] = ()
 
     def draw(self, trial: "optuna.Trial") -> float:
-        """The value in this trial, with three significant digits, so that it can be written down."""
+        """Draw the value of this trial, rounded to three significant digits, so that it is easy to copy."""
         if self.choices:
             return trial.suggest_categorical(self.name, self.choices)
         return float(f"{trial.suggest_float(self.name, self.low, self.high, log=self.log):.3g}")
@@ -35,9 +36,10 @@ class Knob:
 
 @dataclass(frozen=True)
 class Contestant:
-    """An algorithm: ``changes`` of keys of the world's recipe, and its ``knobs``.
+    """An algorithm: ``changes`` of the keys of the world's recipe, and the ``knobs`` that are searched. ``source``: its paper.
 
-    ``tasks_for_groups``: every sample has a task of its own, because the baseline is not a group; a step has equally many samples.
+    ``tasks_for_groups``: every sample has a different task, because the baseline needs no group; the number of samples per step
+    stays the same.
     """
 
     name: str
@@ -48,13 +50,13 @@ class Contestant:
 
 
 LEARNING_RATE = Knob("learning rate", ("learning_rate",), 3e-4, 5e-5, 3e-3)
-"""The same range for every contestant. AdamW divides by the gradient's size, so losses of any scale need about the same rates."""
+"""Every contestant has the same range. AdamW divides by the size of the gradient, so losses of any scale need similar rates."""
 NOISE = Knob("noise level", ("rollout.transition.noise_level",), 0.7, 0.3, 1.0, log=False)
 
 FAST = {"mode": "window", "size": 2, "low": 0, "high": 4}
 SDE = {"kind": "sde", "noise_level": 0.7}
 ODE = {"rollout": {"num_steps": 6, "transition": {"kind": "ode"}}}
-"""For objectives that need only the images."""
+"""The rollout for objectives that need only the images."""
 BATCH = {"kind": "batch"}
 LEAVE_ONE_OUT = {"kind": "group", "baseline": "leave_one_out", "scale": "none", "clip": None}
 
@@ -69,8 +71,8 @@ def _clip(default: float, low: float, high: float) -> Knob:
 
 REINFORCE = {"kind": "policy_gradient", "surrogate": "reinforce"}
 
-# With one optimizer step per rollout the ratio is 1, and clip, gspo, cispo and reinforce have the same gradient. The rows that are
-# about the ratio therefore take four.
+# With one optimizer step per rollout the ratio is 1, and clip, gspo, cispo and reinforce have the same gradient. Algorithms that
+# differ in their use of the ratio therefore take four optimizer steps per rollout.
 DENOISING = (
     Contestant(
         "Flow-GRPO",
@@ -179,7 +181,7 @@ DENOISING = (
         {"rollout.window": FAST, "rollout.refill": {"rounds": 2}},
         (LEARNING_RATE, NOISE, Knob("rounds", ("rollout.refill.rounds",), 2, choices=(1, 2))),
     ),
-    # Upper references: they see the gradient of the distance to the target image, and the others only the judge's rewards.
+    # Upper references: these two use the gradient of the distance to the target image, the others only the rewards of the judge.
     Contestant(
         "DRaFT",
         "2309.17400",

@@ -1,13 +1,13 @@
-"""`make league`: which algorithm learns best for the same budget. Works on the queue until it is empty, and writes docs/league.md.
+"""`make league`: which algorithm learns best for the same budget? Processes the queue of runs and writes docs/league.md.
 
     python benchmarks/league/league.py                                   # every world, contestant, trial and seed that is missing
     python benchmarks/league/league.py --worlds editor-exact --contestants Flow-CPS --trials 3 --seeds 1
     python benchmarks/league/league.py --minutes 30                      # begin no run after half an hour
     python benchmarks/league/league.py --page                            # only write the page
 
-Start it as often as there are processors, also on several machines that share the folder: the processes share the queue, and none
-repeats what another has done. The same command continues after an interruption. Finished runs are in `kept/`, and a recipe that
-was run before is not run again. Needs Optuna: `pip install --editable '.[league]'`.
+Start one process per processor, also on several machines that share the folder: the processes share the queue, and no process
+repeats the work of another. The same command continues after an interruption. Finished runs are in `kept/`, and a recipe that was
+run before is not run again. Needs Optuna: `pip install --editable '.[league]'`.
 """
 
 import argparse
@@ -32,10 +32,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [world.name for world in WORLDS]
     parser.add_argument("--worlds", nargs="*", choices=names, default=names, metavar="WORLD", help=", ".join(names))
-    parser.add_argument("--contestants", nargs="*", default=[], metavar="NAME", help="by name; all of them if none is given")
+    parser.add_argument("--contestants", nargs="*", default=[], metavar="NAME", help="names of contestants; default: all")
     parser.add_argument("--trials", type=int, default=3, help="settings that are tried for each contestant")
     parser.add_argument("--seeds", type=int, default=3, help="final runs of each contestant")
-    parser.add_argument("--minutes", type=float, help="begin no run after this time")
+    parser.add_argument("--minutes", type=float, help="start no run after this time")
     parser.add_argument("--page", action="store_true", help="run nothing")
     given = parser.parse_args()
     if not given.page:
@@ -55,9 +55,9 @@ def work(
     kept: Path = KEPT,
     train: Train = runs.train,
 ) -> int:
-    """Run what the queue has until it is empty or the clock (``time.monotonic``) is past ``until``. Returns the number of runs.
+    """Process the queue until it is empty or until the time ``until`` (``time.monotonic``). Returns the number of runs.
 
-    ``train``: makes a run of a recipe in a folder and returns its record.
+    ``train`` runs a recipe in a folder and returns the record of the run.
     """
     done = 0
     with Queue(folder) as queue:
@@ -75,7 +75,7 @@ def work(
 
 
 def result(queue: Queue, job: Job, kept: Path, train: Train) -> dict[str, Any]:
-    """The record of a job's recipe: that of a kept run of the same recipe, or of a new run, which is then kept."""
+    """Return the record of a kept run with the recipe of this job. If there is none, run the recipe and keep its record."""
     recipe = recipe_of(job.world, job.contestant, job.settings, stage=job.stage, seed=job.seed)
     key = digest(recipe)
     if key in (known := runs.read(kept, job.world, job.contestant.name)):

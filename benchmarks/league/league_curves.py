@@ -8,11 +8,11 @@ INK, SOFT, LINE = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8e5aa8", "#e08e0b", "#00a0a0", "#5c4033", "#6b7280")
 DASHES = ("", "6 4", "2 3")
 SPACE = 17
-"""Smallest distance of two labels."""
+"""Smallest vertical distance between two labels, in SVG units."""
 
 
 def draw(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, unit: str = "network evaluations") -> str:
-    """A line for each name through its (``unit``, share) points, with the name at its end."""
+    """The SVG chart. Each name has a line through its points (x in ``unit``, share of the gap), with a label at the right."""
     longest = max(x for points in lines.values() for x, _ in points)
     shares = [y for points in lines.values() for _, y in points]
     low, high = min(-0.1, math.floor(10 * min(shares)) / 10), max(0.2, math.ceil(10 * max(shares)) / 10)
@@ -46,7 +46,7 @@ def draw(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, unit
 
 
 def _labels(ends: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The height of each label: labels are stacked around the middle of the lines' ends, in their order."""
+    """The vertical position of each label. Labels are stacked in the order of the line ends, around the mean of these ends."""
     middle = sum(ends.values()) / len(ends)
     highest = max(TOP, min(middle - SPACE * (len(ends) - 1) / 2, HEIGHT - SPACE * len(ends)))
     for rank, name in enumerate(sorted(ends, key=lambda name: ends[name])):

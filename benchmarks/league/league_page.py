@@ -1,4 +1,4 @@
-"""docs/league.md and its figures, made from the kept runs alone."""
+"""Generates docs/league.md and its figures from the kept runs alone."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ def write(kept: Path) -> Path:
 
 
 def records(kept: Path, world: World) -> dict[str, list[Record]]:
-    """The kept runs of each contestant that has any."""
+    """The kept runs by name of the contestant, without contestants that have no kept run."""
     found = {each.name: list(runs.read(kept, world, each.name).values()) for each in world.contestants}
     return {name: known for name, known in found.items() if known}
 
@@ -117,13 +117,13 @@ def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str
 
 
 def number_of(counts: Sequence[int], what: str) -> str:
-    """As "2 trials", or "2 to 3 trials" if the counts differ."""
+    """The counts as a text such as "2 trials", or "2 to 3 trials" if they differ."""
     low, high = min(counts), max(counts)
     return f"{low} {what}{'s' * (low != 1)}" if low == high else f"{low} to {high} {what}s"
 
 
 def completed(known: Sequence[Record]) -> list[Record]:
-    """The final runs with the best settings that have finished, by seed."""
+    """The finished final runs with the settings of the best trial, ordered by seed."""
     best = max(trials(known), key=share_of_gap, default={"settings": None})
     finals = [run for run in known if run["stage"] == "final" and run["ended"] == "finished"]
     return sorted((run for run in finals if run["settings"] == best["settings"]), key=lambda run: run["seed"])
@@ -135,14 +135,14 @@ def best_share(known: Sequence[Record]) -> float:
 
 
 def trials(known: Sequence[Record]) -> list[Record]:
-    """The tuning runs in their order."""
+    """The tuning runs, ordered by number."""
     return sorted((run for run in known if run["stage"] == "tuning"), key=lambda run: run["number"])
 
 
 def table(
     world: World, ranks: Sequence[Rank], found: Mapping[str, Sequence[Record]], finals: Mapping[str, Sequence[Record]]
 ) -> Iterator[str]:
-    """The ranking with everything that is measured of the final runs."""
+    """The ranking as a table, with all measurements of the final runs."""
     kept = [f"change of {world.preservation}"] if world.preservation else []
     to = [f"to {share:g}" for share in SHARES]
     header = [
@@ -175,7 +175,7 @@ def table(
 
 
 def settings(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str]:
-    """Every trial: its settings and the share of the gap on validation tasks."""
+    """The table of all trials: their settings and shares of the gap on validation tasks."""
     yield "Share of the gap on validation tasks after each trial; the best one is used in the final runs.\n"
     yield "| algorithm | settings: share of gap |"
     yield "| --- | --- |"
@@ -192,7 +192,7 @@ def settings(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[st
 
 
 def curves(world: World, found: Mapping[str, Sequence[Record]]) -> str | None:
-    """The figure of a world: the mean of the seeds at each evaluation; None without final runs."""
+    """The figure of a world, with the mean over the seeds at each evaluation; None if the world has no final runs."""
     lines = {}
     for name, known in found.items():
         if of := completed(known):
@@ -202,21 +202,23 @@ def curves(world: World, found: Mapping[str, Sequence[Record]]) -> str | None:
 
 
 def shares_over_time(run: Record) -> list[tuple[float, float]]:
-    """The curve of a run as shares of the gap."""
+    """The curve of a run: (network evaluations, share of the gap)."""
     (_, base), *_ = run["curve"]
     return [(spent, (score - base) / (run["ceiling"] - base)) for spent, score in run["curve"]]
 
 
 def median_time(of: Sequence[Record], share: float) -> float | None:
-    """The median of the seeds; None where it is a seed that never reaches the share."""
+    """The median over the seeds of the evaluations until the share is reached; None if the median seed never reaches it."""
     times = [time_to(run["curve"], share, ceiling=run["ceiling"]) for run in of]
     middle = statistics.median(float("inf") if time is None else time for time in times)
     return None if middle == float("inf") else middle
 
 
 def thousands(count: float | None) -> str:
+    """The count as a text such as "2.5k"; a dash for None."""
     return "-" if count is None else f"{count / 1000:.1f}k"
 
 
 def with_interval(value: float, interval: Interval | None) -> str:
+    """The value as a text, followed by its interval if there is one."""
     return f"{value:.2f}" if interval is None else f"{value:.2f} ({interval.low:.2f} to {interval.high:.2f})"

@@ -1,8 +1,8 @@
-"""Judges that err and abstain like a vision-language model: the exact score with noise, rounded to a coarse scale, or none.
+"""Judges that err and abstain like a vision-language model: they add noise to the exact score, round it coarsely, or drop it.
 
-The noise depends on the task and the image alone, so the same image always gets the same score, in any order and any batch. The
-exact columns stay, and held-out evaluation reads these. The amounts are assumptions: a standard deviation of a quarter of the
-scale, 6 possible scores and 5 % without an answer; no vision-language model was measured.
+The noise depends only on the task and the image, so the same image always gets the same score, in any order and any batch. The
+exact columns are kept, and held-out evaluation uses them. The amounts are assumptions: a standard deviation of a quarter of the
+scale, 6 possible scores and 5 % of samples without a score; no vision-language model was measured.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from retouch.types import Column, Sample, Scores
 def judged(
     samples: Sequence[Sample], exact: torch.Tensor, *, high: float, noise: float, levels: int, missing: float
 ) -> torch.Tensor:
-    """The scores (b,) of a judge on a scale from 0 to ``high`` of ``levels`` equally distant scores; NaN where it abstains.
+    """The scores (b,) of a judge: one of ``levels`` equally spaced values from 0 to ``high``, or NaN if the judge abstains.
 
-    ``noise``: standard deviation of its error before rounding, as a share of the scale. ``missing``: probability that it abstains.
+    ``noise``: standard deviation of the error before rounding, as a share of the scale. ``missing``: probability of abstaining.
     """
     found = []
     for sample, score in zip(samples, exact.tolist(), strict=True):
@@ -39,7 +39,7 @@ def judged(
 
 
 class _Noisy(RewardSection):
-    """Adds the column ``judged`` to an exact reward: its column ``exact`` as a vision-language model might score it."""
+    """Adds the column ``judged`` to an exact reward: its column named by ``exact``, with the errors of a vision-language model."""
 
     noise: NonNegative = 0.25
     """Standard deviation of the error, as a share of the scale."""
@@ -57,14 +57,14 @@ class _Noisy(RewardSection):
 
 
 class NoisyEdits(_Noisy, PlaygroundReward):
-    """The playground's judge of edits, with noise on ``overall``."""
+    """The playground's judge of edits, and its ``overall`` column with noise."""
 
     exact = "overall"
     columns: ClassVar[Mapping[str, Column]] = {**PlaygroundReward.columns, "judged": Column(0.0, 10.0)}
 
 
 class NoisySigns(_Noisy, OcrReward):
-    """The reading of signs, with noise on ``correctness``."""
+    """The OCR reward, and its ``correctness`` column with noise."""
 
     exact = "correctness"
     columns: ClassVar[Mapping[str, Column]] = {**OcrReward.columns, "judged": Column(0.0, 1.0)}

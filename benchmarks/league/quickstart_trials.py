@@ -1,10 +1,10 @@
-"""Trials of faster settings for the quickstart, which docs/quickstart-trials.md is about.
+"""Trials of faster settings for the quickstart; docs/quickstart-trials.md describes them.
 
     python benchmarks/league/quickstart_trials.py             # the table of all trials
     python benchmarks/league/quickstart_trials.py --repeat 5  # the command that repeats one trial
 
-The trials are in quickstart_trials.json: the settings that differ from recipes/quickstart.jsonnet, and what was measured on
-tasks of the `validation` split. The page's table is the output of this file (`tests/benchmarks/test_quickstart_trials.py`).
+The trials are in quickstart_trials.json: the settings that differ from recipes/quickstart.jsonnet, and the results on tasks of
+the `validation` split. The table on the page is the output of this file (`tests/benchmarks/test_quickstart_trials.py`).
 """
 
 import argparse
@@ -25,11 +25,12 @@ def read() -> list[dict[str, Any]]:
 
 
 def overrides(trial: dict[str, Any]) -> list[str]:
-    """What ``retouch train recipes/quickstart.jsonnet --set`` needs to repeat the trial."""
+    """The arguments of ``--set`` with which ``retouch train recipes/quickstart.jsonnet`` repeats the trial."""
     return [f"{key}={json.dumps(value)}" for key, value in trial["settings"].items()]
 
 
 def command(trial: dict[str, Any]) -> str:
+    """The shell command that repeats the trial."""
     words = ["retouch", "train", "recipes/quickstart.jsonnet"]
     for override in overrides(trial):
         words += ["--set", override]

@@ -1,8 +1,8 @@
 """Statistics of the final runs: interquartile mean, probability of improvement, time to a share of the gap, with intervals.
 
-As rliable does (Agarwal et al. 2021, arXiv 2108.13264): a score for each seed and each stratum of tasks, normalised so that 0 is
-the base model and 1 the ceiling; the mean of the middle half of them; intervals from a stratified bootstrap. There are few seeds,
-so the bootstrap also draws the held-out tasks, the same ones for all contestants.
+The method is that of rliable (Agarwal et al. 2021, arXiv 2108.13264). Each seed has a score for each stratum of tasks, normalised
+so that 0 is the base model and 1 the ceiling. The result is the mean of the middle half of these scores, with an interval from a
+stratified bootstrap. Because there are few seeds, the bootstrap also draws the held-out tasks, the same ones for all contestants.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Finals:
-    """The final runs of a contestant. ``before`` and ``after``: scores by stratum, (tasks,) and (seeds, tasks)."""
+    """The final runs of a contestant. Per stratum of tasks, ``before`` has scores (tasks,) and ``after`` scores (seeds, tasks)."""
 
     name: str
     before: Sequence[ndarray]
@@ -29,7 +29,7 @@ class Finals:
 
     @classmethod
     def of(cls, name: str, runs: Sequence[Mapping[str, Any]]) -> "Finals":
-        """From the records of at least one finished run."""
+        """Build it from the records of the finished runs, of which there is at least one."""
         ends = np.cumsum(runs[0]["tasks"])[:-1]
         after = np.split(np.array([run["after"] for run in runs]), ends, axis=1)
         return cls(name, np.split(np.array(runs[0]["before"]), ends), after, float(runs[0]["ceiling"]))
@@ -41,11 +41,11 @@ class Finals:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tasks of each stratum."""
+        """The number of tasks in each stratum."""
         return tuple(len(tasks) for tasks in self.before)
 
     def shares(self, seeds: ndarray | None = None, tasks: Sequence[ndarray] | None = None) -> ndarray:
-        """The share of the gap that was closed, (seeds, strata), of these seeds and tasks or of all."""
+        """The share of the gap that was closed, (seeds, strata), for the given indices of seeds and tasks; by default for all."""
         columns = []
         for stratum, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
             rows = slice(None) if seeds is None else seeds
@@ -56,14 +56,14 @@ class Finals:
 
 
 def interquartile_mean(scores: ndarray) -> float:
-    """The mean without the lowest and the highest quarter of the scores, whose numbers are rounded down."""
+    """The mean without the lowest and the highest quarter of the scores; the number of scores in a quarter is rounded down."""
     flat = np.sort(scores, axis=None)
     cut = len(flat) // 4
     return float(flat[cut : len(flat) - cut].mean())
 
 
 def probability_of_improvement(scores: ndarray, others: ndarray) -> float:
-    """The probability that a run of the first is better than one of the others, mean over strata: (n, strata) and (m, strata).
+    """The probability that a run of ``scores`` (n, strata) beats a run of ``others`` (m, strata), averaged over the strata.
 
     A tie counts one half (Mann and Whitney 1947).
     """
@@ -72,7 +72,7 @@ def probability_of_improvement(scores: ndarray, others: ndarray) -> float:
 
 
 def time_to(curve: Sequence[Sequence[float]], share: float, *, ceiling: float) -> float | None:
-    """The abscissa at which a curve of (abscissa, score) first reaches a share of the gap, between its points linearly."""
+    """The x at which a curve of points (x, score) first reaches a share of the gap, interpolated linearly; None if never."""
     goal = curve[0][1] + share * (ceiling - curve[0][1])
     for (x, low), (end, high) in pairwise(curve):
         if high >= goal > low:
@@ -81,9 +81,9 @@ def time_to(curve: Sequence[Sequence[float]], share: float, *, ceiling: float) -
 
 
 def resampled(contestants: Sequence[Finals], measure: Callable[[Sequence[ndarray]], Sequence[float]]) -> list[Interval | None]:
-    """The interval of each number that ``measure`` computes from all contestants' shares of the gap, (seeds, strata) each.
+    """The interval of each number that ``measure`` computes. ``measure`` gets the shares (seeds, strata) of each contestant.
 
-    Every resample draws tasks within their stratum, for all contestants together, and seeds for each contestant by itself.
+    Every resample draws the tasks of each stratum, the same ones for all contestants, and the seeds of each contestant separately.
     """
     drawn = np.random.default_rng(0)
     sizes = contestants[0].sizes
@@ -97,7 +97,7 @@ def resampled(contestants: Sequence[Finals], measure: Callable[[Sequence[ndarray
 
 @dataclass(frozen=True)
 class Rank:
-    """A row of the table. ``better``: the probability that a run of it is better than one of another contestant, mean over them."""
+    """A row of the table. ``better``: the mean over the other contestants of the probability that a run beats one of theirs."""
 
     name: str
     score: float
@@ -120,7 +120,7 @@ def ranking(contestants: Sequence[Finals]) -> list[Rank]:
 
 
 def _improvements(shares: Sequence[ndarray]) -> list[float]:
-    """Of each contestant, the mean probability of improvement over the others; 0.5 if there is no other."""
+    """The mean probability of improvement of each contestant over the other contestants; 0.5 if there is only one."""
     count = len(shares)
     pairs = np.full((count, count), 0.5)
     for k, j in combinations(range(count), 2):

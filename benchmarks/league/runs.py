@@ -1,4 +1,4 @@
-"""One run of the league: `retouch train`, and what is kept of it."""
+"""One run of the league: starts `retouch train`, and keeps a record of the run."""
 
 import json
 import os
@@ -14,14 +14,14 @@ from worlds import SPLIT, World
 
 import retouch.report.page
 import retouch.session.evaluations
-import retouch.training.recorder  # noqa: F401  (these three before a fork, not after each)
+import retouch.training.recorder  # noqa: F401  (these three are imported once before the forks, not in each)
 from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.config.consent import VARIABLE
 from retouch.recipe.recipe import Recipe
 
 FLOOR = -1.0
-"""The share of the gap of a run that ended with an error."""
+"""The share of the gap that a run gets if it ended with an error."""
 DIVERGED = -0.1
 """A run has diverged if it ended with an error or with a smaller share of the gap than this."""
 
@@ -29,9 +29,9 @@ DIVERGED = -0.1
 def train(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
     """Run `retouch train` on the recipe in ``folder`` and return its record; the folder is removed if the run has finished.
 
-    The run is a forked process, so that the libraries are imported once for many runs. CPU seconds are those of this process and
-    its children, as the operating system counts them. Raises RuntimeError if the run made no step or was stopped by a signal: this
-    is no result of the algorithm.
+    The run is a forked process, so that the libraries are imported once for many runs. CPU seconds are those of this forked process
+    and its children, as counted by the operating system. Raises RuntimeError if the run made no step or was stopped by a signal:
+    such an end is not a result of the algorithm.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -59,7 +59,7 @@ def train(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
 
 
 def _command(words: list[str], log: Path, *, allow_imports: Sequence[str]) -> NoReturn:
-    """Run a command of `retouch` in this process and end it, with its output in ``log``."""
+    """Run a command of `retouch` in this process, with its output in ``log``, and end the process."""
     code = 1
     try:
         output = os.open(log, os.O_CREAT | os.O_WRONLY)
@@ -73,10 +73,10 @@ def _command(words: list[str], log: Path, *, allow_imports: Sequence[str]) -> No
 
 
 def measured(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
-    """What is kept of a run's folder: the curve of mean scores over network evaluations, seconds, preservation.
+    """The record of a run's folder: the curve of mean scores over network evaluations, seconds, preservation.
 
-    Of a final run also ``tasks``, the number of held-out tasks in each stratum, and the score of each task, stratum by stratum,
-    ``before`` and ``after``.
+    The record of a final run also has ``tasks``, the number of held-out tasks in each stratum, and ``before`` and ``after``, the
+    scores of these tasks, stratum by stratum.
     """
     evals = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
     seconds = [json.loads(line)["cpu/step"] for line in (folder / "timings.jsonl").read_text().splitlines()]
@@ -97,7 +97,7 @@ def measured(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
 
 
 def _scores(recipe: Recipe, folder: Path, step: int, world: World) -> list[float]:
-    """The scores of the tasks after a step, stratum by stratum."""
+    """The scores of the held-out tasks after a step, stratum by stratum."""
     tag, values = world.strata
     stored = json.loads((folder / "evals" / f"step-{step:06d}.json").read_text())
     pairs = list(zip(_tags(recipe, tag), stored["scores"][world.column], strict=True))
@@ -105,13 +105,13 @@ def _scores(recipe: Recipe, folder: Path, step: int, world: World) -> list[float
 
 
 def _tags(recipe: Recipe, tag: str) -> list[str]:
-    """The tag of each held-out task, in the order of an evaluation."""
+    """The value of ``tag`` of each held-out task, in the order of an evaluation."""
     (phase,) = recipe.resolved_phases()
     return [task.tags[tag] for task in build_sets(recipe, phase.data, size=recipe.image_size).heldout]
 
 
 def _images(recipe: Recipe, metrics: Path) -> int:
-    """Images that the run's training made, with those of groups that ``rollout.refill`` replaced."""
+    """The number of images that the training made, including the groups that ``rollout.refill`` replaced."""
     (phase,) = recipe.resolved_phases()
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     return 0 if phase.imitates else round(sum(step.get("refill/samples", phase.rows) for step in steps))
@@ -123,14 +123,14 @@ def place(kept: Path, world: World, contestant: str) -> Path:
 
 
 def read(kept: Path, world: World, contestant: str) -> dict[str, dict[str, Any]]:
-    """The kept runs of a contestant by digest of their recipe: those of today's definition of world and contestant."""
+    """The kept runs of a contestant, by digest of the recipe; empty if the definition of world or contestant has changed since."""
     file = place(kept, world, contestant)
     known = json.loads(file.read_text()) if file.exists() else {}
     return known.get("runs", {}) if known.get("definition") == world.definition(world.contestant(contestant)) else {}
 
 
 def keep(kept: Path, world: World, contestant: str, runs: dict[str, dict[str, Any]]) -> None:
-    """Write the kept runs of a contestant, a line each, so that a difference between two versions can be read."""
+    """Write the kept runs of a contestant, one per line, so that a diff of two versions is readable."""
     file = place(kept, world, contestant)
     file.parent.mkdir(parents=True, exist_ok=True)
     definition = world.definition(world.contestant(contestant))
@@ -141,7 +141,7 @@ def keep(kept: Path, world: World, contestant: str, runs: dict[str, dict[str, An
 
 
 def share_of_gap(run: dict[str, Any]) -> float:
-    """(after - before) / (ceiling - before) of the means of all tasks; `FLOOR` for a run that ended with an error."""
+    """(after - before) / (ceiling - before), from the mean scores; `FLOOR` for a run that ended with an error."""
     if run["ended"] != "finished":
         return FLOOR
     (_, before), *_, (_, after) = run["curve"]
@@ -149,5 +149,5 @@ def share_of_gap(run: dict[str, Any]) -> float:
 
 
 def diverged(run: dict[str, Any]) -> bool:
-    """Whether the run ended with an error, or clearly below the base model."""
+    """Whether the run ended with an error, or with a share of the gap below `DIVERGED`."""
     return share_of_gap(run) < DIVERGED

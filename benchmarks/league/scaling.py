@@ -1,11 +1,12 @@
-"""`make scaling`: how the share of the gap depends on samples, group size, trained steps and the judge; writes docs/scaling.md.
+"""`make scaling`: measures how the share of the gap depends on samples, group size, trained steps, judge and network size.
 
     python benchmarks/league/scaling.py                  # every run that is missing, then the page
     python benchmarks/league/scaling.py --minutes 30     # begin no run after half an hour
     python benchmarks/league/scaling.py --page           # only write the page
 
-One algorithm of the league, with the settings of the league's first trial; every run differs from the others in one thing. The same
-command continues after an interruption. Finished runs are in `kept/scaling`. Start only one process: two repeat each other's runs.
+Writes docs/scaling.md. All runs use one algorithm of the league with the settings of the league's first trial; each point changes
+one setting. The same command continues after an interruption. Finished runs are in `kept/scaling`. Start only one process: two
+processes would repeat each other's runs.
 """
 
 import argparse
@@ -28,7 +29,7 @@ FOLDER = ROOT / "runs" / "scaling"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each point")
-    parser.add_argument("--minutes", type=float, help="begin no run after this time")
+    parser.add_argument("--minutes", type=float, help="start no run after this time")
     parser.add_argument("--page", action="store_true", help="run nothing")
     given = parser.parse_args()
     if not given.page:
@@ -46,10 +47,10 @@ def work(
     kept: Path = KEPT,
     train: Callable[..., dict[str, Any]] = runs.train,
 ) -> int:
-    """Run every point with each seed that its file lacks, until the clock (``time.monotonic``) is past ``until``.
+    """Run every point with each seed that has no kept run yet, until the time ``until`` (``time.monotonic``).
 
-    The first seed of all points comes first. ``train``: makes a run of a recipe in a folder and returns its record. Returns the
-    number of runs.
+    All points are run with the first seed, then with the second, and so on. ``train`` runs a recipe in a folder and returns the
+    record of the run. Returns the number of runs.
     """
     done = 0
     for number in range(seeds):

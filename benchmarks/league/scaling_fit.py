@@ -1,4 +1,4 @@
-"""Curves with two parameters through (samples, share of the gap), by least squares, and their error on a point that is left out."""
+"""Fits curves with two parameters to points (samples, share of the gap), and measures their error on a point that is left out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,10 @@ GRID: ndarray = np.geomspace(10, 1e7, 1501)
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A family of curves. ``basis(n, shape)``: the columns (points, k) of which a curve is a linear combination, for samples
-    (points,). ``shapes``: the values that are tried of the parameter that is not linear."""
+    """A family of curves: linear combinations of the k basis functions ``basis(n, shape)``, (points, k), of samples n (points,).
+
+    ``shapes``: the values that the fit tries for the parameter that is not linear.
+    """
 
     name: str
     formula: str
@@ -24,8 +26,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Curve:
-    """A member of a family: share = basis(n, shape) @ weights. ``residual``: root mean squared difference to the points of the
-    fit."""
+    """A curve of a family: share = basis(n, shape) @ weights. ``residual``: root mean squared difference to the fitted points."""
 
     form: Form
     shape: float
@@ -38,13 +39,13 @@ class Curve:
         return found
 
     def samples_for(self, share: float) -> float:
-        """The fewest samples, of `GRID`, at which the curve reaches a share of the gap; infinite if it does not."""
+        """The smallest number of samples in `GRID` at which the curve reaches ``share``; infinite if it reaches it nowhere."""
         reached = self.at(GRID) >= share
         return float(GRID[int(reached.argmax())]) if reached.any() else float("inf")
 
     @property
     def parameters(self) -> tuple[float, float]:
-        """a and b of the formula."""
+        """The parameters a and b of the formula."""
         first = float(self.weights[0])
         return (first, float(self.weights[1])) if len(self.weights) == 2 else (first, self.shape)
 
@@ -58,7 +59,7 @@ FORMS = (LOGARITHM, POWER, HYPERBOLA)
 
 
 def fit(form: Form, samples: Sequence[float], shares: Sequence[float]) -> Curve:
-    """The member of a family with the least squared difference to the points."""
+    """The curve of a family with the smallest mean squared difference to the points."""
     y = np.asarray(shares, dtype=float)
     bases, inverses = _bases(form, tuple(samples))
     weights = inverses @ y
@@ -77,7 +78,7 @@ def _bases(form: Form, samples: tuple[float, ...]) -> tuple[ndarray, ndarray]:
 
 @dataclass(frozen=True)
 class Extrapolation:
-    """What a fit without the last point predicts there. ``residual``: of that fit, on the points before."""
+    """The prediction at the last point by a fit to the other points. ``residual``: of this fit, on the other points."""
 
     form: Form
     predicted: float
@@ -92,5 +93,5 @@ def extrapolated(form: Form, samples: Sequence[float], shares: Sequence[float]) 
 
 
 def chosen(samples: Sequence[float], shares: Sequence[float]) -> Form:
-    """The family that fits all points but the last best. The last has no part in the choice, so the error there is a fair one."""
+    """The family that fits all points but the last best. The last point is not used, so the choice does not bias its error."""
     return min(FORMS, key=lambda form: extrapolated(form, samples, shares).residual)

@@ -1,4 +1,4 @@
-"""docs/scaling.md and its figure, made from the kept runs alone."""
+"""Generates docs/scaling.md and its figure from the kept runs alone."""
 
 import json
 import statistics
@@ -22,7 +22,7 @@ from retouch.recipe.recipe import load
 PAGE = ROOT / "docs" / "scaling.md"
 PICTURE = ROOT / "docs" / "pictures" / "scaling.svg"
 TARGET = 0.25
-"""The share of the gap for whose images the page has an interval."""
+"""The page gives an interval for the number of images that this share of the gap takes."""
 RESULTS = ROOT / "benchmarks" / "results" / "kept"
 Record = dict[str, Any]
 
@@ -78,19 +78,19 @@ def page(kept: Path) -> str:
 
 
 def finished(axis: Axis, kept: Path) -> list[tuple[str, list[Record]]]:
-    """The label and the finished runs of each point that has any."""
+    """The label and the finished runs of each point, without points that have no finished run."""
     found = [(point.label, [run for run in point.records(kept) if run["ended"] == "finished"]) for point in axis.points]
     return [(label, of) for label, of in found if of]
 
 
 def shares_of(runs: Sequence[tuple[str, list[Record]]]) -> tuple[list[Finals], list[float]]:
-    """What is compared of the finished runs of each point, and the mean share of the gap there."""
+    """For each point, its finished runs as `Finals`, and their mean share of the gap."""
     points = [Finals.of(label, of) for label, of in runs]
     return points, [float(each.shares().mean()) for each in points]
 
 
 def table(axis: Axis, kept: Path) -> Iterator[str]:
-    """A row for each point of an axis, with the score of its base model where they have different ones."""
+    """The table of an axis, with a row for each point. It has a column for the base model's score if the base models differ."""
     runs = finished(axis, kept)
     points, means = shares_of(runs)
     bases = [statistics.fmean(of[0]["before"]) for _, of in runs]
@@ -119,14 +119,14 @@ def table(axis: Axis, kept: Path) -> Iterator[str]:
 
 
 def samples_and_shares(kept: Path) -> tuple[list[float], list[float], list[Finals]]:
-    """The points that a curve is fitted to: images, mean share of the gap, and the runs."""
+    """The points to which a curve is fitted: the number of images, the mean share of the gap, and the runs of each point."""
     runs = finished(SAMPLES, kept)
     points, means = shares_of(runs)
     return [float(of[0]["images"]) for _, of in runs], means, points
 
 
 def curve(kept: Path) -> Iterator[str]:
-    """The fits, and their errors on the last point."""
+    """The text on the fitted curves and their errors on the last point."""
     images, means, points = samples_and_shares(kept)
     best = chosen(images, means)
 
@@ -171,7 +171,7 @@ def curve(kept: Path) -> Iterator[str]:
 
 
 def quickstart() -> tuple[int, float]:
-    """Images of the quickstart's training, and the share of the gap that it closes, mean of its kept seeds."""
+    """The number of images in the quickstart's training, and the share of the gap that it closes (mean of the kept seeds)."""
     found = [json.loads(file.read_text())["result"]["summary"] for file in sorted(RESULTS.glob("quickstart-seed-*.json"))]
     recipe = load(str(ROOT / "recipes" / "quickstart.jsonnet"))
     (phase,) = recipe.resolved_phases()
@@ -183,7 +183,7 @@ def _parameter(value: float, interval: Interval | None) -> str:
 
 
 def figure(kept: Path) -> str:
-    """The means of the rows, and each family fitted to all of them."""
+    """The SVG chart of the mean share of each point, and of each family of curves, fitted to all points."""
     images, means, _ = samples_and_shares(kept)
     between = np.geomspace(images[0], images[-1], 40).tolist()
     lines = {"measured": list(zip(images, means, strict=True))}

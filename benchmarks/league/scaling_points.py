@@ -1,4 +1,4 @@
-"""What docs/scaling.md compares: for each axis a few points, which are one algorithm of the league with one thing changed."""
+"""The points that docs/scaling.md compares. Each axis has a few points: one algorithm of the league with one change."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ ALGORITHM = EDITOR.contestant("Flow-CPS")
 
 @dataclass(frozen=True)
 class Point:
-    """A value of an axis: the algorithm with what the value changes, in the world that the value makes of the league's."""
+    """A value of an axis: the algorithm and the world of the league, with the changes that the value makes to them."""
 
     label: str
     world: World
@@ -22,11 +22,11 @@ class Point:
 
     @property
     def settings(self) -> dict[str, float]:
-        """Those of the league's first trial."""
+        """The settings of the league's first trial."""
         return {knob.name: knob.default for knob in self.contestant.knobs}
 
     def records(self, kept: Path) -> list[dict[str, Any]]:
-        """The kept runs by seed."""
+        """The kept final runs, ordered by seed."""
         found = runs.read(kept, self.world, self.contestant.name).values()
         final = [run for run in found if run["stage"] == "final" and run["settings"] == self.settings]
         return sorted(final, key=lambda run: run["seed"])
@@ -34,10 +34,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Axis:
-    """What differs between the points of a section of the page.
+    """The points of one section of the page, which differ in one setting.
 
-    ``unit`` is the header of their labels, and ``text`` introduces the table. The others are compared with the point labelled
-    ``base``, which belongs to all axes.
+    ``unit`` is the header of the column of labels, and ``text`` introduces the table. The point with the label ``base`` belongs to
+    all axes, and the other points are compared to it.
     """
 
     title: str
@@ -50,8 +50,11 @@ class Axis:
 def point(
     label: str, name: str, *, budget: int = EDITOR.budget, changes: Mapping[str, Any] | None = None, noise: float | None = None
 ) -> Point:
-    """The point whose runs are kept as ``name``. ``changes``: keys of the recipe. ``noise``: that of a judge that errs and abstains
-    (`noisy_judges`); None is the exact judge."""
+    """The point whose runs are kept under ``name``.
+
+    ``changes``: values of recipe keys. ``noise``: the noise of a judge that errs and abstains (`noisy_judges`); None for the exact
+    judge.
+    """
     contestant = replace(ALGORITHM, name=name, changes={**ALGORITHM.changes, **(changes or {})})
     world = EDITOR if noise is None else noisy(EDITOR, "NoisyEdits", noise=noise)
     return Point(label, replace(world, name="scaling", budget=budget, contestants=(contestant,)), contestant)
@@ -72,7 +75,7 @@ def _noise(noise: float) -> Point:
 
 
 BASE = Point(f"{EDITOR.budget:,}", EDITOR, ALGORITHM)
-"""The league's own final runs."""
+"""The point that all axes share: the final runs of the league."""
 SAMPLES = Axis(
     "Samples",
     "network evaluations",
@@ -123,5 +126,5 @@ AXES = (SAMPLES, GROUPS, TRAINED, NOISE, NETWORK)
 
 
 def every_point() -> list[Point]:
-    """Each point once."""
+    """All points of all axes, each only once."""
     return list({point.contestant.name: point for axis in AXES for point in axis.points}.values())

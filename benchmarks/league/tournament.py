@@ -1,8 +1,8 @@
 """The queue of the league: Optuna studies in one journal file, on which any number of processes work.
 
 Each contestant has two studies in each world: ``tuning``, whose trials are settings, and ``final``, whose trials are seeds. The
-processes may run on several machines that share the folder. A process holds a lock on a file of its own for as long as it lives;
-what it was running when it was killed is then run again by another one.
+processes may run on several machines that share the folder. Each process holds a lock on its own file while it lives. If it is
+killed, the lock is released, and another process repeats its unfinished run.
 """
 
 import fcntl
@@ -22,15 +22,15 @@ from optuna.trial import TrialState
 from worlds import FIRST_SEED, Stage, World
 
 SEEDS = (0, 1, 10, 5, 59, 7, 20, 76, 15)
-"""Seeds of the first trials' draws, chosen so that their learning rates (2.8e-4, 1.2e-3, 1.2e-4, 2.2e-3, ...) are spread over the
-range. The first trial draws nothing. Later trials have their number plus 100."""
+"""Sampler seeds of the first trials, chosen so that the drawn learning rates (2.8e-4, 1.2e-3, 1.2e-4, 2.2e-3, ...) are spread over
+the range. Trial 0 draws nothing. The seed of later trials is their number plus 100."""
 STARTUP = len(SEEDS)
-"""Trials that are drawn at random before the sampler uses the results of earlier ones."""
+"""Trials that are drawn at random before the sampler uses the results of earlier trials."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is run: ``trials`` settings of each contestant, then ``seeds`` final runs with the best of them."""
+    """The number of runs of each contestant: ``trials`` tuning runs, then ``seeds`` final runs with the best settings."""
 
     trials: int
     seeds: int
@@ -38,7 +38,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """One run that this process has claimed. ``number``: of the trial within its stage."""
+    """One run that this process has claimed. ``number``: the number of the trial within its stage."""
 
     world: World
     contestant: Contestant
@@ -54,12 +54,12 @@ class Job:
         self.study.tell(self.trial, score)
 
     def give_up(self) -> None:
-        """Hand the job back: another process, or the next start, runs it."""
+        """Hand the job back, so that another process or a later start runs it."""
         self.study.tell(self.trial, state=TrialState.FAIL)
 
 
 class Queue:
-    """The queue in ``folder``. Use it as a context: at the end of the block, what was claimed and not finished is free again."""
+    """The queue in ``folder``, as a context manager: at the end of the block, claimed jobs that are not finished are free again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,11 +78,11 @@ class Queue:
         (self.folder / "workers" / self.name).unlink(missing_ok=True)
 
     def claim(self, worlds: Sequence[World], plan: Plan, *, only: Sequence[str] = ()) -> Job | None:
-        """The next run that nobody has done or is doing; None if there is none.
+        """Claim the next run that no process has done or is doing; None if there is none.
 
         The first trial of every contestant comes first, then the second, and so on, then the first final run of every contestant
-        whose trials are complete. ``only``: names of contestants. The same lock covers looking and taking, so two processes never
-        take the same run.
+        whose trials are complete. ``only``: names of contestants. Search and claim happen under one lock, so two processes never
+        claim the same run.
         """
         with self.exclusive():
             for world in worlds:
@@ -96,7 +96,7 @@ class Queue:
         return None
 
     def _take(self, world: World, contestant: Contestant, stage: Stage, number: int, plan: Plan) -> Job | None:
-        """Trial ``number`` of a stage, if it is free."""
+        """Claim trial ``number`` of a stage; None if it is done, running or not ready."""
         study = self._study(world, contestant, stage)
         self._free_stale(study)
         known = [trial.user_attrs for trial in study.get_trials(deepcopy=False) if trial.state != TrialState.FAIL]
@@ -110,7 +110,7 @@ class Queue:
             settings, seed = self.best(world, contestant, plan), FIRST_SEED[stage] + number
             if settings is None or any((about["number"], about["settings"]) == (number, settings) for about in known):
                 return None
-        # The draws of a trial depend on its number alone, so that every contestant tries the same learning rates.
+        # The sampler's seed depends only on the number of the trial, so that every contestant tries the same learning rates.
         seed_of_draws = SEEDS[number] if number < len(SEEDS) else number + 100
         study.sampler = optuna.samplers.TPESampler(seed=seed_of_draws, n_startup_trials=STARTUP)
         trial = study.ask()
@@ -141,7 +141,7 @@ class Queue:
         return self._studies[key]
 
     def _free_stale(self, study: optuna.Study) -> None:
-        """Fail the running trials of processes that are gone, so that these are run again."""
+        """Mark running trials of dead processes as failed, so that they are run again."""
         for trial in study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
             if not self._alive(trial.user_attrs.get("worker")):
                 study.tell(trial.number, state=TrialState.FAIL)
@@ -158,7 +158,7 @@ class Queue:
         return False
 
     def _locked_file(self, worker: str) -> IO[str]:
-        """The open file of a process, with its lock. Raises BlockingIOError if the process lives."""
+        """Open and lock the file of a process. Raises BlockingIOError if the process is alive."""
         file = (self.folder / "workers" / worker).open("w")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,7 +169,7 @@ class Queue:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Only one process at a time is inside. A process that is killed there leaves no lock behind."""
+        """Hold the lock of the queue, so that only one process is inside. The lock is released if the process is killed."""
         with (self.folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -1,6 +1,7 @@
 """The worlds of the league: a recipe of the playground, a judge, a budget, and which held-out tasks are scored.
 
-`recipe_of` makes the recipe of one run: the world's, with a contestant's changes and settings, as long as the budget allows.
+`recipe_of` makes the recipe of one run: the recipe of a world with the changes and settings of a contestant, and with as many steps
+as the budget allows.
 """
 
 import hashlib
@@ -20,19 +21,19 @@ from retouch.recipe.recipe import Recipe, parse
 ROOT = Path(__file__).resolve().parents[2]
 Stage = Literal["tuning", "final"]
 SPLIT: Mapping[Stage, str] = {"tuning": "validation", "final": "test"}
-"""Tuning never sees a task of the split that final runs are scored on."""
+"""The split of each stage. Tuning never sees a task of the split on which final runs are scored."""
 FIRST_SEED: Mapping[Stage, int] = {"tuning": 0, "final": 101}
 CURVE = 4
-"""Held-out evaluations of a final run of the league, after equal parts of its steps."""
+"""Number of held-out evaluations during a final run of the league, at equal intervals of steps."""
 
 
 @dataclass(frozen=True)
 class World:
     """A problem that contestants solve, from the same base model and with the same judge.
 
-    ``recipe``: a file of the repository, ``changes`` keys of it. ``budget``: network evaluations of a run. ``column``: what
-    held-out tasks are scored by; ``strata``: the tag, and those of its values, whose tasks count. ``preservation``: the column that
-    says how much of the source image is kept, if there is one.
+    ``recipe``: a recipe file in the repository. ``changes``: new values of its keys. ``budget``: network evaluations of a run.
+    ``column``: the score of held-out tasks. ``strata``: a tag and the values of it whose tasks count. ``preservation``: the column
+    that measures how much of the source image is kept, or None.
     """
 
     name: str
@@ -47,13 +48,13 @@ class World:
     allow_imports: tuple[str, ...] = ()
 
     def definition(self, contestant: Contestant) -> str:
-        """A digest of all that decides a contestant's runs here. With another one, its queue begins again."""
+        """A digest of everything that determines the runs of a contestant in this world. If it changes, its queue starts over."""
         own = {key: value for key, value in asdict(contestant).items() if key not in ("name", "source")}
         known = [_file(self.recipe), self.budget, self.column, self.strata, dict(self.changes), own]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
 
     def contestant(self, name: str) -> Contestant:
-        """The contestant of that name. ValueError: there is none here."""
+        """The contestant with this name. Raises ValueError if this world has none."""
         found = {each.name: each for each in self.contestants}
         if name not in found:
             raise ValueError(f"{self.name} has no contestant {name!r}; it has {', '.join(found)}")
@@ -63,9 +64,9 @@ class World:
 def recipe_of(
     world: World, contestant: Contestant, settings: Mapping[str, float], *, stage: Stage, seed: int, curve: int = CURVE
 ) -> Recipe:
-    """The recipe of one run. ``settings``: a value for each of the contestant's knobs, by name.
+    """The recipe of one run. ``settings``: a value for each of the contestant's knobs, by name of the knob.
 
-    Its steps are those that the world's budget pays for. A final run is evaluated ``curve`` times, the last time at its end.
+    The number of steps is the largest within the budget. A final run is evaluated ``curve`` times, the last time at its end.
     """
     document = apply(_file(world.recipe), [*_lines(QUIET), *_lines(world.changes), *_lines(contestant.changes)])
     if contestant.tasks_for_groups:
@@ -82,19 +83,19 @@ def recipe_of(
 
 
 def digest(recipe: Recipe) -> str:
-    """What a run depends on, without its name and place."""
+    """A digest of the recipe without its name and output folder."""
     settings = {key: value for key, value in recipe.document().items() if key not in ("name", "out")}
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @lru_cache
 def _file(recipe: str) -> dict[str, Any]:
-    """What a recipe's file evaluates to; nobody changes it."""
+    """The evaluated recipe file. The result is cached, so callers must not change it."""
     return evaluate(ROOT / recipe)
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
-    """As overrides of a recipe: ``a.b=value``."""
+    """The values as overrides of a recipe: ``a.b=value``."""
     return [f"{path}={json.dumps(value)}" for path, value in values.items()]
 
 
@@ -105,13 +106,13 @@ QUIET = {
     "checkpoints": {"every": 0, "keep": 1},
     "eval.best_of_k": 0,
 }
-"""What a run does besides training is kept small."""
+"""Settings that minimise what a run does besides training."""
 
 
 def noisy(world: World, judge: str, **arguments: Any) -> World:
     """The same world with a judge that errs and abstains; held-out tasks are scored exactly.
 
-    ``judge``: a class of `noisy_judges`, with ``arguments`` for its fields.
+    ``judge``: the name of a class in `noisy_judges`. ``arguments``: values of its fields.
     """
     reward = {"kind": "import", "class": f"noisy_judges:{judge}", "args": arguments, "combine": {"judged": 1}}
     return replace(
@@ -134,7 +135,7 @@ EDITOR = World(
     preservation="IP",
 )
 LARGE_WEIGHTS = "runs/playground/editor-large"
-"""What `retouch playground build --large` makes, from the root of the repository."""
+"""The output of `retouch playground build --large`, run in the root of the repository."""
 EDITOR_LARGE = replace(
     EDITOR,
     name="editor-large-exact",

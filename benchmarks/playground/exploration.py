@@ -1,10 +1,10 @@
-"""What RL can find in an image-token model before it trains: the scores of many samples per validation task.
+"""Scores many samples of an image-token model per validation task, to show what RL could reinforce in it.
 
     python benchmarks/playground/exploration.py s sc
 
-For tasks with one edit (S) and with two or three (C): the scores of the most likely image and of samples, the best of n samples,
-the share of groups of 8 and of 16 samples with equal rewards, the share of requested edits of each kind that 1 sample and the best
-of 16 make, and the correlation of ``overall`` with its parts within a group.
+Prints, for tasks with one edit (S) and with two or three (C): the scores of the most likely image and of samples, the best of n
+samples, the share of groups of 8 and of 16 samples with equal rewards, the share of requested edits of each kind that are made by
+one sample and by the best of 16, and the correlation of ``overall`` with its parts within a group.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def scores(start: str, tasks: list[Task], *, count: int) -> Scores:
-    """Each column as (tasks, samples): of ``count`` samples per task, or of the most likely image where it is 0."""
+    """The columns (tasks, samples) of ``count`` samples per task; if ``count`` is 0, those of the most likely image."""
     keys = {"path": start} if "/" in start else {"start": start}
     model = PlaygroundEmu3.model_validate({"kind": "playground-emu3", **keys}).build(
         device=torch.device("cpu"), gradient_checkpointing=False
@@ -68,7 +68,7 @@ def scores(start: str, tasks: list[Task], *, count: int) -> Scores:
 
 
 def report(greedy: Scores, sampled: Scores) -> None:
-    """Print what the scores (tasks, samples) say."""
+    """Print statistics of the scores (tasks, samples)."""
     overall = sampled["overall"]
     for name, found in {"most likely": greedy, "samples": sampled}.items():
         means = "  ".join(f"{column} {found[column].nanmean():.2f}" for column in ("overall", "IF", "IP", "PQ", "exact"))
@@ -84,7 +84,7 @@ def report(greedy: Scores, sampled: Scores) -> None:
 
 
 def correlation(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Of two (tasks, samples), within tasks."""
+    """The correlation of two columns (tasks, samples), after the mean of each task is subtracted."""
     centred = [(values - values.mean(1, keepdim=True)).flatten() for values in (first, second)]
     return float(torch.corrcoef(torch.stack(centred))[0, 1])
 

@@ -2,8 +2,9 @@
 
     python benchmarks/playground/pairs.py --out runs/pairs
 
-samples ``--group`` images for each of ``--tasks`` training tasks, and writes the best and the worst of each by OCR as ``chosen``
-and ``rejected``. Then it trains on the folder, and prints the scores of held-out words before and after.
+The command samples ``--group`` images for each of ``--tasks`` training tasks. Of each task it writes the images with the best and
+the worst OCR score as ``chosen`` and ``rejected``. Then it trains on the folder, and prints the scores of held-out words before and
+after.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def main() -> None:
     objective = {"kind": "dpo", "pairs": "data", "shift": 3.0, "beta": given.beta}
     phase = {"name": "pairs", "steps": given.steps, "data": data, "objective": objective}
     counts = {"group_size": 2, "tasks_per_step": given.pairs_per_step, "learning_rate": given.learning_rate}
-    # The skipped phase has the words that are held out.
+    # The phase without steps provides the held-out words.
     document = {**base.document(), "steps": None, "phases": [{"name": "words", "steps": 0}, {**phase, **counts}]}
     recipe = parse({**document, "name": f"dpo-{given.seed}", "out": str(given.out), "trackers": []})
     run(recipe, fresh=True)
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def write_pairs(recipe: Recipe, folder: Path, *, tasks: int, group: int) -> int:
-    """Sample, score, and write the pairs whose images differ in their score; returns their number."""
+    """Sample and score images, and write a pair for each task whose samples differ in score. Returns the number of pairs."""
     folder.mkdir(parents=True)
     parts = assemble(recipe, Ranks())
     policy, renderer = parts.policy(recipe.rollout), parts.renderer()

@@ -1,4 +1,4 @@
-"""Ten photographs with instructions, from the packages scikit-image and scikit-learn, for recipes/photos.jsonnet.
+"""Writes a folder for recipes/photos.jsonnet: ten photographs from scikit-image and scikit-learn, with instructions.
 
 pip install scikit-image scikit-learn
 python benchmarks/playground/photographs.py ten
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def package_folder(package: str) -> Path:
-    """The folder of an installed package, which is not imported."""
+    """Find the folder of an installed package without importing the package."""
     found = find_spec(package)
     if found is None or found.origin is None:
         raise SystemExit(f"{package} is not installed: pip install scikit-image scikit-learn")

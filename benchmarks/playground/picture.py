@@ -1,4 +1,4 @@
-"""The README's image: held-out edits of a finished run, before and after.
+"""Draws the image in the README: held-out edits of a finished run, before and after training.
 
 `python benchmarks/playground/picture.py runs/quickstart docs/pictures/quickstart.png`
 """
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from retouch.records.folder import RunFolder
 
 SIDE, GAP, LINE, LEFT = 120, 10, 15, 10
-ACROSS, LETTERS = 520, 78  # px of a line, at least, and how many letters they hold
+ACROSS, LETTERS = 520, 78  # smallest width of a text line in px, and the number of letters in it
 COLUMNS = ("source", "before", "after", "target")
 
 
@@ -57,13 +57,13 @@ def main(run: Path, out: Path) -> None:
 
 
 def height_of(picture: Path) -> int:
-    """Of an image that is shown ``SIDE`` px wide."""
+    """The height in px of an image that is shown ``SIDE`` px wide."""
     with Image.open(picture) as image:
         return SIDE * image.height // image.width
 
 
 def caption(before: dict, after: dict) -> list[tuple[str, str]]:
-    """The instruction and, of a writer, what it wrote for it before and after: lines and their colours."""
+    """The caption as lines with colours: the instruction and, for a writer, its text before and after training."""
     lines = [(words, "#222") for words in textwrap.wrap(after["instruction"], LETTERS)[:2]]
     for when, line in (("before", before), ("after", after)):
         if line.get("text") is not None:

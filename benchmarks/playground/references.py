@@ -1,7 +1,9 @@
-"""What an IP-Adapter has of its references: a run's held-out scores as it is, with the adapter switched off, and with references
-that were exchanged between tasks while the judge keeps to each task's own.
+"""How much an IP-Adapter uses its reference images: compares the held-out scores of a run under three conditions.
 
     python benchmarks/playground/references.py runs/flux-fill-ip-adapter-grpo-playground
+
+The conditions: the trained model as it is; with the adapter switched off; and with the references exchanged between the tasks,
+while the judge still uses the right reference of each task.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from retouch.types import Batch, Sample, Task
 
 @dataclass(frozen=True)
 class ByOwn:
-    """A judge who sees the tasks as they are, whatever the policy was shown."""
+    """Calls a scorer with the original tasks (``own``, by id) instead of the changed tasks that the policy was shown."""
 
     judge: BatchScorer
     own: Mapping[str, Task]
@@ -29,13 +31,14 @@ class ByOwn:
 
 
 def exchanged(evaluate: Evaluator) -> Evaluator:
-    """The same tasks, each shown the reference of the next."""
+    """The same evaluation, but the policy gets the reference of the next task for each task."""
     tasks = evaluate.tasks
     shown = [replace(task, reference=other.reference) for task, other in zip(tasks, [*tasks[1:], tasks[0]], strict=True)]
     return replace(evaluate, tasks=shown, judge=ByOwn(evaluate.judge, {task.id: task for task in tasks}))
 
 
 def switch_off(parts: Assembly) -> None:
+    """Set the scale of all IP-Adapter layers to 0."""
     for part in ip_adapter.modules(parts.model.module):
         if hasattr(part, "to_k_ip"):
             part.scale = 0.0
@@ -43,7 +46,7 @@ def switch_off(parts: Assembly) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="a folder of a run with an IP-Adapter, or its recipe")
+    parser.add_argument("run", help="the folder of a run with an IP-Adapter, or its recipe")
     parts, step = open_target(parser.parse_args().run)
     evaluate, policy = parts.evaluator(parts.judge.for_split("heldout", 0)), parts.policy(parts.recipe.rollout)
     found = {f"as it is (step {step})": evaluate(policy), "another's reference": exchanged(evaluate)(policy)}

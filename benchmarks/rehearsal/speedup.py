@@ -1,10 +1,10 @@
-"""The table of docs/machines.md on what makes Qwen-Image-Edit's Flow-GRPO faster: its step, rehearsed with each change turned back.
+"""Writes the table of docs/machines.md on the changes that make Flow-GRPO of Qwen-Image-Edit faster.
 
     python benchmarks/rehearsal/speedup.py [NAMES ...]
 
-Rehearses the recipe as it is, with one change turned back at a time, and with the changes added one after the other to the recipe
-without any of them, and writes the table. NAMES are changes that are turned back together, such as ``lora,adamw``; if there are
-some, only these are rehearsed. What was found is kept in speedup.json beside this file.
+Rehearses the recipe as it is, then with one change turned off at a time, and then without all changes, to which the changes are
+added one after the other. NAMES are changes to turn off together, such as ``lora,adamw``; if any are given, only these
+combinations are rehearsed. The figures are kept in speedup.json next to this file.
 """
 
 import json
@@ -33,7 +33,10 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Change:
-    """``off``: the settings that turn it back. ``joint``: both branches of guidance in one forward, as no recipe can have them."""
+    """A change that makes the step faster.
+
+    ``off``: the settings that turn the change off. ``joint``: it is turned off by `joint_guidance` instead, as no recipe key can.
+    """
 
     title: str
     off: tuple[str, ...] = ()
@@ -47,12 +50,12 @@ CHANGES = {
     "adamw": Change("fused AdamW", off=('optimizer.fused="never"',)),
     "compile": Change("blocks compiled", off=("policy.compile=null",)),
 }
-"""In the order in which they are added."""
+"""The changes by name, in the order in which they are added."""
 
 
 @contextmanager
 def joint_guidance() -> Iterator[None]:
-    """Both branches of guidance go through one forward, padded to the longer text."""
+    """Compute both branches of the guidance in one forward pass, padded to the longer text, inside this context."""
     import torch
 
     from retouch.models.common.wrappers import Guided
@@ -69,7 +72,10 @@ def joint_guidance() -> Iterator[None]:
 
 
 def rehearse_without(names: Sequence[str]) -> dict[str, float]:
-    """Seconds per image of the recipe without these changes: of the step, the rollout and the update; and its peak in bytes."""
+    """Rehearse the recipe with these changes turned off.
+
+    Returns seconds per image: of the step, the rollout, the update, the ideal step, and each kind of work; and the peak in bytes.
+    """
     from retouch.recipe.recipe import load, parse
     from retouch.rehearsal import report
     from retouch.rehearsal.machines import MACHINES
@@ -95,8 +101,10 @@ def rehearse_without(names: Sequence[str]) -> dict[str, float]:
 
 
 def table(kept: dict[str, dict[str, float]]) -> str:
-    """A row for each change, after one for the recipe without any of them. ``kept``: by the names that were turned back, with
-    commas."""
+    """The table: a row for the recipe without any of the changes, then a row for each change.
+
+    ``kept``: the figures, by the comma-separated names of the changes that were turned off.
+    """
     now, before = kept[""], kept[",".join(CHANGES)]
     lines, last = [HEADER, f"| none of them | all of the below | | | {before['step']:.2f} | 1.00 | |"], before
     for index, (name, change) in enumerate(CHANGES.items()):
@@ -118,7 +126,7 @@ def table(kept: dict[str, dict[str, float]]) -> str:
 
 
 def combinations() -> list[str]:
-    """The names that are turned back in each rehearsal of the table, with commas."""
+    """The comma-separated names of the changes that are turned off in each rehearsal of the table."""
     names = list(CHANGES)
     return list(dict.fromkeys([*names, *(",".join(names[index:]) for index in range(len(names) + 1))]))
 

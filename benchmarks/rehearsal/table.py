@@ -1,9 +1,9 @@
-"""The tables of docs/machines.md: every full-size recipe, rehearsed on the GPU that it names.
+"""Writes the tables of docs/machines.md: a rehearsal of every full-size recipe on the GPU for which it was written.
 
     python benchmarks/rehearsal/table.py [RECIPE ...]
 
-Rehearses the given recipes, or all, and writes the tables. What it found is kept in rehearsed.json beside this file. Recipes that
-differ only in what costs no time on a GPU (data, rewards, advantages) are rehearsed once.
+Rehearses the given recipes, or all, and writes the tables. The figures are kept in rehearsed.json next to this file. Recipes that
+differ only in parts without GPU work (data, rewards, advantages) are rehearsed once.
 """
 
 import json
@@ -23,14 +23,14 @@ PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- rehearsed -->"
 FOLDERS = ("sd3", "flux2", "flux-fill", "flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-2", "emu3")
 OMITTED_IF_NULL = ("-playground", "tiny")
-"""Small twins."""
+"""Words in the names of recipes with small models, which are not rehearsed."""
 _ON_H200 = (
     *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
     *("qwen-image/writer-grpo-published", "qwen-image-edit/ip-adapter-grpo"),
     *("qwen-image-edit/writer-grpo-published", "qwen-image-edit/writer-grpo-full-published"),
 )
 MACHINES_OF = dict.fromkeys(_ON_H200, "h200")
-"""The GPU that a recipe names, if it is not an H100 with 80 GB."""
+"""The GPU of each recipe that is not written for an H100 with 80 GB."""
 VARIABLES = {
     **{"APP__DATA_DIR": "data", "APP__BASE_EXP_DIR": "runs", "APP__RUN_NAME": "run"},
     "APP__REWARD_FUNCTION_API_BASE": "http://localhost:1",
@@ -49,14 +49,14 @@ UNITS = (
 
 
 def names() -> list[str]:
-    """The full-size recipes."""
+    """The names of the full-size recipes, in the order of `FOLDERS`."""
     files = sorted(file for folder in FOLDERS for file in (ROOT / "recipes" / folder).glob("*.jsonnet"))
     found = [f"{file.parent.name}/{file.stem}" for file in files if not any(part in file.stem for part in OMITTED_IF_NULL)]
     return sorted(found, key=lambda name: (FOLDERS.index(name.partition("/")[0]), name))
 
 
 def document(name: str) -> dict[str, Any]:
-    """The recipe, evaluated."""
+    """The evaluated document of a recipe. Also sets the environment variables that recipes read."""
     from retouch.recipe.document import evaluate
 
     os.environ.update(VARIABLES)
@@ -64,7 +64,7 @@ def document(name: str) -> dict[str, Any]:
 
 
 def groups(chosen: list[str]) -> dict[str, list[str]]:
-    """The recipes with equal work, by the first of them."""
+    """Groups of recipes with equal GPU work, by the first recipe of the group."""
     found: dict[str, list[str]] = {}
     firsts: dict[str, str] = {}
     for name in names():
@@ -81,13 +81,13 @@ def machine_of(name: str) -> str:
 
 
 def rehearse_one(name: str) -> dict[str, Any]:
-    """The figures of a recipe: bytes, FLOPs and seconds by stage of its last phase, and those of one step or token."""
+    """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
     from retouch.recipe.recipe import load
     from retouch.rehearsal import report
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
-    document(name)  # sets the variables
+    document(name)  # sets the environment variables
     machine, started = MACHINES[machine_of(name)], time.process_time()
     found = rehearse(load(ROOT / "recipes" / f"{name}.jsonnet"), machine)
     stages, phase = found.stages, found.phases[-1]
@@ -118,7 +118,7 @@ def rehearse_one(name: str) -> dict[str, Any]:
 
 
 def _in_own_process(name: str) -> dict[str, Any]:
-    """``rehearse_one``, because what torch knows of the fake accelerator stays for the life of a process."""
+    """Call `rehearse_one` in a new process, because torch keeps the state of the fake accelerator until its process ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(rehearse_one, name).result()
 
@@ -129,7 +129,7 @@ def _plain(stage: str) -> str:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """Both tables, with a row for each group of recipes."""
+    """Both tables: a row for each group of recipes, and a row for each of its units of work."""
     units = [line for name, row in rows.items() for line in _units(name, row)]
     return "\n".join([HEADER, *(_row(name, row) for name, row in rows.items()), "", UNITS, *units])
 

@@ -1,8 +1,8 @@
-"""The runs behind docs/results.md: one file per recipe and seed in `kept/`, and the digests that say whether it is still valid.
+"""The runs behind docs/results.md: one file per recipe and seed in `kept/`, and the digests that tell whether it is still valid.
 
-A kept run belongs to its recipe as long as ``settings`` is the digest of what the recipe's file evaluates to and of the shipped
-weights that it reads. If ``code`` contains the digest of today's code, this code is known to compute the same run; otherwise the
-first steps must be made again (see `results.py`).
+A kept run is valid for its recipe as long as ``settings`` equals the digest of the evaluated recipe file and of the shipped weights
+that the recipe reads. If ``code`` contains the digest of the current code, this code is known to compute the same run; otherwise
+the first steps must be repeated (see `results.py`).
 """
 
 import ast
@@ -30,7 +30,7 @@ SHIPPED = {
     "playground-enhancer": "enhancer",
     "playground-words": "words",
 }
-# Keys (by the kind of their section, or "" for any) and kinds that have been renamed since runs were kept.
+# Former names of keys (by the kind of their section, or "" for any kind) and of kinds, from which the digests were computed.
 FORMER_NAMES = {
     ("playground", "impossible"): "vain",
     ("playground-indirect", "incomplete"): "lazy",
@@ -40,7 +40,7 @@ FORMER_NAMES = {
     ("", "ignore_completions"): "blind",
 }
 FORMER_KINDS = {"playground-text-to-image": "playground-painter"}
-# The modules whose results reach the numbers of a run. How a run is assembled and recorded changes none of them.
+# The modules that determine the numbers of a run. The assembly and the records of a run change none of these numbers.
 DENOISING = (
     "retouch.training.loop",
     "retouch.data.sampler",
@@ -116,14 +116,14 @@ PAINTING = (
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
-# In addition to those of the model, for a run that trains an IP-Adapter.
+# Additional modules for a run that trains an IP-Adapter.
 REFERENCED = (
     "retouch.models.ip_adapter.image_encoder",
     "retouch.models.ip_adapter.adapter",
     "retouch.models.ip_adapter.reference_model",
     "retouch.rewards.playground.sign_judge",
 )
-# By the kind of the renderer; None if the policy renders its own images, or the kind of a model that has modules of its own.
+# By the kind of the model if it has an entry, else by the kind of the renderer; None if the policy renders its own images.
 DECIDING = {
     None: DENOISING,
     "response": WRITING,
@@ -135,7 +135,7 @@ DECIDING = {
 
 
 def place(entry: Entry, seed: int) -> Path:
-    """The file of one run: `quickstart-seed-0.json`, or `playground-nft-seed-0.json` for a recipe in a folder."""
+    """The file of one run: `quickstart-seed-0.json`, or `playground-nft-seed-0.json` for a recipe in a subfolder."""
     name = entry.recipe.removeprefix("recipes/").removesuffix(".jsonnet").replace("/", "-")
     return KEPT / f"{name}-seed-{seed}.json"
 
@@ -153,10 +153,10 @@ def write(entry: Entry, known: dict) -> None:
 
 
 def settings_digest(entry: Entry) -> str:
-    """SHA-256 of what the recipe's file sets, and of the shipped weights that the run reads.
+    """SHA-256 of the settings in the recipe's file, and of the shipped weights that the run reads.
 
-    Defaults are not in it, so a new key in the schema leaves kept runs valid. `code_digest` notices a default that changed. Keys
-    and kinds that were renamed have their former names, so that a new name leaves kept runs valid too."""
+    Defaults are left out, so a new key in the schema leaves kept runs valid; `code_digest` detects a changed default. Renamed keys
+    and kinds count under their former names, so a new name leaves kept runs valid too."""
     whole = hashlib.sha256(_text(_with_former_names(evaluate(ROOT / entry.recipe))))
     recipe = load(ROOT / entry.recipe)
     for file in sorted(file for name in _used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
@@ -172,13 +172,13 @@ def _with_former_names(node: Any) -> Any:
 
 
 def code_digest(entry: Entry) -> str:
-    """SHA-256 of the recipe with its defaults and of the code that such a run computes with, without docstrings and annotations."""
+    """SHA-256 of the recipe with its defaults, and of the code that computes its runs, without docstrings and annotations."""
     recipe = load(ROOT / entry.recipe)
     own: Any = recipe.policy.model.kind
     modules = DECIDING[own if own in DECIDING else recipe.renderer and recipe.renderer.kind]
     whole = hashlib.sha256(_text(recipe.document()))
     for file in _with_imports((*modules, *REFERENCED) if isinstance(recipe.policy.train, IpAdapter) else modules):
-        if file.name not in ("types.py", "protocols.py"):  # declarations
+        if file.name not in ("types.py", "protocols.py"):  # these contain only declarations
             whole.update(file.relative_to(SOURCE).as_posix().encode() + _without_prose(file.read_text()).encode())
     return whole.hexdigest()[:16]
 
@@ -189,7 +189,7 @@ def _text(document: dict[str, Any]) -> bytes:
 
 
 def _used_weights(recipe: Recipe) -> set[str]:
-    """Folders of the shipped weights that the recipe's models are read from."""
+    """The folders of shipped weights from which the models of the recipe are loaded."""
     model = recipe.policy.model
     if isinstance(model, PlaygroundEmu3):
         return {"emu3/autoencoder", f"emu3/{model.start}"}
@@ -219,7 +219,7 @@ def _file(module: str) -> Path:
 
 
 def _without_prose(code: str) -> str:
-    """The syntax tree without docstrings and annotations of arguments, which change no number."""
+    """The syntax tree as a text, without docstrings and annotations of functions, which change no number."""
     tree = ast.parse(code)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):

@@ -1,4 +1,4 @@
-"""The content of docs/results.md: which recipes are compared, and the tables that are made of their runs."""
+"""The content of docs/results.md: the recipes that are compared, and the tables of their runs."""
 
 import statistics
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """One comparison: its rows, and what a reader must know about the tasks and the ceiling.
+    """One comparison. ``entries``: its rows. ``about``: what a reader must know about the tasks and the ceiling.
 
-    ``columns``, and ``levels`` of the ``tag``: the second table. ``kinds`` of edits: the third table and the check for shortcuts.
-    ``plot``: a file in docs/pictures with the trained column over CPU seconds.
+    The second table has the ``columns``, for tasks with each of the ``levels`` of the ``tag``. The third table and the check for
+    shortcuts have the ``kinds`` of edits. ``plot``: a file in docs/pictures with the trained column over CPU seconds.
     """
 
     title: str
@@ -234,7 +234,7 @@ with `--set` for each of its settings, and `--set policy.model.start=s` where th
 `objective.kl.weight=0.005 objective.entropy_bonus=0.05`. The rows of held-out tasks have no `eval` settings. "50 of 250" is the
 evaluation at step 50 of a run that was stopped later. Seconds are CPU seconds; those of the held-out rows include evaluations.
 """
-"""Measured while settings for image tokens were chosen; the runs are not kept."""
+"""Measurements from the choice of settings for image tokens; the runs are not kept."""
 
 WITHOUT_RESULT = (
     (
@@ -265,7 +265,7 @@ WITHOUT_RESULT = (
         "Not run to the end; `sft_sc2stage__rl_sc` has a row. RL raises its training reward from 5.58 to 6.53.",
     ),
 )
-"""Recipes of the playground that step but have no row, and what is known of them. Times are from the first steps of a phase."""
+"""Playground recipes without a row in a table (recipe, known results). Times are from the first steps of a phase."""
 
 
 def page(found: dict[Entry, list[dict]]) -> str:
@@ -308,6 +308,7 @@ def page(found: dict[Entry, list[dict]]) -> str:
 
 
 def headline(found: dict[str, list[dict]]) -> list[str]:
+    """The first table: a row for each run, then the mean share of the gap of each recipe."""
     lines = [
         "| recipe | seed | before | after | gain (95 %) | share of gap | best of k | ceiling | singles | ratio | seconds | CPU |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -340,6 +341,7 @@ def alone(result: dict) -> str:
 
 
 def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
+    """The second table: means of the columns by level of the tag, before and after training."""
     lines = ["Columns, means over the seeds, before -> after:", ""]
     lines += ["| recipe | tasks | " + " | ".join(section.columns) + " |", "| --- | --- |" + " --- |" * len(section.columns)]
     for name, results in found.items():
@@ -352,12 +354,13 @@ def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
 
 
 def means(results: list[dict], row: str, column: str) -> list[float]:
-    """Means over the seeds: before, after the warm-up if there is one, and after."""
+    """Means over the seeds: before training, after the warm-up if there is one, and at the end."""
     whens = [when for when in ("before", "warm", "after") if all(when in result for result in results)]
     return [statistics.mean(result[when][row][column] for result in results) for when in whens]
 
 
 def edits(section: Section, found: dict[str, list[dict]]) -> list[str]:
+    """The third table: the share of requested edits that were made, by kind, and the check for shortcuts."""
     lines = ["Share of requested edits that were made, by kind, over all held-out tasks:", ""]
     kinds = section.kinds
     lines += ["| recipe | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]

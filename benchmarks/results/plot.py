@@ -11,7 +11,7 @@ TICKS = 5
 
 
 def draw(curves: Mapping[str, Sequence[tuple[float, float]]], out: Path) -> None:
-    """A line for each name, through its (seconds, mean) points; the upright axis goes from 0 to 1."""
+    """Draw a line for each name through its (seconds, mean) points; the vertical axis goes from 0 to 1."""
     sheet = Image.new("RGB", (WIDTH, HEIGHT), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
     longest = max(1.0, *(seconds for points in curves.values() for seconds, _ in points))

@@ -1,12 +1,12 @@
-"""`make results`: measures the claims of docs/results.md. Runs each recipe over seeds and writes the page.
+"""`make results`: measures the claims of docs/results.md. Runs each recipe with several seeds and writes the page.
 
-    python benchmarks/results/results.py                          # every run that is not kept, or no longer valid
-    python benchmarks/results/results.py --only none              # runs nothing whole; checks the kept runs and writes the page
+    python benchmarks/results/results.py                          # make every run that is not kept or not valid
+    python benchmarks/results/results.py --only none              # make no whole run; check the kept runs and write the page
     python benchmarks/results/results.py --only recipes/quickstart.jsonnet --seeds 0
     python benchmarks/results/results.py --check recipes/quickstart.jsonnet
 
-A run is kept in `kept/`, in a file named after its recipe and seed. When the code has changed since, the first steps of one seed of
-each recipe are made again and compared with the kept ones; where they differ, all its runs are made again as a whole.
+A run is kept in `kept/`, in a file named after its recipe and seed. If the code has changed since, the first steps of one seed of
+each recipe are repeated and compared to the kept ones; if they differ, all runs of the recipe are repeated as a whole.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PLOTS = ROOT / "docs" / "pictures"
 RUNS = ROOT / "runs" / "results"
 TRACED = 3
 TRACE = ("reward/mean", "policy/loss", "policy/grad_norm")
-# What takes time before and between the first steps, and does not change them.
+# Settings that save time before and between the first steps, without changing these steps.
 BRIEFLY = ("eval.tasks=3", "eval.best_of_k=0", "samples.tasks=1", "samples.every=0", "checkpoints.every=0", "trackers=[]")
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def valid_runs(entry: Entry, seeds: Sequence[int], *, renamed: bool = False) -> dict[int, dict | None]:
-    """Seed to kept run; None if there is none, or where recipe or code have changed what it would compute."""
+    """The kept run of each seed; None if there is none, or if the recipe or the code would compute different numbers."""
     runs = {seed: kept.read(entry, seed) for seed in seeds if seed in entry.seeds}
     if not any(runs.values()):
         return runs
@@ -86,7 +86,7 @@ def valid_runs(entry: Entry, seeds: Sequence[int], *, renamed: bool = False) -> 
 
 
 def same_first_steps(entry: Entry, known: dict) -> bool:
-    """Make the first steps of a kept run again and compare; print how they compare."""
+    """Repeat the first steps of a kept run, and print and return whether they are the same up to rounding."""
     seed = known["result"]["seed"]
     found = first_steps(entry, seed)
     equal = same(found, known["trace"])
@@ -113,13 +113,13 @@ def run(entry: Entry, seed: int) -> dict:
 
 
 def children_seconds() -> float:
-    """CPU seconds of the processes that this one started and that have ended."""
+    """CPU seconds of all child processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def first_steps(entry: Entry, seed: int) -> list[dict]:
-    """The trace of a run that is ended after its first steps."""
+    """Start a run, stop it after its first steps, and return the trace of these steps."""
     folder = RUNS / f"{Path(entry.recipe).stem}-{seed}-first-steps"
     shutil.rmtree(folder, ignore_errors=True)
     process = subprocess.Popen([*command(entry, seed, folder), *(part for key in BRIEFLY for part in ("--set", key))], cwd=ROOT)
@@ -131,13 +131,14 @@ def first_steps(entry: Entry, seed: int) -> list[dict]:
 
 
 def command(entry: Entry, seed: int, folder: Path) -> list[str]:
+    """The command of `retouch train` for a recipe and seed, with the run in ``folder``."""
     settings = (f"seed={seed}", f"name={folder.name}", f"out={folder.parent}")
     train = [sys.executable, "-m", "retouch.cli", "train", entry.recipe]
     return [*train, *(part for setting in settings for part in ("--set", setting))]
 
 
 def trace(folder: Path) -> list[dict]:
-    """The first steps of a run's metrics, as far as they are written."""
+    """The metrics of a run's first steps, as far as they have been written."""
     file = folder / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     steps = [json.loads(line) for line in lines[:TRACED] if line.endswith("\n")]
@@ -145,7 +146,7 @@ def trace(folder: Path) -> list[dict]:
 
 
 def same(found: Sequence[dict], wanted: Sequence[dict]) -> bool:
-    """Whether two traces are equal but for rounding, which may differ between machines."""
+    """Whether two traces are equal up to rounding, which may differ between machines."""
     if [sorted(step) for step in found] != [sorted(step) for step in wanted]:
         return False
     pairs = [(step[name], other[name]) for step, other in zip(found, wanted, strict=True) for name in step]
@@ -153,7 +154,7 @@ def same(found: Sequence[dict], wanted: Sequence[dict]) -> bool:
 
 
 def measured(folder: Path) -> dict:
-    """What the page reports of a run."""
+    """The results of a run that the page needs."""
     summary = json.loads((folder / "summary.json").read_text())
     evals = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -171,7 +172,7 @@ def measured(folder: Path) -> dict:
 
 
 def curve(folder: Path, evals: Sequence[dict], column: str) -> list[tuple[float, float]]:
-    """Of each evaluation: (CPU seconds of the training steps before it, mean of the column)."""
+    """For each evaluation: (CPU seconds of the training steps before it, mean of the column)."""
     spent = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
     return [
         (round(sum(line["cpu/step"] for line in spent if line["step"] <= each["step"]), 1), each["table"]["all"][column])

@@ -1,4 +1,4 @@
-"""What a suite of hostile payloads or replies found."""
+"""Counts of the failures that a suite of hostile payloads or replies found."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ sys.path += [str(TESTS / "support"), str(TESTS / "serving"), str(TESTS.parent / 
 
 @dataclass
 class Counts:
-    """``lost``: cases after which work or a sample was gone. ``wrong``: not refused, or a wrong result."""
+    """Counts of a suite. ``lost``: cases that lost work or a sample. ``wrong``: cases that gave a wrong result or no refusal."""
 
     cases: int = 0
     lost: int = 0
@@ -21,12 +21,12 @@ class Counts:
     measured: list[str] = field(default_factory=list)
 
     def finish(self, what: str) -> int:
-        """Print the notes and a summary, which is the last line; the exit code: 1 if anything went wrong."""
+        """Print the notes, then a summary as the last line. Returns the exit code: 1 if anything went wrong, else 0."""
         summary = f"{self.cases} {what}: {self.lost} lost, {self.wrong} wrong, {self.tracebacks} tracebacks"
         print(*self.notes, "; ".join([summary, *self.measured]), sep="\n")
         return int(bool(self.lost or self.wrong or self.tracebacks))
 
 
 def silence() -> None:
-    """Clients say in their log what they refuse; here it is counted."""
+    """Disable log messages up to warnings: clients log each reply that they refuse, and the suite counts these anyway."""
     logging.disable(logging.WARNING)

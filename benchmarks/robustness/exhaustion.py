@@ -1,9 +1,10 @@
-"""Tries to exhaust a reward server, and measures what honest callers get meanwhile.
+"""Tries to exhaust a reward server, and measures how it serves honest callers at the same time.
 
     python benchmarks/robustness/exhaustion.py [--source OTHER_CHECKOUT/src]
 
-Slow connections that send no whole header, images that are large only when decoded, a foreign ``Host`` header, and a sample on
-which the reward hangs. `--source` runs the server of another version of the source tree, to compare two versions. Linux only.
+The attacks: slow connections that never send a whole header, images that are large only when decoded, a foreign ``Host`` header,
+and a sample on which the reward hangs. `--source` runs the server of another version of the source tree, to compare two versions.
+Linux only.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from PIL import Image
 
 from retouch.rewards.wire.bodies import encode_body
 
-# In the folders that ``counting`` adds to the path.
+# These modules are in folders that ``counting`` adds to ``sys.path``.
 import test_hostile as hostile  # isort: skip
 from servers import serving  # isort: skip
 
@@ -41,6 +42,7 @@ REWARDS = {kind: json.dumps({"kind": "import", "class": f"scorers:{kind}"}) for 
 
 
 def slow_connections(url: str) -> str:
+    """Open `CONNECTIONS` connections that never send a whole header. Reports how fast honest requests are answered."""
     address = urlsplit(url)
     body, kind = hostile.body_of(hostile.samples_of(1))
     seconds, failures = [], 0
@@ -62,7 +64,7 @@ def slow_connections(url: str) -> str:
 
 
 def large_images(url: str, pid: int) -> str:
-    """``LARGE_REQUESTS`` requests at once, each with one image of ``SIDE`` squared pixels in a few bytes."""
+    """Send ``LARGE_REQUESTS`` requests at once, each with one image of ``SIDE`` x ``SIDE`` pixels in a few bytes."""
     body, kind = encode_body(json.dumps(hostile.batch()).encode(), [_black(SIDE)], "multipart")
     largest, done = 0.0, threading.Event()
 
@@ -83,11 +85,12 @@ def large_images(url: str, pid: int) -> str:
 
 
 def foreign_host(url: str) -> str:
+    """Send a request with a foreign ``Host`` header. Reports the status code."""
     return str(httpx.get(f"{url}/v1/info", headers={"Host": "attacker.example"}, timeout=10, trust_env=False).status_code)
 
 
 def hung_reward(url: str) -> str:
-    """One sample on which the reward sleeps; then how long six honest requests wait, and whether the server calls itself ready."""
+    """Send a sample on which the reward sleeps. Reports how long six honest requests wait, and the status of ``/readyz`` then."""
     body, kind = hostile.body_of(hostile.samples_of(1, text="sleep"))
     _status(url, body, {**kind, "X-Deadline-Seconds": "2"})
     honest, kind = hostile.body_of(hostile.samples_of(1))
@@ -101,7 +104,7 @@ def hung_reward(url: str) -> str:
 
 
 def _black(side: int) -> bytes:
-    """A whole PNG of side x side black pixels, 1 bit each."""
+    """A valid PNG of ``side`` x ``side`` black pixels, 1 bit each."""
     data = io.BytesIO()
     Image.new("1", (side, side)).save(data, "PNG", optimize=True)
     return data.getvalue()
@@ -115,7 +118,7 @@ def _status(url: str, body: bytes, headers: dict[str, str]) -> int:
 
 
 def _resident(pid: int) -> float:
-    """MB."""
+    """The resident memory of a process, in MB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1e3  # type: ignore[index]
 
 
@@ -133,10 +136,10 @@ def main() -> int:
         ("a foreign Host header", "Digest", lambda url, pid: foreign_host(url)),
         ("a reward that hangs", "Sleeps", lambda url, pid: hung_reward(url)),
     ):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))  # the server's
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))  # the server inherits this limit
         try:
             with serving(REWARDS[reward], replicas=1) as server:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (4 * FILES, hard))  # our own
+                resource.setrlimit(resource.RLIMIT_NOFILE, (4 * FILES, hard))  # the limit of this process
                 print(f"{name}: {measure(server.urls[0], server.pids()[0])}", flush=True)
         except subprocess.TimeoutExpired:
             print("... and the server did not stop within 60 s of SIGTERM", flush=True)

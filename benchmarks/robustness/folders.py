@@ -1,8 +1,9 @@
-"""Every fault of tests/support/folder_faults.py on the folder of an interrupted run: what a run that is started again makes of it.
+"""Applies every fault of tests/support/folder_faults.py to the folder of an interrupted run, and resumes the run.
 
     python benchmarks/robustness/folders.py [--out FOLDER] [--every N] [--only REGEX]
 
-Prints one line per fault and a table. Exits with 1 if anything was lost or changed without a word, or ended with a traceback.
+Prints one line per fault and the number of each outcome. The exit code is 1 if anything was lost or changed silently, or if a run
+ended with a traceback.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from kill_places import import_models  # noqa: E402
 
 
 def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
-    """Do the work in a fork, whose output goes to the log; its exit code, or minus the signal that ended it."""
+    """Do the work in a forked process, with its output in ``log``. Returns the exit code, or minus the signal that ended it."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -42,7 +43,7 @@ def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
 
 
 def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.Outcome"]:
-    """Resume the run after each ``every``-th fault whose name contains ``only``."""
+    """Resume the run after every ``every``-th fault whose name matches the regular expression ``only``."""
     import_models()
 
     whole, base = faults.six_steps(out, "whole"), faults.six_steps(out, "base")
@@ -63,8 +64,8 @@ def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.O
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--every", type=int, default=1, help="take only every N-th fault")
-    parser.add_argument("--only", default="", metavar="REGEX", help="take only faults with such a name")
+    parser.add_argument("--every", type=int, default=1, help="apply only every N-th fault")
+    parser.add_argument("--only", default="", metavar="REGEX", help="apply only faults whose name matches")
     arguments = parser.parse_args()
     counted: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as temporary:

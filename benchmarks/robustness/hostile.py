@@ -1,8 +1,8 @@
-"""Every hostile suite, and one table of what was tried and what went wrong.
+"""Runs all hostile suites, and prints one table of the cases and the failures.
 
     python benchmarks/robustness/hostile.py [--quick]
 
-`--quick` takes a share of the folder faults and kills, and no fault of ranks.
+`--quick` runs only a part of the folder faults, kills and payloads, and no faults of ranks.
 """
 
 import argparse

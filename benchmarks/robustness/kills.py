@@ -1,9 +1,9 @@
-"""SIGKILL at random moments of a run, cold starts among them, until the run ends: it must end with the bits of an undisturbed run.
+"""Kills runs with SIGKILL at random moments and resumes them: each must end with the same bits as an undisturbed run.
 
     python benchmarks/robustness/kills.py [--kills 100] [--cold 10] [--seed 0]
 
-Most kills hit a fork in which everything is imported already, so they land in loading, evaluation, training and saving; ``--cold``
-kills hit a new process, between its first instruction and its first step.
+Most kills hit a forked process that has imported everything already, so they hit loading, evaluation, training and saving.
+``--cold`` is the number of kills that hit a new process, between its first instruction and its first steps.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from folders import in_fork  # noqa: E402  # isort: skip
 
 
 def killed_fork(made: faults.Recipe, log: Path, after: float) -> bool:
-    """Train in a fork and kill it after a while; False if it had ended by itself."""
+    """Train in a forked process and kill it after ``after`` seconds. Returns False if the process had ended before."""
     child = os.fork()
     if child == 0:
         os._exit(in_fork(lambda: faults.train(made), log))
@@ -34,7 +34,7 @@ def killed_fork(made: faults.Recipe, log: Path, after: float) -> bool:
 
 
 def killed_process(made: faults.Recipe, log: Path, after: float) -> bool:
-    """Train in a new process and kill it after a while; False if it had ended by itself."""
+    """Train in a new process and kill it after ``after`` seconds. Returns False if the process had ended before."""
     file = made.folder.with_name(f"{made.name}.json")
     file.write_text(made.model_dump_json())
     with log.open("wb") as printed:
@@ -46,7 +46,7 @@ def killed_process(made: faults.Recipe, log: Path, after: float) -> bool:
 
 
 def _kill(child: int) -> bool:
-    """Kill a fork and the process that it waits for."""
+    """Kill the child processes of the forked process ``child``, and wait for it. Returns whether it still had children."""
     children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     for pid in map(int, children):
         os.kill(pid, signal.SIGKILL)

@@ -1,9 +1,9 @@
-"""Hostile payloads against `retouch serve` as a process of its own, and its memory over many requests.
+"""Sends hostile payloads to a process of `retouch serve`, and measures its memory over many requests.
 
     python benchmarks/robustness/payloads.py [--requests 50000]
 
-Sends every payload once, and then so many payloads, mixed with honest requests, whose scores are checked. Memory must stay flat
-(+50 MB). Linux only (memory is read from /proc).
+Sends every payload once. Then sends ``--requests`` payloads mixed with honest requests, and checks the scores of the latter. Memory
+must grow by at most 50 MB. Linux only (memory is read from /proc).
 """
 
 import argparse
@@ -25,19 +25,19 @@ from counting import Counts, silence
 import hostile_payloads as series
 from retouch.rewards.wire.bodies import encode_body
 
-# In the folders that ``counting`` adds to the path.
+# These modules are in folders that ``counting`` adds to ``sys.path``.
 import test_connections as connections  # isort: skip
 import test_hostile as hostile  # isort: skip
 from servers import ours  # isort: skip
 
 LIMITS = ("window=0", "max_items=64", "max_pixels=1048576", "max_total_pixels=4194304", "max_body_bytes=8388608", "body_seconds=1")
-SLOW = 1100  # of 1024 places
+SLOW = 1100  # slow connections; the server accepts 1024
 TRACES = re.compile(rb"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b")
 Body = bytes | Callable[[], bytes | Iterator[bytes]]
 
 
 def payloads() -> Iterator[tuple[str, Body, dict[str, str]]]:
-    """Name, body (or what makes it) and headers of each request."""
+    """The name, the body (or a function that makes it) and the headers of each request."""
     for name, image in {**hostile.PICTURES, **series.DAMAGED}.items():
         body, kind = encode_body(json.dumps(hostile.batch()).encode(), [image], "multipart")
         yield f"image: {name}", body, {"Content-Type": kind}
@@ -52,7 +52,7 @@ def payloads() -> Iterator[tuple[str, Body, dict[str, str]]]:
 
 
 def counts(requests: int) -> Counts:
-    """Send each payload once, then ``requests`` of them mixed with honest requests."""
+    """Send each payload once, then ``requests`` requests: payloads mixed with honest requests."""
     listed = list(payloads())
     counted = Counts(cases=len(listed) + len(connections.HEADERS))
     with ours("Digest", {}, limits=(*LIMITS, "header_seconds=2")) as server:
@@ -82,7 +82,7 @@ def counts(requests: int) -> Counts:
                 else:
                     counted.lost += client.post("/v1/score", content=good, headers=kind).json()["items"] != expected["items"]
                 if number == 2000:
-                    before = _resident(pid)  # what the first use of everything takes
+                    before = _resident(pid)  # from here on, memory must not grow: all code has run once
             counted.measured.append(
                 f"memory after 2000 requests {before:.0f} MB, after {requests} {_resident(pid):.0f} MB "
                 f"({_resident(pid) - before:+.0f}), {requests / max(time.monotonic() - began, 1e-9):.0f} requests/s"
@@ -98,7 +98,7 @@ def counts(requests: int) -> Counts:
 
 
 def _slow_connections(counted: Counts, url: str, scored: Callable[[], bool]) -> None:
-    """Open more connections than there are places, none with a whole header; honest requests come on new connections."""
+    """Open more connections than the server accepts, send no whole header, and time honest requests on new connections."""
     address = urlsplit(url)
     with ExitStack() as stack:
         for _ in range(SLOW):
@@ -116,14 +116,14 @@ def _slow_connections(counted: Counts, url: str, scored: Callable[[], bool]) -> 
 
 
 def _note(counted: Counts, name: str, fine: bool, found: object) -> int:
-    """1 and a note if it is not fine."""
+    """Return 1 if ``fine`` is False, else 0. The first 20 such cases add a note."""
     if not fine and len(counted.notes) < 20:
         counted.notes.append(f"not refused: {name} ({found!r})")
     return int(not fine)
 
 
 def _exchange(url: str, parts: Sequence[bytes]) -> bytes:
-    """What comes back on a connection of its own, empty if it was reset."""
+    """Send the parts on a new connection, and return the bytes that come back until it is closed or reset."""
     address = urlsplit(url)
     came = b""
     try:
@@ -138,7 +138,7 @@ def _exchange(url: str, parts: Sequence[bytes]) -> bytes:
 
 
 def _resident(pid: int) -> float:
-    """MB."""
+    """The resident memory of a process, in MB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1e3  # type: ignore[index]
 
 

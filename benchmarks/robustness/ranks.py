@@ -1,8 +1,9 @@
-"""Faults of a run on two ranks with sharded weights (tests/support/rank_faults.py): how soon it ends, and to which bits it resumes.
+"""Applies the faults of tests/support/rank_faults.py to a run on two ranks with sharded weights.
 
     python benchmarks/robustness/ranks.py [--only REGEX]
 
-Linux. The network fault needs the right to create network namespaces (root); it is left out otherwise, and the output says so.
+Measures how soon the run ends, and checks that it ends with the same bits as an undisturbed run after it is resumed. Linux only.
+The network fault needs the right to create network namespaces (root); without it, this fault is left out, and the output says so.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import rank_faults as faults  # noqa: E402
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="REGEX", help="take only faults with such a name")
+    parser.add_argument("--only", default="", metavar="REGEX", help="apply only faults whose name matches")
     arguments = parser.parse_args()
     wrong = count = 0
     with tempfile.TemporaryDirectory() as out:

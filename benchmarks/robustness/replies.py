@@ -1,8 +1,8 @@
-"""Lying replies against the clients of reward servers and judges.
+"""Sends false and malformed replies ("lies") to the clients of reward servers and judges.
 
     python benchmarks/robustness/replies.py
 
-A lie must not become a score, raise anything but ValueError at the start, or cost the truth that follows.
+A lie must not become a score, raise anything but ValueError at the start, or make the client lose the correct reply that follows.
 """
 
 import sys
@@ -25,7 +25,7 @@ from served_rewards import digest_score
 
 
 def counts() -> Counts:
-    """Every lie once."""
+    """Send every lie once."""
     counted = Counts()
     _descriptions(counted)
     _scores(counted)

@@ -1,9 +1,10 @@
-"""Runs on loopback with faults at random, lap after lap: each must end with the bits of the undisturbed run.
+"""Makes one run after the other under random faults: each must end with the same bits as an undisturbed run.
 
     python benchmarks/robustness/soak.py [--minutes 30] [--seed 0]
 
-The reward is served by two replicas behind proxies that spoil or hang a share of the replies, in 17 ways (benchmarks/serving). At
-random moments the training process is killed, stopped for a second, or its disk is full; or a replica of the server is killed.
+The reward is served on loopback by two replicas behind proxies, which spoil or delay a share of the replies in 17 ways
+(benchmarks/serving). At random moments the training process is killed, is paused for a second, or finds its disk full; or a replica
+of the server is killed.
 """
 
 import argparse
@@ -28,11 +29,12 @@ import folder_faults as faults  # noqa: E402
 
 from folders import in_fork  # noqa: E402  # isort: skip
 
-SHARE = 0.15  # of the replies
+SHARE = 0.15  # share of the replies that the proxies spoil
 FAULTS = ("kill", "kill", "pause", "full disk", "kill a replica", "nothing")
 
 
 def judged_by(out: Path, name: str, urls: list[str]) -> "faults.Recipe":
+    """The recipe of a run whose reward is served at ``urls``, with many retries and a checkpoint after each step."""
     document = faults.six_steps(out, name).document()
     patience = {"timeout": 3.0, "deadline": 300.0, "attempts": 50, "retry_share": 1.0, "batch": 2}
     document["reward"] = {"kind": "remote", "endpoints": urls, "columns": {"score": [0, 1]}, "combine": {"score": 1}, **patience}
@@ -41,7 +43,7 @@ def judged_by(out: Path, name: str, urls: list[str]) -> "faults.Recipe":
 
 
 def disturb(kind: str, child: int, server: "servers.Ours", draw: random.Random) -> None:
-    """Do it to the training process, which is the only child of the fork ``child``, or to a replica."""
+    """Apply a fault to the training process (the only child of the forked process ``child``), or to a replica of the server."""
     children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     if kind == "kill a replica":
         os.kill(draw.choice(list(server.pids().values())), signal.SIGKILL)
@@ -57,7 +59,7 @@ def disturb(kind: str, child: int, server: "servers.Ours", draw: random.Random) 
 
 
 def lap(made: "faults.Recipe", log: Path, server: "servers.Ours", draw: random.Random, counted: Counter[str]) -> str:
-    """One run under faults, started again until it ends; what was wrong, or nothing."""
+    """Make one run under faults, and start it again until it finishes. Returns what was wrong, or an empty text."""
     printed = ""
     for attempt in range(60):
         child = os.fork()
@@ -70,7 +72,7 @@ def lap(made: "faults.Recipe", log: Path, server: "servers.Ours", draw: random.R
                 disturb(kind, child, server, draw)
                 counted[kind] += 1
             except (ProcessLookupError, FileNotFoundError):
-                pass  # it had ended already
+                pass  # the process had ended already
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         printed += log.read_text()
         if code == 0:

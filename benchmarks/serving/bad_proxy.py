@@ -1,8 +1,8 @@
-"""A proxy before one replica that passes requests on and spoils a share of the replies, in sixteen ways in turn.
+"""A proxy in front of one replica. It forwards requests and spoils a share of the replies, in seventeen ways in turn.
 
     python benchmarks/serving/bad_proxy.py UPSTREAM_PORT SHARE SEED
 
-prints its own port. It works on bytes, so that it costs little beside what it stands before.
+The command prints the port of the proxy. The proxy forwards bytes, so it costs little compared to the replica.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ _CHANGES: dict[str, Callable[[dict[str, list[dict[str, object]]]], object]] = {
 
 
 async def message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    """Head and body of a request or a reply; raises IncompleteReadError at the end of the stream."""
+    """Read the head and the body of a request or a reply. Raises IncompleteReadError at the end of the stream."""
     head = await reader.readuntil(b"\r\n\r\n")
     found = _LENGTH.search(head)
     return head, await reader.readexactly(int(found[1])) if found else b""
 
 
 def spoiled(way: str, head: bytes, body: bytes) -> bytes | None:
-    """What to send instead; None: cut the connection."""
+    """The bytes to send instead of the reply; None means to close the connection."""
     if way.isdigit():
         return f"HTTP/1.1 {way} Bad\r\nContent-Length: 0\r\n\r\n".encode()
     match way:
@@ -58,6 +58,7 @@ def spoiled(way: str, head: bytes, body: bytes) -> bytes | None:
 
 
 async def serve(upstream: int, share: float, seed: int) -> None:
+    """Run the proxy on a free port, in front of the server on the port ``upstream``; print the proxy's port."""
     draw = random.Random(seed)
     turn = 0
 

@@ -1,9 +1,10 @@
-"""Three replicas of a scorer of fixed cost, one killed every 2 seconds, 5 % of the replies spoiled: is any score lost or wrong?
+"""Three replicas serve a scorer. One is killed every 2 seconds and 5 % of the replies are spoiled: is any score lost or wrong?
 
     python benchmarks/serving/chaos.py [--samples 10000]
 
-Every score proves which image it belongs to. Replies are spoiled by a proxy before each replica, in 17 ways in turn; the
-command's own supervisor starts dead replicas again. Last, what 5 % faults cost in learning where nothing is asked twice.
+Every score proves which image it belongs to. A proxy in front of each replica spoils replies, in 17 ways in turn. The supervisor of
+`retouch serve` restarts dead replicas. At the end, the benchmark measures how 5 % of spoiled replies change the advantages if
+nothing is asked twice.
 """
 
 import argparse
@@ -37,7 +38,7 @@ CALL = 256
 
 
 def chaos(samples: Sequence[Sample]) -> Iterator[tuple[str, dict[str, float]]]:
-    """For each kind of fault: what became of the samples, and the throughput beside that without faults."""
+    """For each kind of fault: the numbers of lost and wrong scores, and the throughput relative to that without faults."""
     true = torch.tensor([digest_score(sample) for sample in samples])
     clean = 0.0
     for name, kill, share in [("clean", False, 0.0), ("kills", True, 0.0), ("bad replies", False, SHARE), ("both", True, SHARE)]:
@@ -47,7 +48,10 @@ def chaos(samples: Sequence[Sample]) -> Iterator[tuple[str, dict[str, float]]]:
 
 
 def advantages(samples: Sequence[Sample]) -> dict[str, float]:
-    """How advantages under faults point, beside those without: groups of 8, one attempt for each sample; and zeros for faults."""
+    """The cosine between the advantages with and without faults, in groups of 8 samples with one attempt per sample.
+
+    ``cosine_of_zeros``: the same if each missing score is replaced by 0.
+    """
     with ours("Digest", {}, replicas=REPLICAS) as server, ExitStack() as stack:
         urls = [stack.enter_context(_proxy(url, SHARE, seed)) for seed, url in enumerate(server.urls)]
         reward = stack.enter_context(closing(RemoteReward(endpoints=tuple(urls), batch=1, attempts=1, timeout=2.0).build()))
@@ -63,7 +67,7 @@ def _advantages(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def pictures(count: int) -> list[Sample]:
-    """Noise, all of one task."""
+    """Samples of one task with noise images of 16 x 16 px."""
     draw = np.random.default_rng(0)
     task = Task(id="task", instruction="judge")
     return [Sample(task, Image.fromarray(draw.integers(0, 256, (16, 16, 3), dtype=np.uint8))) for _ in range(count)]
@@ -111,7 +115,7 @@ def _proxy(url: str, share: float, seed: int) -> Iterator[str]:
 
 @contextmanager
 def _killer(server: Ours) -> Iterator[list[int]]:
-    """Kill one replica after another, in random order; the list grows with their process ids."""
+    """Kill a random replica every ``KILL_SECONDS`` seconds, and append its process id to the list."""
     stop, killed, draw = threading.Event(), [], random.Random(0)
 
     def work() -> None:

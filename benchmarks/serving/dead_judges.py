@@ -1,4 +1,4 @@
-"""All replicas of a run's judge are killed in the middle of training: how long until every rank has ended, with what checkpoint?
+"""Kills all replicas of a run's judge during training. How long until every rank has ended, and which checkpoint is left?
 
 python benchmarks/serving/dead_judges.py [--deadline 20] [--ranks 1 2]
 """
@@ -36,7 +36,11 @@ SETTINGS = {
 
 
 def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
-    """Seconds from the kill to the checkpoint and to the end of the last process, its exit code, and the steps taken and kept."""
+    """Measure one run.
+
+    Returns the seconds from the kill to the checkpoint and to the end of the last process, the exit code, the number of steps, and
+    the number of steps in the checkpoint.
+    """
     with TemporaryDirectory() as out:
         reward = {"kind": "remote", "endpoints": server.urls, "deadline": deadline, "combine": {"overall": 1}}
         settings = {**SETTINGS, "out": out, "reward": reward}
@@ -57,7 +61,7 @@ def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
         metrics = Path(out) / "run" / "metrics.jsonl"
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             if run.poll() is not None:
-                raise SystemExit("the run ended before its judges did")
+                raise SystemExit("the run ended before its judges were killed")
             time.sleep(0.05)
         for pid in (server.supervisor, *server.pids().values()):
             os.kill(pid, signal.SIGKILL)

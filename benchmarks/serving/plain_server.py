@@ -1,4 +1,4 @@
-"""What a reward server is elsewhere: FastAPI, PNGs as base64 in JSON, the scorer called where the request is handled.
+"""A usual reward server, for comparison: FastAPI, PNGs as base64 in JSON, and the scorer is called in the request handler.
 
 python benchmarks/serving/plain_server.py PORT BASE EACH
 """
@@ -22,6 +22,7 @@ class Request(BaseModel):
 
 
 def build(scorer: Fixed) -> FastAPI:
+    """The app of the plain server."""
     app = FastAPI()
 
     @app.post("/compute")

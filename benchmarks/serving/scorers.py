@@ -1,4 +1,4 @@
-"""Rewards for the serving benchmarks: of a fixed cost, of work for the CPU, and with scores that prove which image was scored."""
+"""Rewards for the serving benchmarks: with a fixed latency, with CPU work, and with scores that identify the image."""
 
 import hashlib
 import time
@@ -10,20 +10,21 @@ from retouch.types import Column, Sample, Scores
 
 
 def corner_score(sample: Sample) -> float:
-    """Cheap, and decodes the image nevertheless."""
+    """The brightness of the top left pixel, 0 to 1: a cheap score that still needs the decoded image."""
     assert sample.image is not None
     red, green, blue = sample.image.getpixel((0, 0))  # type: ignore[misc]
     return float(red + green + blue) / 765
 
 
 def digest_score(sample: Sample) -> float:
+    """A score from 0 to 1 that is a hash of the pixels."""
     assert sample.image is not None
     value = int.from_bytes(hashlib.sha256(sample.image.tobytes()).digest()[:3], "big") / 2**24
     return float(torch.tensor(value, dtype=torch.float32))
 
 
 class Fixed:
-    """A corner's brightness; a call costs ``base`` seconds and ``each`` more for every sample, without work."""
+    """The brightness of a corner. A call sleeps for ``base`` seconds plus ``each`` seconds per sample."""
 
     columns: Mapping[str, Column] = {"score": Column(0.0, 1.0)}
 
@@ -37,7 +38,7 @@ class Fixed:
 
 
 class Busy(Fixed):
-    """The same, and computes all that time without letting go of the interpreter by itself."""
+    """The same score, but a call computes in Python for this time instead of sleeping, so it holds the GIL."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         end = time.thread_time() + self.base + self.each * len(samples)
@@ -47,7 +48,7 @@ class Busy(Fixed):
 
 
 class Digest(Fixed):
-    """The same with a score that no other image has."""
+    """The same latency, with a hash of the image as the score, so that a score identifies its image."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         super().__call__(samples)
@@ -55,7 +56,7 @@ class Digest(Fixed):
 
 
 class Sleeps(Fixed):
-    """The same, and does not return for a sample whose task says ``sleep``."""
+    """The same as `Fixed`, but a call hangs if the text of a task is ``sleep``."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         if any(sample.task.text == "sleep" for sample in samples):

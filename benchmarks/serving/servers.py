@@ -1,4 +1,4 @@
-"""Servers as processes of their own, for `serving.py`: ours by its command, the plain one by its file."""
+"""Starts reward servers as separate processes for the serving benchmarks: `retouch serve`, or the plain server."""
 
 import json
 import os
@@ -21,27 +21,32 @@ _STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Ours:
-    """``output``: the supervisor's lines, which name each replica's latest process. ``supervisor``: its own process."""
+    """A running `retouch serve`.
+
+    ``output``: the file with the lines of the supervisor, which name the latest process of each replica. ``supervisor``: the
+    process id of the supervisor.
+    """
 
     urls: tuple[str, ...]
     output: Path
     supervisor: int
 
     def pids(self) -> dict[int, int]:
+        """The process id of each replica's latest process, by number of the replica."""
         return {int(number): int(pid) for number, _, pid in _STARTED.findall(self.output.read_text())}
 
 
 def ours(
     scorer: str, arguments: dict[str, float], *, replicas: int = 1, limits: Sequence[str] = ()
 ) -> AbstractContextManager[Ours]:
-    """`retouch serve` of a class in scorers.py."""
+    """Start `retouch serve` with a class of scorers.py. ``arguments``: the arguments of the class."""
     section = {"kind": "import", "class": f"scorers:{scorer}", "args": arguments}
     return serving(json.dumps(section), replicas=replicas, limits=limits)
 
 
 @contextmanager
 def serving(reward: str, *, replicas: int, limits: Sequence[str] = ()) -> Iterator[Ours]:
-    """`retouch serve` of any reward."""
+    """Start `retouch serve` with any reward, and wait until all replicas are ready."""
     with TemporaryDirectory() as folder, open(Path(folder) / "output", "w") as output:
         words = ["serve", reward, "--port", "0", "--replicas", str(replicas), "--logs", folder]
         words += [word for limit in limits for word in ("--limit", limit)]
@@ -53,7 +58,7 @@ def serving(reward: str, *, replicas: int, limits: Sequence[str] = ()) -> Iterat
 
 @contextmanager
 def plain(base: float, each: float) -> Iterator[tuple[str, int]]:
-    """The plain server's address and process."""
+    """Start the plain server. Gives its address and process id."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,8 +1,9 @@
-"""The reward server and its client beside a plain FastAPI server with base64 PNGs in JSON.
+"""Compares the reward server and its client to a plain FastAPI server with base64 PNGs in JSON.
 
     python benchmarks/serving/throughput.py [--only sending batching busy bomb]
 
-Both sides of a comparison run in turn on this machine, the client's encoding included; only ratios mean anything elsewhere.
+Both sides of a comparison run in turn on this machine, and the times include the encoding by the client. Only the ratios can be
+compared between machines.
 """
 
 import argparse
@@ -39,7 +40,7 @@ Ask: TypeAlias = Callable[[Sequence[Sample]], Sequence[float]]
 
 
 def photos(count: int, side: int) -> list[Sample]:
-    """Smooth colours with a little noise, which compress as photographs do."""
+    """Samples with images of smooth colours and a little noise, which compress like photographs."""
     draw = np.random.default_rng(0)
     made = []
     for number in range(count):
@@ -51,6 +52,7 @@ def photos(count: int, side: int) -> list[Sample]:
 
 
 def ask_plain(client: httpx.Client, samples: Sequence[Sample]) -> list[float]:
+    """Score samples with the plain server."""
     texts = []
     for sample in samples:
         buffer = io.BytesIO()
@@ -63,7 +65,11 @@ def ask_plain(client: httpx.Client, samples: Sequence[Sample]) -> list[float]:
 
 
 def timed(ask: Ask, batches: Sequence[Sequence[Sample]], clients: int, *, server: int) -> dict[str, float]:
-    """Images a second, the 50th and 99th percentile of a batch's time, and the CPU time that an image costs caller and server."""
+    """Time ``ask`` on all batches.
+
+    Returns the images per second, the 50th and 99th percentile of the seconds per batch, and the CPU milliseconds per image of the
+    caller and of the server.
+    """
     ask(batches[0])
     process = psutil.Process(server)
     before = sum(process.cpu_times()[:2])
@@ -88,7 +94,7 @@ def timed(ask: Ask, batches: Sequence[Sequence[Sample]], clients: int, *, server
 
 
 class Health:
-    """Asks a health page all the while."""
+    """Requests a health page every 20 ms while its context is open, and records the seconds of each request."""
 
     def __init__(self, url: str) -> None:
         self._url, self._stop = url, threading.Event()
@@ -112,7 +118,7 @@ class Health:
 
 
 def sending(rounds: int) -> dict[str, object]:
-    """512 x 512 images to a scorer that costs nothing; each way of sending has three turns, and its median counts."""
+    """Send 512 x 512 images to a scorer without cost. Each encoding is measured three times, and the result is the median."""
     batches = [photos(BATCH, 512)] * max(1, rounds // TURNS)
     turns: dict[str, list[dict[str, float]]] = {"plain": [], "webp": [], "raw": []}
     with (
@@ -133,7 +139,7 @@ def sending(rounds: int) -> dict[str, object]:
 
 
 def batching(rounds: int) -> dict[str, object]:
-    """8 callers with 4 small images each, to a scorer of 200 ms a call and 10 ms an image, a health page asked beside."""
+    """8 callers send 4 small images each to a scorer that takes 200 ms per call and 10 ms per image; health pages are timed too."""
     batches = [photos(4, 64)] * (8 * rounds)
     with plain(0.2, 0.01) as (url, pid), httpx.Client(base_url=url, timeout=120) as client, Health(f"{url}/health") as health:
         measured: dict[str, object] = {"plain": timed(lambda samples: ask_plain(client, samples), batches, 8, server=pid)}
@@ -148,7 +154,7 @@ def batching(rounds: int) -> dict[str, object]:
 
 
 def busy(rounds: int) -> dict[str, object]:
-    """The health page while a scorer in plain Python computes without a pause."""
+    """Time the health page while a scorer in plain Python computes without a pause."""
     batches = [photos(BATCH, 64)] * (2 * rounds)
     with (
         ours("Busy", {"each": 0.02}) as server,
@@ -160,7 +166,7 @@ def busy(rounds: int) -> dict[str, object]:
 
 
 def bomb(rounds: int, *, side: int = 13_000) -> dict[str, object]:
-    """Milliseconds to refuse a PNG that would be half a GB of pixels: reading the request alone, and over HTTP."""
+    """The milliseconds in which a PNG with half a GB of pixels is refused: when only decoding the request, and over HTTP."""
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(side * (1 + 3 * side)), 9)), (b"IEND", b"")]
     parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
@@ -188,8 +194,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = ["sending", "batching", "busy", "bomb"]
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
-    parser.add_argument("--rounds", type=int, default=24, help="batches of the first comparison; a third as many of the second")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--rounds", type=int, default=24, help="batches in `sending`; `batching` has a third of them")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
     arguments = parser.parse_args()
     measured: dict[str, object] = {}
     if "sending" in arguments.only:
@@ -205,6 +211,7 @@ def main() -> None:
 
 
 def show(title: str, measured: dict[str, object]) -> dict[str, object]:
+    """Print the measurements and return them."""
     print(title, flush=True)
     for name, figures in measured.items():
         print(f"  {name}: {json.dumps(figures)}", flush=True)

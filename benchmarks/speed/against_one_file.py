@@ -1,6 +1,7 @@
-"""The library against examples/one_file_flow_grpo.py: the same tiny SD3, LoRA, prompts, noise and settings, a step of each in turn.
+"""Compares the library to examples/one_file_flow_grpo.py: the same tiny SD3, LoRA, prompts, noise and settings.
 
-The library goes through recipes/tiny-sd3.jsonnet and its real loop; only the order of the prompts is the example's.
+A step of each is made in turn. The library uses recipes/tiny-sd3.jsonnet and its normal training loop; only the order of the
+prompts is that of the example.
 """
 
 import statistics
@@ -19,8 +20,10 @@ EDGE = 6  # steps at each end of a run whose rewards are averaged
 
 @dataclass(frozen=True)
 class AgainstOneFile:
-    """One seed. Seconds are medians over the steps, and ``ratio`` is theirs; ``spread``: lower and upper quartile of the steps' own
-    ratios. ``*_rewards`` are one a step; ``gain``: mean of the last steps less that of the first.
+    """The comparison for one seed.
+
+    ``*_seconds``: medians over the steps; ``ratio``: library over one file. ``spread``: lower and upper quartile of the ratios of
+    single steps. ``*_rewards``: mean reward of each step; ``*_gain``: mean of the last steps minus mean of the first steps.
     """
 
     seed: int
@@ -40,7 +43,7 @@ class AgainstOneFile:
 
 
 def measure(*, seed: int, steps: int) -> AgainstOneFile:
-    """Both runs, step by step in turn."""
+    """Make both runs, a step of each in turn."""
     overrides = [f"seed={seed}", f"policy.model.args.seed={seed}"]
     theirs, ours, rewards, off = [], [], [], 0.0
     with opened("tiny-sd3.jsonnet", overrides) as ready:
@@ -77,7 +80,7 @@ def _gain(rewards: Sequence[float]) -> float:
 
 
 def table(results: Sequence[AgainstOneFile]) -> list[str]:
-    """Rows for the terminal or a page."""
+    """The results as lines of Markdown."""
     images = one_file.PROMPTS_PER_STEP * one_file.GROUP_SIZE
     lines = [
         f"| {results[0].steps} steps of {images} images | seed | s/step | images/s | first reward | last rewards | gain |",

@@ -1,6 +1,6 @@
-"""The library against TRL's GRPOTrainer: the same tiny Qwen2.5-VL, adapter, tasks, reward and settings, a step of each in turn.
+"""Compares the library to TRL's GRPOTrainer: the same tiny Qwen2.5-VL, adapter, tasks, reward and settings, a step of each in turn.
 
-Each draws its tokens by random numbers of its own; everything else is equal (see ``twin_writers.py``).
+Only the random numbers with which the tokens are sampled differ (see ``twin_writers.py``).
 """
 
 import statistics
@@ -24,7 +24,7 @@ EDGE = 5  # steps at each end of a run whose rewards are averaged
 
 @dataclass
 class Laps:
-    """Seconds of each step, by the wall's clock and by the processor's."""
+    """The wall-clock seconds and the CPU seconds of each step."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Laps:
 
 
 class InTurn(TrainerCallback):
-    """After each of the trainer's steps makes one of the library's, and times both."""
+    """After each step of TRL's trainer, makes a step of the library, and times both."""
 
     def __init__(self, ours: Callable[[int], float]) -> None:
         self.ours = ours
@@ -59,8 +59,11 @@ class InTurn(TrainerCallback):
 
 @dataclass(frozen=True)
 class AgainstTrl:
-    """Seconds are medians over the steps but the first. ``ratio``: the library's samples per second over TRL's by the wall's clock,
-    ``cpu_ratio`` by the processor's; ``spread``: lower and upper quartile of the steps' own ratios. ``*_rewards``: one a step.
+    """The comparison for one setting and seed.
+
+    ``*_seconds``: medians over all steps but the first. ``ratio``: samples per second of the library over those of TRL, in
+    wall-clock time; ``cpu_ratio``: the same in CPU time. ``spread``: lower and upper quartile of the ratios of single steps.
+    ``*_rewards``: mean reward of each step.
     """
 
     setting: str
@@ -78,7 +81,7 @@ class AgainstTrl:
 
 
 def measure(setting: Setting, *, seed: int, steps: int) -> AgainstTrl:
-    """Both runs, step by step in turn."""
+    """Make both runs, a step of each in turn."""
     pair = twins(setting, seed=seed, steps=steps)
     turns = InTurn(library(pair, setting, seed=seed))
     with TemporaryDirectory() as folder:
@@ -102,7 +105,7 @@ def measure(setting: Setting, *, seed: int, steps: int) -> AgainstTrl:
 
 
 def table(results: Sequence[AgainstTrl]) -> list[str]:
-    """Rows for the terminal or a page."""
+    """The results as lines of Markdown."""
     lines = [
         f"| steps of {ROWS} completions | seed | TRL, samples/s | library, samples/s | ratio (quartiles) | by CPU time |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -1,8 +1,8 @@
-"""`python benchmarks/speed/ledger_cost.py`: what keeping every score adds to a step of the quickstart.
+"""`python benchmarks/speed/ledger_cost.py`: how much time the ledger of scores adds to a step of the quickstart.
 
-A step runs through the real loop. What the ledger does in it (naming the images, looking them up, writing the scores to the disk)
-is timed where it happens, on its own threads; none of it counts as hidden behind sampling. The processor's seconds stand beside
-the clock's, which a busy machine stretches.
+A step runs through the normal training loop. The work of the ledger (hashing images, looking up scores, writing scores to the disk)
+is timed on the threads that do it, and counts in full even where it overlaps with sampling. CPU seconds are reported next to
+wall-clock seconds, which grow on a busy machine.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(recipe: str, rounds: int) -> dict[str, Any]:
-    """Medians over the rounds, of which the first only warms up."""
+    """Measure ``rounds`` steps after a warm-up step. Returns medians over the steps."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     judging.journal_rows = timed("naming pictures", judging.journal_rows, spent)
     Journal.recall = timed("looking up", Journal.recall, spent)  # type: ignore[method-assign]
@@ -64,7 +64,7 @@ def measure(recipe: str, rounds: int) -> dict[str, Any]:
 
 
 def timed(name: str, function: Callable[..., Any], spent: dict[str, list[float]]) -> Callable[..., Any]:
-    """The function, whose seconds by the clock and of its thread's CPU are added up."""
+    """Wrap a function so that its wall-clock seconds and the CPU seconds of its thread are added to ``spent[name]``."""
 
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The calls of neural networks that a training step makes: recorded with their inputs, and made again in a plain loop.
+"""Records the network calls of a training step with their inputs, and repeats them in a plain loop.
 
-Recorded are the transformer, the text encoders, the autoencoder's two ways, every backward and every optimizer step. What is
-left out is all that a library adds: tokens, noise, transitions, losses, images, scores, advantages, bookkeeping.
+Recorded are the calls of the transformer, the text encoders, the encoder and decoder of the autoencoder, every backward pass and
+every optimizer step. Everything that a library adds is left out: tokens, noise, transitions, losses, images, scores, advantages,
+bookkeeping.
 """
 
 import time
@@ -22,7 +23,7 @@ from retouch.training.loop import Run
 
 @dataclass(eq=False)
 class Call:
-    """A forward; ``gradient`` is what came back to its output where a backward followed."""
+    """A forward pass. ``gradient``: the gradient of its output if a backward pass followed, else None."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -55,12 +56,12 @@ class Step:
 
 @dataclass(eq=False)
 class ModelCalls:
-    """What one training step asks of the networks, in order."""
+    """The network calls of one training step, in order."""
 
     calls: list[Call | Step] = field(default_factory=list)
 
     def make(self) -> tuple[float, dict[str, float]]:
-        """Make them all again. Returns the seconds of the whole loop, and of each stage."""
+        """Repeat all calls. Returns the seconds of the whole loop, and of each stage."""
         stages: dict[str, float] = {}
         began = last = time.perf_counter()
         for call in self.calls:
@@ -72,7 +73,7 @@ class ModelCalls:
 
 
 class Recorder:
-    """Records what a run's networks are asked. Its optimizer steps have learning rate 0, so playing them changes no weight."""
+    """Records the network calls of a run. Recorded optimizer steps have learning rate 0, so repeating them changes no weight."""
 
     def __init__(self, model: DenoisingModel, run: Run) -> None:
         assert isinstance(run.stepper, ReplicatedStepper)
@@ -85,7 +86,7 @@ class Recorder:
 
     @contextmanager
     def recording(self) -> Iterator[tuple[Run, ModelCalls]]:
-        """The run to drive inside the block, and the calls that it will have made."""
+        """Record inside this block. Gives the run to use, and the list to which its calls are added."""
         made = ModelCalls()
         with ExitStack() as patches:
             for owner, method, encodes in self.networks:
@@ -117,7 +118,7 @@ class Recorder:
 
 
 def _networks(model: DenoisingModel) -> list[tuple[nn.Module, str, bool]]:
-    """Each network of an adapter, how it is called, and whether that belongs to encoding the task."""
+    """For each network of the model: the module, the method that is called, and whether this call encodes the task."""
     assert isinstance(model, PipelineModel)
     encoders = [encoder.model if isinstance(model, QwenImageEdit) else encoder for encoder in model.text.encoders]
     return [
@@ -130,7 +131,7 @@ def _networks(model: DenoisingModel) -> list[tuple[nn.Module, str, bool]]:
 
 @contextmanager
 def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """An attribute of this object only, which hides its class's until the block ends."""
+    """Inside the block, replace an attribute of this object by an instance attribute, which hides that of the class."""
     setattr(owner, name, function)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The batches of examples/one_file_flow_grpo.py for the library."""
+"""Makes the batches of examples/one_file_flow_grpo.py for the library."""
 
 import importlib.util
 from pathlib import Path
@@ -24,7 +24,7 @@ one_file = _load()
 
 
 def one_file_batch(seed: int, step: int) -> Batch:
-    """The rows that the example acts on in a step: its prompts in its order, so that both draw the same noise for them."""
+    """The batch of the example's step: its prompts in its order, so that the library draws the same noise for them."""
     order = torch.randperm(len(one_file.PROMPTS), generator=one_file.generator(seed, "prompts", step))
     prompts = [one_file.PROMPTS[k] for k in order[: one_file.PROMPTS_PER_STEP]]
     return Batch(

@@ -1,4 +1,4 @@
-"""A recipe's run, built as `retouch train` builds it, ready to be driven step by step. Nothing is evaluated or reported."""
+"""Builds the run of a recipe like `retouch train`, for training step by step without evaluations and reports."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Opened:
-    """The first phase of a run and the parts that it is made of."""
+    """A run, its first phase and the parts from which it was built."""
 
     parts: Assembly
     run: Run
@@ -26,7 +26,7 @@ class Opened:
 
 @contextmanager
 def opened(recipe: str, overrides: Sequence[str] = ()) -> Iterator[Opened]:
-    """The run of a recipe in ``recipes/``; its ledger lies in a folder that is gone afterwards."""
+    """Build the run of a recipe in ``recipes/``. Its ledger is in a temporary folder, which is removed afterwards."""
     with TemporaryDirectory() as folder, closing(Ledger(Path(folder), Ranks(), keep_images=False, new_judge=False)) as ledger:
         parts = assemble(load(ROOT / "recipes" / recipe, overrides), Ranks(), ledger=ledger)
         try:

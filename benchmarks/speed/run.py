@@ -1,4 +1,4 @@
-"""`make bench`: what a step costs beside its model calls, and the library beside a plain one-file Flow-GRPO and TRL's trainer.
+"""`make bench`: compares a step to its bare model calls, and the library to a plain one-file Flow-GRPO and to TRL's trainer.
 
 Figures are medians of one run on this machine; both sides of every comparison are measured in turn.
 """
@@ -24,14 +24,14 @@ STEPS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--rounds", type=int, default=9, help="of each step that is timed")
-    parser.add_argument("--steps", type=int, default=60, help="of the two runs on the tiny SD3")
-    parser.add_argument("--trl-steps", type=int, default=40, help="of each run beside TRL")
+    parser.add_argument("--rounds", type=int, default=9, help="timed repetitions of each step in `step`")
+    parser.add_argument("--steps", type=int, default=60, help="steps of both runs in `one-file`")
+    parser.add_argument("--trl-steps", type=int, default=40, help="steps of both runs in `trl`")
     named = {setting.name: setting for setting in against_trl.SETTINGS}
-    parser.add_argument("--trl-settings", nargs="*", choices=named, default=list(named), help="what is compared beside TRL")
+    parser.add_argument("--trl-settings", nargs="*", choices=named, default=list(named), help="settings to compare in `trl`")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write all numbers here")
+    parser.add_argument("--json", type=Path, help="file for all numbers")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     measured: dict[str, object] = {"torch": torch.__version__, "threads": arguments.threads, "machine": platform.machine()}

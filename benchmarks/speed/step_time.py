@@ -1,7 +1,8 @@
-"""The step of the library against the bare sum of its model calls, in turn in one run.
+"""Compares a step of the library to a plain loop of its model calls, in turn in one run.
 
-A round: a step through the real loop (tasks, rollout, images, judge, update) whose calls are recorded; the same step again, with
-the journal of scores, timed; and the recorded calls made again in a plain loop, timed. Ratio: median over median.
+A round has three parts: a step through the normal training loop (tasks, rollout, images, judge, update) whose model calls are
+recorded; the same step again, timed, with the journal of scores; and the recorded calls in a plain loop, timed. The ratio is the
+median step over the median loop.
 """
 
 import statistics
@@ -19,8 +20,11 @@ STAGES = ("rollout", "render", "judge", "update")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Medians over the rounds, in seconds. ``stages``: of the library; what they leave of ``library`` is the loop itself.
-    ``spread``: lower and upper quartile of the rounds' own ratios. ``encode`` of ``calls`` is in the library's rollout.
+    """Medians over the rounds, in seconds.
+
+    ``library``: a step of the library; ``stages``: its stages, and the rest of the step is the loop itself. ``bare``: the plain
+    loop of model calls; ``calls``: its stages, where ``encode`` belongs to the rollout of the library. ``spread``: lower and upper
+    quartile of the ratios of single rounds.
     """
 
     name: str
@@ -38,13 +42,13 @@ class StepTime:
 
 
 def measure(name: str, recipe: str, *, rounds: int, overrides: Sequence[str] = ()) -> StepTime:
-    """The step time of a recipe."""
+    """Measure the step time of a recipe."""
     with opened(recipe, overrides) as ready:
         recorder = Recorder(ready.parts.model, ready.run)
         library, bare, stages, calls = [], [], [], []
-        for step in range(rounds + 1):  # the first only warms up
+        for step in range(rounds + 1):  # the first step is a warm-up
             with recorder.recording() as (watched, made):
-                # Its images stay out of the journal, or the timed step could find them there.
+                # The scores of this step stay out of the journal, or the timed step could find them there.
                 watched = replace(watched, judge=lambda _, samples: ready.parts.judge.submit(samples))
                 update(watched, ready.phase, step, collect(watched, ready.phase, step))
             seconds, by_stage = _timed(ready, step)
@@ -78,7 +82,7 @@ def _timed(ready: Opened, step: int) -> tuple[float, dict[str, float]]:
 
 
 def table(results: Sequence[StepTime]) -> list[str]:
-    """Rows for the terminal or a page."""
+    """The results as lines of Markdown."""
     lines = [
         "| step of | seconds | bare calls | ratio (quartiles) | samples/s | rollout | render | judge | update | loop |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",

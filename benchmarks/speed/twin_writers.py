@@ -1,7 +1,7 @@
-"""What both sides of the comparison with TRL train: two writers of equal weights, and a reward of what they write.
+"""The setup for both sides of the comparison with TRL: two writers with equal weights, and a reward for their completions.
 
-The writer is the playground's, untrained. A completion is as good as the share of its tokens that belong to a small part of the
-vocabulary: exact, cheap, and easy to learn. TRL gets its rewards through ``retouch.integrations.trl``, so both judge alike.
+The writer is that of the playground, untrained. The reward of a completion is the share of its tokens that belong to a small part
+of the vocabulary: exact, cheap, and easy to learn. TRL gets the same reward through ``retouch.integrations.trl``.
 """
 
 import copy
@@ -40,12 +40,15 @@ TASKS_PER_STEP, GROUP_SIZE = 4, 8
 ROWS = TASKS_PER_STEP * GROUP_SIZE
 LORA = LanguageModelLora(kind="lora")
 LEARNING_RATE = 1e-2
-WANTED = range(100, 132)  # of the tokenizer's ids
+WANTED = range(100, 132)  # token ids that the reward wants
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``side``: px of the square image that the writer sees; each 8 x 8 of them are a token. ``longest``: of a completion."""
+    """A setting of the comparison.
+
+    ``side``: side of the square source image in px; each 8 x 8 px are a token. ``longest``: most tokens of a completion.
+    """
 
     name: str
     side: int
@@ -53,14 +56,14 @@ class Setting:
 
 
 class Strips:
-    """Draws a light pixel for each wanted token and a dark one for each other; an empty completion cannot be drawn."""
+    """Renders a completion as a white pixel per wanted token and a black pixel per other token; None if it is empty."""
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
         return [_strip(output.ids) if output.ids else None for output in trajectory.outputs]
 
 
 class Light:
-    """How light a strip is, 0 to 1."""
+    """The mean brightness of a strip, 0 to 1, which is the share of wanted tokens."""
 
     columns = {"wanted": Column(0.0, 1.0)}  # noqa: RUF012
 
@@ -77,7 +80,7 @@ def _strip(ids: Sequence[int]) -> Image.Image:
 
 @dataclass(frozen=True, eq=False)
 class Twins:
-    """Two writers of equal weights, with equal adapters; ``theirs`` is wrapped by peft as TRL wants it."""
+    """Two writers with equal weights and adapters. ``wrapped``: the module of ``theirs`` as a PEFT model, which TRL expects."""
 
     ours: QwenWriter
     theirs: QwenWriter
@@ -86,7 +89,7 @@ class Twins:
 
 
 def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
-    """The writers, and as many tasks as the steps take."""
+    """Build both writers, and draw the tasks for all steps."""
     editor: Any = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
     config = LoraConfig(
         r=LORA.rank,
@@ -111,7 +114,7 @@ def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
 
 
 def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], float]:
-    """Makes a step of the library and returns its mean reward."""
+    """Return a function that makes a step of the library and returns the mean reward."""
     module = pair.ours.module
     policy = AutoregressivePolicy(
         pair.ours, sampling=TokenRollout(max_new_tokens=setting.longest), microbatch=ROWS, copies=WeightCopies(module)
@@ -143,7 +146,7 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
     phase = Phase(
         name="main",
         steps=range(len(pair.tasks) // TASKS_PER_STEP),
-        objective=PolicyGradient(clip_low=0.2, clip_high=0.2, entropy=True),  # TRL measures it always
+        objective=PolicyGradient(clip_low=0.2, clip_high=0.2, entropy=True),  # TRL always measures the entropy
         batch=batch,
         order=torch.arange(ROWS),
         group=torch.arange(ROWS) // GROUP_SIZE,
@@ -164,7 +167,7 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
 
 
 class Kept:
-    """A reward function of TRL's that keeps what it gave."""
+    """A reward function for TRL that keeps the rewards of all calls."""
 
     def __init__(self, reward: RetouchReward) -> None:
         self.reward = reward
@@ -175,12 +178,12 @@ class Kept:
         return self.calls[-1]
 
     def means(self) -> list[float]:
-        """Of each call."""
+        """The mean reward of each call, without missing rewards."""
         return [statistics.mean(each for each in call if each is not None) for call in self.calls]
 
 
 def trainer(pair: Twins, setting: Setting, *, seed: int, folder: str) -> tuple[GRPOTrainer, Kept]:
-    """TRL's, with the library's settings; what TRL has by default is left where the library can do the same."""
+    """Build TRL's trainer with the settings of the library. Defaults of TRL that the library can match are kept."""
     steps = len(pair.tasks) // TASKS_PER_STEP
     judged = RetouchReward(pair.theirs, Strips(), Light(), combine={"wanted": 1.0}, task=lambda row: pair.tasks[row["task"]])
     kept = Kept(judged)

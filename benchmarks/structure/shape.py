@@ -1,12 +1,12 @@
-"""`make shape`: the size of the source tree, its import circles, its cold start, and how many docstrings cite a source.
+"""`make shape`: measures the size of the source tree, import cycles, the cold start, and how many docstrings cite a source.
 
     python benchmarks/structure/shape.py                                  # this repository
     python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json
     python benchmarks/structure/shape.py --against ../before              # another checkout; both are timed in turn
-    python benchmarks/structure/shape.py --lists                          # name the circles, duplicates and short files
+    python benchmarks/structure/shape.py --lists                          # list the cycles, duplicates and short files
     python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json --page docs/architecture.md
 
-Nothing here knows the name of a module, except the console entry in `pyproject.toml` and the model families below.
+The script assumes no module names, except the console entry in `pyproject.toml` and the model families below.
 """
 
 import argparse
@@ -31,14 +31,14 @@ ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("shape_probe.py")
 RECIPE = "recipes/quickstart.jsonnet"
 OWN_FAMILY = ("playground", "qwen")
-"""A module of the quickstart's model family has one of these in its path: the playground's model is a small Qwen-Image-Edit."""
+"""Words in the paths of the modules of the quickstart's model family: the playground's model is a small Qwen-Image-Edit."""
 OTHER_FAMILIES = ("sd3", "flux", "z_image", "emu3", "janus", "ip_adapter")
 Rows = dict[str, Any]
-"""One table: first column to value, or to a list of values."""
+"""A table: the first column of each row, mapped to a value or to a list of values."""
 
 
 def cold_starts(trees: Sequence[Path]) -> list[Rows]:
-    """Seconds and what is imported until the first sampling step; the trees take turns, after one round that is not counted."""
+    """Measure the seconds and the imports up to the first sampling step. The trees take turns; the first round is a warm-up."""
     found: list[dict[str, list[Any]]] = [defaultdict(list) for _ in trees]
     entries = [(_console_entry(tree), _recipe_reader(tree)) for tree in trees]
     for turn in range(8):
@@ -99,7 +99,7 @@ def _console_entry(tree: Path) -> str:
 
 
 def _recipe_reader(tree: Path) -> str:
-    """The public function `load...(path, ...) -> Recipe`, wherever it is, as `module:name`."""
+    """Find the public function `load...(path, ...) -> Recipe` in any module. Returns `module:name`."""
     for source in read(tree / "src" / "retouch").values():
         for node in source.tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("load"):
@@ -130,7 +130,7 @@ def _run(tree: Path, arguments: Sequence[str]) -> str:
 
 
 def tables(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> Iterator[str]:
-    """The figures as Markdown tables, with the figures before where there are some."""
+    """The figures as Markdown tables, next to the earlier figures if ``before`` is given."""
     yield f"Commit {now['commit']}" + (f", before: {before['commit']}" if before else "")
     titles = {
         "folders": ("folder", ["files", "lines"]),
@@ -161,12 +161,12 @@ def _row(value: Any, columns: int) -> list[Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to measure; this repository without it")
-    parser.add_argument("--against", type=Path, help="another checkout, measured in turn with it: the column `before`")
-    parser.add_argument("--compare", type=Path, help="figures kept by --json: the column `before`")
-    parser.add_argument("--json", type=Path, help="keep the figures of the tree here")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout to measure; default: this repository")
+    parser.add_argument("--against", type=Path, help="another checkout for the column `before`; both are measured in turn")
+    parser.add_argument("--compare", type=Path, help="file written by --json, for the column `before`")
+    parser.add_argument("--json", type=Path, help="file for the figures of the tree")
     parser.add_argument("--static", action="store_true", help="count only, without the cold start")
-    parser.add_argument("--lists", action="store_true", help="also name what is in circles, defined twice or short")
+    parser.add_argument("--lists", action="store_true", help="also list the cycles, duplicate class names and short files")
     parser.add_argument("--page", type=Path, help="also write the tables into this page, between its lines `<!-- shape -->`")
     arguments = parser.parse_args()
     trees = [path.resolve() for path in (arguments.tree, arguments.against) if path is not None]

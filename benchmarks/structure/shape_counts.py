@@ -1,4 +1,4 @@
-"""What `shape.py` counts without running the package: files, lines, import circles, duplicate class names, citations."""
+"""The counts of `shape.py` that do not run the package: files, lines, import cycles, duplicate class names, citations."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ CITATION = re.compile(
     r"|\b(?-i:[A-Z][\w.-]* ?GRPO|GRPO|RLOO|GSPO|DAPO|PPO|DPO|DiffusionNFT|AWM|TRL|diffusers|verl|Schulman)\b",
     re.IGNORECASE,
 )
-"""What counts as citing a source: arXiv, "et al.", "paper", a numbered equation or section, or a well-known method or system."""
+"""Text that counts as a citation: arXiv, "et al.", "paper", a numbered equation or section, or a well-known method or system."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Source:
 
 
 def read(package: Path) -> dict[str, Source]:
-    """Every module of the package in this folder, by its dotted name."""
+    """Read all modules of the package in the folder ``package``. Returns them by dotted name."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = [package.name, *path.relative_to(package).with_suffix("").parts]
@@ -43,8 +43,10 @@ def read(package: Path) -> dict[str, Source]:
 
 
 def imports(sources: Mapping[str, Source]) -> dict[str, set[tuple[str, str]]]:
-    """(importer, imported) between modules of the package, by when they are imported. A string
-    "package.module:name" counts as an import in a function: registries name their entries so."""
+    """The imports (importer, imported) between modules of the package, by the time of the import.
+
+    A string "package.module:name" counts as an import in a function, because registries name their entries in this form.
+    """
     found: dict[str, set[tuple[str, str]]] = {AT_IMPORT: set(), TYPING: set(), LAZY: set()}
     for source in sources.values():
         for target, when in _imported(source, source.tree, AT_IMPORT, sources):
@@ -79,7 +81,7 @@ def _imported(source: Source, node: ast.AST, when: str, known: Mapping[str, Sour
 
 
 def _first(name: str, base: str, alias: ast.alias, known: Mapping[str, Source]) -> bool:
-    """`from base import name` imports the submodule where there is one, else the package itself."""
+    """`from base import name` imports the submodule `base.name` if it exists, else the package `base`."""
     return name != base or f"{base}.{alias.name}" not in known
 
 
@@ -114,7 +116,7 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def package_circles(edges: Iterable[tuple[str, str]], sources: Mapping[str, Source]) -> list[list[str]]:
-    """Circles between the children of a package, of which at least one is itself a package."""
+    """Import cycles between the children of a package, in which at least one child is itself a package."""
     siblings: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for start, end in edges:
         one, other = start.split("."), end.split(".")
@@ -137,7 +139,7 @@ def duplicate_classes(sources: Mapping[str, Source]) -> dict[str, list[str]]:
 
 
 def citations(sources: Mapping[str, Source]) -> dict[str, list[int]]:
-    """By package: public functions and classes with a docstring, with one that cites a source (see ``CITATION``), and all."""
+    """For each package, three counts: public functions and classes, those with a docstring, and those that cite a source."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for source in sources.values():
         package = source.name.split(".")[1] if "." in source.name else source.name
@@ -151,7 +153,7 @@ def citations(sources: Mapping[str, Source]) -> dict[str, list[int]]:
 
 
 def structure(package: Path) -> dict[str, Any]:
-    """What can be counted without running the package. `tests/benchmarks/test_shape.py` holds the tree to parts of it."""
+    """Everything that can be counted without running the package. `tests/benchmarks/test_shape.py` checks parts of it."""
     sources = read(package)
     edges = imports(sources)
     checked = edges[AT_IMPORT] | edges[TYPING]

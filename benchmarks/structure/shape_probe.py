@@ -4,9 +4,9 @@
     python shape_probe.py train MODULE:FUNCTION RECIPE OUT STARTED [--calls]
 
 `load` calls the function that reads a recipe. `train` calls the console entry with `train RECIPE` and stops at the first call of a
-PyTorch module with trainable parameters, which is the first
-sampling step of the policy. STARTED is `time.time()` of the parent just before it started this process. With `--calls` the
-project's functions are counted too; a profile function slows the run, so seconds are taken without it.
+PyTorch module with trainable parameters, which is the first sampling step of the policy. STARTED is `time.time()` of the parent
+just before it started this process. With `--calls`, the functions of the project that ran are counted too. This slows the run, so
+seconds are measured without `--calls`.
 """
 
 import importlib
@@ -23,12 +23,12 @@ from typing import Any
 
 PROJECT = "retouch"
 FUNCTION = 0x1
-"""CO_OPTIMIZED: code objects of functions have it, those of modules and classes do not."""
+"""The flag CO_OPTIMIZED, which code objects of functions have, and those of modules and classes do not."""
 
 
 def main() -> None:
     task, entry, recipe, *rest = sys.argv[1:]
-    sys.path.pop(0)  # this folder, so that the project sees the path that a console script sees
+    sys.path.pop(0)  # remove this folder, so that `sys.path` is that of a console script
     if task == "load":
         load(entry, recipe)
     else:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def load(entry: str, recipe: str) -> None:
-    """Read a recipe and print what that imported."""
+    """Read a recipe and print the seconds and the imported modules."""
     start = time.perf_counter()
     function = resolve(entry)
     function(recipe)
@@ -65,7 +65,7 @@ def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> 
         }
         # On the real stdout: the command may have redirected `sys.stdout`.
         os.write(1, b"\n" + json.dumps(found).encode() + b"\n")
-        os._exit(0)  # no clean-up of the run: it is thrown away
+        os._exit(0)  # the run needs no clean-up: its folder is temporary
 
     sys.meta_path.insert(0, FirstCall(stop))
     if count:
@@ -76,7 +76,7 @@ def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> 
 
 
 class FirstCall:
-    """An import hook: when PyTorch's module class is loaded, make the first call of a trainable one call ``stop``."""
+    """An import hook that patches PyTorch's module class: the first call of a module with trainable weights calls ``stop``."""
 
     NAME = "torch.nn.modules.module"
 
@@ -108,19 +108,19 @@ class FirstCall:
 
 
 def resolve(entry: str) -> Callable[..., Any]:
-    """The function that `package.module:name` names."""
+    """Import the function that is named by `package.module:name`."""
     module, _, name = entry.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
 
 
 def imported() -> list[str]:
-    """The project's modules that are imported by now."""
+    """The names of the project's modules that have been imported."""
     return sorted(name for name in list(sys.modules) if name.split(".")[0] == PROJECT)
 
 
 def functions(codes: set[CodeType]) -> dict[str, int]:
-    """How many distinct functions of the project ran, by module; lambdas count, comprehensions do not."""
+    """The number of distinct functions of the project that ran, by module. Lambdas count, comprehensions do not."""
     files = {str(getattr(sys.modules[name], "__file__", None)): name for name in imported()}
     ran: dict[str, int] = {}
     for code in codes:
@@ -131,7 +131,7 @@ def functions(codes: set[CodeType]) -> dict[str, int]:
 
 
 def caller() -> str:
-    """The innermost function of the project that led to this call, as `module.function`."""
+    """The innermost function of the project on the call stack, as `module.function`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))

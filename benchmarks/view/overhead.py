@@ -1,10 +1,10 @@
-"""What an open page costs a run: the time of its steps while Chromium shows the page and polls, and while it does not, in turn.
+"""How much an open page slows a run: step times while Chromium shows the page and polls, and while it does not, in turn.
 
     python benchmarks/view/overhead.py [--steps 120] [--block 10] [--page run|vote]
 
-A playground run trains on one core's threads; a page is opened and closed every ``--block`` steps: the page of the run, or the
-voting page, on which a pair of images is answered every second, and which polls when no pair is left. The first step after each
-change is left out. Needs the packages `playwright` and `chromium`.
+During a playground run, a page is opened and closed every ``--block`` steps: the page of the run, or the voting page. On the voting
+page, a vote is given every second, and the page polls when no pair is left. The step in which the page changes is left out. Needs
+the packages `playwright` and `chromium`.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def put_pairs(queue: VoteQueue) -> None:
-    """Pairs of images that wait for votes."""
+    """Put `PAIRS` pairs of images into the queue."""
     for number in range(PAIRS):
         images = [Image.effect_noise((64, 64), 30 + side).convert("RGB") for side in range(2)]
         queue.put(Task(f"task {number}", "make it red", images=(Image.new("RGB", (64, 64), "white"),)), images, pairs=1)
@@ -99,7 +99,7 @@ def follow(
 
 
 def report(folder: RunFolder, opened: dict[int, bool]) -> None:
-    """Print the medians, and their ratio."""
+    """Print the median step times with and without the page, and their ratio."""
     seconds = {line["step"]: line["time/step"] for line in folder.read_timings()}
     with_page = [value for step, value in seconds.items() if opened.get(step) is True]
     without = [value for step, value in seconds.items() if opened.get(step) is False]

@@ -1,4 +1,4 @@
-"""How fast the pages of `retouch view` are with 200 runs and 50 000 samples, in Debian's Chromium.
+"""Measures how fast the pages of `retouch view` are with 200 runs and 50 000 samples, in Debian's Chromium.
 
     python benchmarks/view/pages.py [--runs 200] [--samples 50000]
 
@@ -25,13 +25,13 @@ from retouch.records.folder import RunFolder
 
 STEPS = 500
 SAMPLES_PER_STEP = 1000
-READING_SECONDS = 5  # until a user has opened the address
+READING_SECONDS = 5  # the time that a user needs to open the printed address
 SEES_A_SAMPLE = """() => [...document.querySelectorAll('.sample')].some((each) => {
   const { top } = each.getBoundingClientRect(); return top > -240 && top < 400; })"""
 
 
 def write_runs(root: Path, count: int) -> None:
-    """Runs of ``STEPS`` steps with 21 metrics."""
+    """Write ``count`` run folders with ``STEPS`` steps of 21 metrics each."""
     for number in range(count):
         folder = RunFolder(root / f"run-{number:03d}")
         folder.write_recipe({"name": folder.name, "steps": STEPS, "tasks_per_step": 8, "group_size": 8})
@@ -44,7 +44,7 @@ def write_runs(root: Path, count: int) -> None:
 
 
 def write_samples(folder: RunFolder, count: int) -> None:
-    """Samples of many steps; those of a step share an image of 512 pixels."""
+    """Write ``count`` samples, ``SAMPLES_PER_STEP`` per step; the samples of a step share an image of 512 x 512 px."""
     for start in range(0, count, SAMPLES_PER_STEP):
         step = start // SAMPLES_PER_STEP * 10
         folder.samples(step).mkdir(parents=True)
@@ -63,7 +63,7 @@ def _write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def viewing(root: Path, *options: str) -> Iterator[str]:
-    """The address that the command prints."""
+    """Start `retouch view` on the folder ``root``. Gives the address that the command prints."""
     command = [sys.executable, "-m", "retouch", "view", str(root), "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -80,6 +80,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def measure(page: Page, address: str, samples: int) -> None:
+    """Time the table of runs, the first samples, and jumps among all samples; print the times."""
     base = address.partition("/?")[0]
 
     def open_runs() -> None:

@@ -4,7 +4,7 @@
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877 APP__RUN_NAME=sft_s__rl_c
-//   retouch export RUNS/sft_s --to RUNS/sft_s/exported      # of recipes/emu3/sft_s.jsonnet
+//   retouch export RUNS/sft_s --to RUNS/sft_s/exported      # the run of recipes/emu3/sft_s.jsonnet
 //   retouch launch --nproc 8 recipes/emu3/sft_s__rl_c.jsonnet
 //
 // A run with the same name is resumed. `--set push.repo=USER/NAME --set push.every=100` uploads to the Hub as the source does. The

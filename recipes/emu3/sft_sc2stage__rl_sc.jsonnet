@@ -1,10 +1,10 @@
 // SFT (S+C), two stages, then RL (S+C) (system D): RL on simple and complex edits, from a model that was trained on simple edits
-// and then on both. 8 GPUs with 80 GB, one rank each, and 4 more for the judge, which several runs can share:
+// and then on both kinds. 8 GPUs with 80 GB, one rank each, and 4 more for the judge, which several runs can share:
 //
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877 APP__RUN_NAME=sft_sc2stage__rl_sc
-//   retouch export RUNS/sft_sc2stage --to RUNS/sft_sc2stage/exported      # of recipes/emu3/sft_sc2stage.jsonnet
+//   retouch export RUNS/sft_sc2stage --to RUNS/sft_sc2stage/exported      # the run of recipes/emu3/sft_sc2stage.jsonnet
 //   retouch launch --nproc 8 recipes/emu3/sft_sc2stage__rl_sc.jsonnet
 //
 // A run with the same name is resumed. `--set push.repo=USER/NAME --set push.every=100` uploads to the Hub as the source does. The

@@ -4,7 +4,7 @@
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877 APP__RUN_NAME=sft_think_s__rl_c
-//   retouch export RUNS/sft_think_s --to RUNS/sft_think_s/exported      # of recipes/emu3/sft_think_s.jsonnet
+//   retouch export RUNS/sft_think_s --to RUNS/sft_think_s/exported      # the run of recipes/emu3/sft_think_s.jsonnet
 //   retouch launch --nproc 8 recipes/emu3/sft_think_s__rl_c.jsonnet
 //
 // A run with the same name is resumed. `--set push.repo=USER/NAME --set push.every=100` uploads to the Hub as the source does. The
@@ -19,7 +19,7 @@
 //   0 each time.
 // - `policy/kl` grows slowly and stays far below 1; `policy/grad_norm` stays of the same order.
 // - `completion/length` includes the image and the thought before it; if it falls to the length of the image, the model no longer
-//   thinks. To train only one of the two, use `--set objective.tokens=text`; for both alternately,
+//   thinks. To train only the thought, use `--set objective.tokens=text`; to train thought and image alternately,
 //   `objective.tokens={"text_steps": 10, "vision_steps": 10}`.
 // - The held-out reward rises with the training reward, for more than one kind of edit; look at the images that are saved every 5
 //   steps.

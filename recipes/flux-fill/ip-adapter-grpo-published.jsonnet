@@ -1,19 +1,20 @@
-// The values of system B's GRPO script (its train_grpo.sh) in ip-adapter-grpo.jsonnet: 12 images per task in 20 steps, of which the
-// first half trains, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, an average of the weights with a
-// decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 141 GB (H200):
-// the average of the weights takes 10.6 GB more than ip-adapter-grpo.
+// The values of system B's GRPO script (train_grpo.sh) in ip-adapter-grpo.jsonnet: 12 images per task with 20 denoising steps, of
+// which the first half trains, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, a moving average of
+// the adapter with a decay of 0.9999, and a warm-up of 100 steps. 8 GPUs with 141 GB (H200): the moving average takes 10.6 GB more
+// than ip-adapter-grpo.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-grpo-published.jsonnet --set data.path=DIR
 //
-// DIR and the judge are those of ip-adapter-grpo. The defaults of its flags are other weights:
-// --set reward.combine='0.6 * ocr/correctness + 0.4 * vlm/quality'. Its published adapter, calligrapher.bin, has a Q-Former that
-// this adapter does not have; an `ip-adapter.bin` of its own runs is converted with `retouch convert`.
+// DIR and the judge are those of ip-adapter-grpo. The defaults of the script's flags are other weights:
+// --set reward.combine='0.6 * ocr/correctness + 0.4 * vlm/quality'. The source's published adapter, calligrapher.bin, has a
+// Q-Former that this adapter does not have; an `ip-adapter.bin` of the source's own runs is converted with `retouch convert`.
 //
-// Different here, because the script's own values do nothing: its sampling had no noise and its KL was not in the loss, so noise and
-// KL are those of ip-adapter-grpo; its clip of 0.2 is for sums, and 3e-6 for means.
+// Different here, because the script's values have no effect: the source sampled without noise and its KL was not in the loss, so
+// noise and KL are those of ip-adapter-grpo; its clip range of 0.2 is for summed log-probabilities, which is 3e-6 for their mean.
 //
-// A healthy run looks like that of ip-adapter-grpo. With this decay, the average needs 10 000 optimizer steps to forget where it
-// began: held-out scores, which use it, follow the training reward late. The source makes no claims about these values.
+// A healthy run looks like that of ip-adapter-grpo. With this decay, the moving average needs 10 000 optimizer steps to forget the
+// initial weights, so held-out scores, which use it, follow the training reward late. The source makes no claims about these
+// values.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 

@@ -1,13 +1,13 @@
-// The values of system B's DiffusionNFT script (its train_nft.sh) in ip-adapter-nft.jsonnet: 4 images per task in 20 steps, beta
-// 0.5, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, an average of the weights with a decay of
-// 0.999, and one step of warm-up, because it starts from a trained adapter. 8 GPUs with 141 GB.
+// The values of system B's DiffusionNFT script (train_nft.sh) in ip-adapter-nft.jsonnet: 4 images per task with 20 denoising steps,
+// beta 0.5, guidance 3.5, OCR and the vision-language model with the weights 0.7 and 0.3, a moving average of the adapter with a
+// decay of 0.999, and one step of warm-up, because it starts from a trained adapter. 8 GPUs with 141 GB.
 //
 //   retouch convert ip-adapter.bin --to ADAPTER
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft-published.jsonnet --set data.path=DIR \
 //       --set policy.train.init_from=ADAPTER
 //
-// DIR and the judge are those of ip-adapter-nft. The source's weight of the reference, 0.01, is beside a policy loss that it
-// multiplies by the largest advantage, 5: here that is 0.002. Its modes of advantages are `objective.advantages`; its second
+// DIR and the judge are those of ip-adapter-nft. The source multiplies the policy loss by the largest advantage, 5, so its
+// reference weight of 0.01 is 0.002 here. The source's advantage modes are the values of `objective.advantages`; its second
 // schedule of the old policy is `objective.old_decay: { flat: 75, rate: 0.0075, max: 0.999 }`.
 //
 // A healthy run looks like that of ip-adapter-nft. Without `init_from` one step of warm-up teaches nothing: add

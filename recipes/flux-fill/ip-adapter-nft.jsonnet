@@ -1,6 +1,6 @@
 // System B at full size: an IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by DiffusionNFT:
-// it needs only images and rewards, with the old policy and the reference as two more copies of the adapter. 8 GPUs with 141 GB (81
-// GB are planned; `retouch doctor` shows for what); a supervised warm-up of 400 steps, then RL.
+// it needs only images and rewards, with the old policy and the reference as two more copies of the adapter. 8 GPUs with 141 GB
+// (`retouch doctor` lists what the planned 81 GB are for); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft.jsonnet --set data.path=DIR
 //

@@ -1,12 +1,12 @@
-// A warm-up and then RL on triplets, on a laptop and without a download: FLUX.1-Fill's classes, tiny and untrained, first imitate
-// the images and then learn from the OCR score and a second column with two weights. The resulting images are not meaningful; this
-// recipe is for testing a folder of triplets, a reward or a change of the code. Items that cannot be used are skipped and reported
-// with their line.
+// A warm-up and then RL on triplets, on a laptop and without a download: a tiny, untrained model of FLUX.1-Fill's classes first
+// imitates the images and then learns from a weighted sum of the OCR score and a second column. The resulting images are not
+// meaningful; this recipe is for testing a folder of triplets, a reward or a change of the code. Items that cannot be used are
+// skipped and reported with their line.
 //
 //   retouch train recipes/flux-fill/tiny.jsonnet --set data.path=DIR
 //
 // DIR contains self_bench.txt and test<number>_source.png, _mask.png, _ref.png. The known set with this layout is a benchmark and
-// should not be used for training; to see it run anyway: --set data.allow_test_sets=true
+// should not be used for training; to run it anyway: --set data.allow_test_sets=true
 local objectives = import '../lib/objectives.libsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 
@@ -29,7 +29,7 @@ local sampling = import '../lib/sampling.libsonnet';
     path: 'triplets',
     reference: 'own',
     size: [64, 64],
-    // So that one valid item is enough. With more items, hold some out and remove `eval.split`.
+    // One valid item is enough this way. With more items, hold some out and remove `eval.split`.
     held_out: 0,
     on_bad_row: 'skip',
   },

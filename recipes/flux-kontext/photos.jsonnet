@@ -1,4 +1,5 @@
-// FLUX.1-Kontext learns to edit your own photographs: one GPU with 80 GB, LoRA of rank 32, 4 groups of 12 images of 512 px per step.
+// FLUX.1-Kontext learns to edit your own photographs: one GPU with 80 GB, LoRA of rank 32, 4 groups of 12 images of 512 px per
+// step.
 //
 //   retouch train recipes/flux-kontext/photos.jsonnet --set data.path=DIR
 //
@@ -12,9 +13,9 @@
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits).
 // - `reward/pick/pickscore` starts between 18 and 23. One point more means that people prefer the image in 73 % of pairs.
 // - `reward/source/preservation` is 1 for an unchanged image. If it rises towards 1 while PickScore stays, the model stops editing:
-//   lower its weight, `--set 'reward.combine="0.2 * pick/pickscore + source/preservation"'`.
+//   raise the weight of PickScore, `--set 'reward.combine="0.2 * pick/pickscore + source/preservation"'`.
 // - Look at the held-out images. PickScore likes saturated, detailed images.
-// Nothing of it was trained on a GPU yet.
+// This recipe has not been run on a GPU.
 local objectives = import '../lib/objectives.libsonnet';
 local photos = import '../lib/photos.libsonnet';
 local sampling = import '../lib/sampling.libsonnet';

@@ -1,5 +1,5 @@
 // The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes of 8 and 9 objects, and the exact judge
-// scores them. It is the same run as that of sd3/ocr-grpo-playground.jsonnet, under another name.
+// scores them. The run is the same as that of sd3/ocr-grpo-playground.jsonnet, under another name.
 //
 //   retouch train recipes/flux2/ocr-grpo-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';

@@ -1,16 +1,16 @@
-// Flow-GRPO's OCR recipe on FLUX.2-klein: the 4B base model learns to write the words that its prompt puts between double quotes,
-// read by an OCR model. 8 GPUs of 80 GB, 16 groups of 24 images of 512 px a step.
+// Flow-GRPO's OCR recipe on FLUX.2-klein: the 4B base model learns to render the words in double quotes in its prompt, scored by an
+// OCR model. 8 GPUs with 80 GB, 16 groups of 24 images of 512 px per step.
 //
 //   retouch launch --nproc 8 recipes/flux2/ocr-grpo.jsonnet --set data.path=LIST.txt
 //
-// LIST.txt has a prompt a line; a line without words between double quotes is refused by its number before anything loads. With
-// data that have images (`data.kind: 'folder'`) the same model edits them, and its tokens grow by those of the images.
+// LIST.txt has one prompt per line; a line without words in double quotes is refused with its number before anything is loaded.
+// With data that have images (`data.kind: 'folder'`) the same model edits them; the image tokens make its sequences longer.
 //
 // The values are Flow-GRPO's for Stable Diffusion 3.5 (recipes/sd3/ocr-grpo.jsonnet) with the guidance of FLUX.2's own pipeline, 4.
-// Nothing of it was measured on FLUX.2. The distilled model (FLUX.2-klein-4B) samples without guidance: with it set
+// This recipe was not measured on FLUX.2. The distilled model (FLUX.2-klein-4B) samples without guidance: for it, set
 // `rollout.guidance_scale=1`, `rollout.num_steps=4` and `eval.num_steps=4`.
 //
-// A healthy run is that of recipes/sd3/ocr-grpo.jsonnet.
+// A healthy run looks like that of recipes/sd3/ocr-grpo.jsonnet.
 local sd3 = import '../lib/sd3.libsonnet';
 
 sd3.flow_grpo(

@@ -24,7 +24,8 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     think: think,
   },
 
-  // Simple edits (S), complex ones (C), and both with the source's coefficients; C has the same coefficients without the first.
+  // Simple edits (S), complex edits (C), and both (S+C), with the source's coefficients. C has the coefficients of S+C without the
+  // first.
   local complex = ['magicbrush', 'aurora-AG', 'aurora-kubric', 'ss2', 'vismin', 'human-edit'],
   local coefficients = [6, 6, 0.7, 1.55, 3.7, 11],
   data: {
@@ -32,7 +33,8 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     c: $.tokens(complex, coefficients),
     sc: $.tokens(['omniedit'] + complex, [0.13] + coefficients),
   },
-  // The same data as mair-lab/earl-datasets publishes them: a folder per data set and split. Held-out scores come per data set.
+  // The same data in the layout of mair-lab/earl-datasets: a folder per data set and split. Held-out scores are reported per data
+  // set.
   published:: {
     local names = ['magic_brush', 'aurora_ag', 'aurora_kubric', 'ss2', 'vismin', 'human-edit'],
     s: $.tokens_published(['omniedit'], []),
@@ -64,7 +66,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     deadline: 2000,
     wait: 7200,
   },
-  // reward_final_reward, with its three values.
+  // The source's option `reward_final_reward`, with its three values.
   reward(final):: {
     viescore: { kind: 'viescore', judge: $.judge, combine: { overall: 1 } },
     ground_score: { kind: 'ground', judge: $.judge, temperature: 0.3, combine: { ground: 1 } },
@@ -98,8 +100,8 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     checkpoints: { every: 100, keep: 2 },
   },
 
-  // Supervised learning of the images (after a thought, if the model thinks). Initial weights, batch and schedule are those of the
-  // source's script (scripts/ie_sft.sh): a cosine from 1e-4 to 1e-5.
+  // Supervised learning of the images (after a thought, if the model thinks). Initial weights, batch size and schedule are those of
+  // the source's script (scripts/ie_sft.sh): a cosine from 1e-4 to 1e-5.
   sft(name, data=null, phases=null, think=false):: $.base(name, 'BAAI/Emu3-Stage1', think) {
     tasks_per_step: 64,
     group_size: 1,
@@ -122,8 +124,8 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     samples: { every: 1000 },
   },
 
-  // All values are those of the source: 128 episodes with 8 samples per task are 16 tasks; no ratio and no clipping, so one update
-  // per rollout.
+  // All values are those of the source. Its 128 episodes with 8 samples per task are 16 tasks. Its loss has no ratio and no
+  // clipping, so there is one update per rollout.
   rl(start, data, final='viescore', think=false):: $.base(std.extVar('APP__RUN_NAME'), $.exported(start), think) {
     steps: 2000,
     tasks_per_step: 16,

@@ -1,8 +1,8 @@
-// The playground's image-token editor instead of EARL's Emu3: its two base models, three mixtures and stages.
+// The recipes of EARL with the playground's image-token editor instead of Emu3: base models, three mixtures of edits, and stages.
 local playground = import 'playground.libsonnet';
 
 {
-  // Simple edits, complex ones, and both.
+  // Simple edits (s), complex edits (c), and both (sc).
   mixtures:: {
     s: { '1': 1 },
     c: { '2': 1, '3': 1 },
@@ -26,7 +26,7 @@ local playground = import 'playground.libsonnet';
     samples: { every: 60, tasks: 8 },
     checkpoints: { every: 40, keep: 2 },
   },
-  // EARL's objective: no ratio and one update per rollout, a mean over tokens, and a KL to the base model.
+  // EARL's objective: no ratio, one update per rollout, a mean over tokens, and a KL to the base model.
   earl:: {
     kind: 'policy_gradient',
     surrogate: 'reinforce',

@@ -1,11 +1,11 @@
 // An IP-Adapter that learns to render words in the style of a reference image: a supervised warm-up with dropout of references,
-// then RL without dropout (system B). A full-size recipe and its twin define their world (model, encoder, tasks, judge) and sizes;
-// everything else is the same.
+// then RL without dropout (system B). A full-size recipe and its twin pass their own world (model, encoder, tasks, judge) and
+// sizes; everything else is the same.
 //
 // From the source: the adapter (SigLIP, two layers to 128 tokens, attention in all blocks, scale 1), dropout 0.05, a KL weight of
-// 0.1 (which the source defined but never used), OCR and a vision-language model with two weights, group-relative advantages or
-// batch-relative ones, which it calls PPO. Its sampling had no noise, so sampling, and everything that the source does not specify,
-// is that of Flow-GRPO for Flux.
+// 0.1 (which the source defined but never used), a weighted sum of an OCR score and a score by a vision-language model, and
+// advantages relative to the group, or relative to the batch, which the source calls PPO. The source sampled without noise, so
+// sampling, and everything that the source does not specify, is that of Flow-GRPO for Flux.
 local objectives = import 'objectives.libsonnet';
 local sampling = import 'sampling.libsonnet';
 
@@ -53,28 +53,29 @@ local sampling = import 'sampling.libsonnet';
     checkpoints: { every: sizes.eval_every },
   },
 
-  // Relative to the other images of the same task.
+  // Advantages relative to the other images of the same task.
   grpo(world, sizes):: base(world, sizes) {
     rollout: sampling.window(sizes.num_steps, size=sizes.window, high=sizes.high, transition=sampling.sde(world.noise_level)) + {
       guidance_scale: world.guidance_scale,
       chunk: sizes.chunk,
     },
     advantage: { kind: 'group' },
-    // The source's 0.2 is for sums over the 65536 values of an image of 512 px; for their mean, that is 3e-6.
+    // The source's clip range of 0.2 is for log-probabilities summed over the 65536 latent values of an image of 512 px; for their
+    // mean, that is 3e-6.
     objective: objectives.grpo(3e-6) { kl: { kind: 'velocity', weight: sizes.kl } },
   },
 
-  // Relative to all images of the step: what the source calls PPO. It has no critic.
+  // Advantages relative to all images of the step. The source calls this PPO; it has no critic.
   ppo(world, sizes):: self.grpo(world, sizes) { advantage: { kind: 'batch' } },
 
-  // Two additional copies of the adapter: the old policy, which samples, and the reference.
+  // DiffusionNFT holds two additional copies of the adapter: the old policy, which samples, and the reference.
   nft(world, sizes):: base(world, sizes) {
     rollout: sampling.pictures(sizes.num_steps) { guidance_scale: world.guidance_scale, chunk: sizes.chunk },
     advantage: { kind: 'group' },
     objective: objectives.nft { reference_weight: 1e-4 },
   },
 
-  // What the scripts of the source's repository have in common. Half of the steps train, from the first one on; the published
+  // Settings that all scripts of the source's repository share. The first half of the denoising steps trains; the published
   // guidance is an input of the model.
   published_world(world):: world {
     model+: { guidance: 3.5 },
@@ -82,8 +83,9 @@ local sampling = import 'sampling.libsonnet';
   },
   published_sizes:: { steps: 10000, tasks_per_step: 8, num_steps: 20, window: 10, high: 10, eval_steps: 20 },
 
-  // `--ocr_weight` and `--vlm_weight`. The OCR score counts the recognised text, not its confidence. `column` is the score of the
-  // rest of the image: by a vision-language model, or by another reward under another `name`.
+  // The source's options `--ocr_weight` and `--vlm_weight`. The OCR score compares the recognised text; its confidence does not
+  // count. `looks` is the reward for the rest of the image (a vision-language model, or another reward under another `name`), and
+  // `column` the column of it that counts.
   two_weights(ocr, looks, column, ocr_weight=0.5, vlm_weight=0.5, name='vlm'):: {
     kind: 'several',
     rewards: { ocr: ocr, [name]: looks },

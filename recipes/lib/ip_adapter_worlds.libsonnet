@@ -11,9 +11,9 @@ local looks = {
   aspects: ['quality'],
 };
 local judge(where) = ip_adapter.two_weights({ kind: 'ocr', where: where }, looks, 'quality');
-// Signs whose ink and paper are visible only in the reference. The demonstrations of the warm-up have as many wrong letters as those of
-// the base model, so only the style can be learned from them. Signs are three times as wide as high: 144 px at the height of 48 px that
-// the OCR uses.
+// Signs whose ink and paper colours are visible only in the reference. The demonstrations of the warm-up have as many wrong letters
+// as the demonstrations that the base model was trained on, so only the style can be learned from them. Signs are three times as
+// wide as high: 144 px at the height of 48 px that the OCR uses.
 local signs = {
   encoder: 'playground',
   tasks: { kind: 'playground-words', count: 100000, wrong_letters: 0.5, style_from_reference: true },
@@ -29,7 +29,7 @@ local signs = {
     blocks: 'all',
     noise_level: 0.8,
     guidance_scale: 1,
-    // The style image of another item: a crop of the item itself would show the letters.
+    // The reference is the style image of another item: a crop of the item itself would show the letters.
     tasks: { kind: 'triplets', path: 'triplets', reference: 'other' },
     judge: judge('mask'),
   },
@@ -54,8 +54,8 @@ local signs = {
     eval_tasks: 64,
     eval_steps: 28,
   },
-  // The source image must not contain the words, because this model sees all of it: photographs with an instruction, a target, a
-  // reference and the text.
+  // The data are photographs with an instruction, a target, a reference and the text. The source image must not contain the words,
+  // because this model sees all of it.
   qwen: self.flux_fill {
     model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [512, 512], dtype: 'bfloat16', vae_slicing: true },
     blocks: 'double',
@@ -75,12 +75,12 @@ local signs = {
     group_size: 8,
     learning_rate: 5e-4,
     warmup_learning_rate: 2e-3,
-    // With the source's weight, its gradient would be five to ten times that of the rewards here.
+    // With the source's weight, the gradient of the KL would be five to ten times the gradient of the reward here.
     kl: 0.003,
     ranks: 1,
     tokens: 4,
-    // In the warm-up, the adapter alone learns the style; it was not observed to learn letters (40 steps of RL, with the source's
-    // weight).
+    // Without a LoRA, the adapter learned the style in the warm-up, but was not observed to learn letters in 40 steps of RL (with
+    // the source's KL weight).
     lora: { kind: 'lora', rank: 32, alpha: 64 },
     chunk: 64,
     microbatch: 64,

@@ -2,8 +2,8 @@
 {
   tasks(path, held_out=0.1):: { kind: 'folder', path: path, held_out: held_out },
 
-  // Needs only the images: how much of the source is preserved, times how close the image is to a colour. Images are compared at
-  // `side` px.
+  // A reward that needs no model: how much of the source is preserved, times how close the image is to a colour. Images are
+  // compared at `side` px.
   judge(colour, side):: { kind: 'photos', colour: colour, side: side, combine: { reward: 1 } },
 
   // For full-size models: PickScore, which predicts the image that people prefer for the instruction, and how much of the source is

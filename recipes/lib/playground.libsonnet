@@ -18,7 +18,7 @@
     count: count,
     incomplete: incomplete,
   },
-  // Prompts in the words of the text-to-image model, for more things than the 1 to 4 that it was trained on.
+  // Prompts in the vocabulary of the text-to-image model, for scenes with more objects than the 1 to 4 that it was trained on.
   crowded(complexity):: { kind: 'playground-paintings', complexity: complexity, count: 100000, known_words: true },
   painting_judge: { kind: 'playground-paintings', combine: { overall: 1 } },
 }

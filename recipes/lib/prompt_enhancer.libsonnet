@@ -1,5 +1,5 @@
 // A vision-language model rewrites prompts for a frozen text-to-image model; the image is scored against the user's prompt. A
-// full-size recipe and its twin define their world (writer, text-to-image model, tasks, judge) and sizes; everything else is the
+// full-size recipe and its twin pass their own world (writer, text-to-image model, tasks, judge) and sizes; everything else is the
 // same.
 {
   grpo(world, sizes):: {
@@ -32,7 +32,7 @@
     data: world.tasks,
     reward: world.judge,
     advantage: { kind: 'group' },
-    // Every token has the same weight, whatever the length of its completion. Averages per completion favour short ones.
+    // Every token has the same weight, whatever the length of its completion. Averages per completion favour short completions.
     objective: { kind: 'policy_gradient', clip_low: 0.2, clip_high: 0.2, normalise: 'dr_grpo' },
   },
 }

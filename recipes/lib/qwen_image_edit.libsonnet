@@ -1,4 +1,4 @@
-// Flow-GRPO-Fast with Qwen-Image-Edit's classes. A full-size recipe and its twin define their world (model, tasks, judge) and
+// Flow-GRPO-Fast with Qwen-Image-Edit's classes. A full-size recipe and its twin pass their own world (model, tasks, judge) and
 // sizes; everything else is the same.
 //
 // Values: Flow-GRPO's published settings for Qwen-Image-Edit (arXiv 2505.05470 and its code): 10 steps, of which 2 of the first 5

@@ -1,9 +1,9 @@
 // Flow-GRPO on a text-to-image model: all steps except the last are stochastic, with a KL to the base model. A full-size recipe and
-// its twin define their world (model, tasks, judge) and sizes; everything else is the same.
+// its twin pass their own world (model, tasks, judge) and sizes; everything else is the same.
 //
 // Values: Flow-GRPO's published settings for Stable Diffusion 3.5 (arXiv 2505.05470 and its code): 10 steps with noise level 0.7
-// and guidance, clip 1e-4, standard deviation over the whole step, advantages up to 5, two optimizer steps per rollout, a moving
-// average with decay 0.9 that is updated every 8 optimizer steps.
+// and guidance, clip range 1e-4, standard deviation over the whole step, advantages up to 5, two optimizer steps per rollout, and a
+// moving average of the weights with decay 0.9 that is updated every 8 optimizer steps.
 local objectives = import 'objectives.libsonnet';
 local sampling = import 'sampling.libsonnet';
 

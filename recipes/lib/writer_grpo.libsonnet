@@ -1,5 +1,5 @@
 // A vision-language model writes a response for a frozen editor, which is conditioned on the hidden states of the whole dialogue
-// (system A). A full-size recipe and its twin define their world (writer, editor, tasks, judge) and sizes; everything else is the
+// (system A). A full-size recipe and its twin pass their own world (writer, editor, tasks, judge) and sizes; everything else is the
 // same.
 {
   grpo(world, sizes):: {
@@ -28,8 +28,8 @@
     data: world.tasks,
     reward: world.judge,
     advantage: { kind: 'group' },
-    // Every token has the same weight, whatever the length of its completion. Averages per completion favour short ones, and the
-    // policy would learn to name one object and stop.
+    // Every token has the same weight, whatever the length of its completion. Averages per completion favour short completions, and
+    // the policy would learn to name one object and stop.
     objective: { kind: 'policy_gradient', clip_low: 0.2, clip_high: 0.2, normalise: 'dr_grpo' },
   },
 }

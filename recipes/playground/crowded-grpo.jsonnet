@@ -1,5 +1,5 @@
 // Flow-GRPO on the playground's text-to-image model, for scenes of 8 and 9 objects; it was trained on scenes of 1 to 4. This is
-// sd3/ocr-grpo-playground.jsonnet with a tenth of the KL.
+// sd3/ocr-grpo-playground.jsonnet with a tenth of the KL weight.
 //
 //   retouch train recipes/playground/crowded-grpo.jsonnet
 //

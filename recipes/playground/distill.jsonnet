@@ -1,5 +1,5 @@
-// Best of n, distilled into few steps: images are sampled with 12 denoising steps, the best two of twelve are imitated, and the
-// policy is evaluated with 3 steps.
+// Best of n, distilled into few denoising steps: images are sampled with 12 steps, the policy imitates the best two of twelve
+// images, and it is evaluated with 3 steps.
 local raft = import 'raft.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 

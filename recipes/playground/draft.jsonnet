@@ -1,5 +1,5 @@
-// DRaFT-K on the playground, to compare with the quickstart: same tasks, judge and number of samples. Its gradient is that of the
-// distance to the target image, which the other algorithms never see: an upper reference.
+// DRaFT-K on the playground, to compare with the quickstart: same tasks, judge and number of samples. It follows the gradient of
+// the distance to the target image, which the other algorithms never see, so its score is an upper reference.
 local objectives = import '../lib/objectives.libsonnet';
 local quickstart = import '../quickstart.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';

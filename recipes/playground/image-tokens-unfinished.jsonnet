@@ -1,5 +1,5 @@
-// RL on simple and complex edits, from an image-token model that was trained on demonstrations of which most complex ones lack an
-// edit, as model-made demonstrations often do; the judge sees what is missing.
+// RL on simple and complex edits, from an image-token model whose demonstrations of complex edits mostly lacked an edit, as
+// demonstrations made by a model often do; the judge penalises the missing edit.
 //
 //   retouch train recipes/playground/image-tokens-unfinished.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';

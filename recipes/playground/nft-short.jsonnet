@@ -1,6 +1,6 @@
-// DiffusionNFT on the playground in a quarter of the quickstart's network evaluations, for a little less gain: many tasks with few
-// samples each, four denoising steps in rollouts, and sigma close to 1. The trials behind these
-// values are in docs/quickstart-trials.md.
+// DiffusionNFT on the playground with a quarter of the quickstart's network evaluations, for a little less gain: many tasks with
+// few samples each, four denoising steps in rollouts, and sigma close to 1. The trials behind these values are in
+// docs/quickstart-trials.md.
 //
 //   retouch train recipes/playground/nft-short.jsonnet
 local objectives = import '../lib/objectives.libsonnet';

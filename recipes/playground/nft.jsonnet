@@ -1,4 +1,4 @@
-// DiffusionNFT on the playground, to compare with the quickstart: same tasks, judge and number of samples, other sampling and
+// DiffusionNFT on the playground, to compare with the quickstart: same tasks, judge and number of samples, with another sampler and
 // objective.
 local objectives = import '../lib/objectives.libsonnet';
 local quickstart = import '../quickstart.jsonnet';

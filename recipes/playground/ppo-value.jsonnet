@@ -1,5 +1,5 @@
 // PPO with a learned value head on the playground, to compare with the quickstart: same model, judge and samples per step, but
-// every sample has its own task, because its baseline is the value head.
+// every sample has its own task, because its baseline is the prediction of the value head.
 local quickstart = import '../quickstart.jsonnet';
 
 quickstart {

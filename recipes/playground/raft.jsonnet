@@ -1,6 +1,6 @@
 // RAFT (best-of-n fine-tuning) on the playground, to compare with the quickstart: same tasks, judge and number of samples. The
-// policy imitates the best two of twelve images of each task. Only these are evaluated in the update, so four points of each cost
-// less than one point of all.
+// policy imitates the best two of twelve images of each task. Only these two are evaluated in the update, so four noised
+// versions of each cost less than one noised version of all twelve.
 local quickstart = import '../quickstart.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 

@@ -1,4 +1,5 @@
-// ReFL on the playground: DRaFT's setting, with the gradient of the image that the model predicts in one of the last four steps.
+// ReFL on the playground: the settings of draft.jsonnet, with the gradient through the image predicted in one of the last four
+// steps.
 local objectives = import '../lib/objectives.libsonnet';
 local draft = import 'draft.jsonnet';
 

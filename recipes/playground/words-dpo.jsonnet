@@ -1,4 +1,4 @@
-// Diffusion DPO for text rendering: the best image of a task is preferred to its worst.
+// Diffusion DPO for text rendering: the preference pair of each task is its best and its worst image.
 local words = import 'words-nft.jsonnet';
 
 words {

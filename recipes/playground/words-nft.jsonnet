@@ -1,4 +1,4 @@
-// DiffusionNFT for text rendering: the same tasks, reward and number of samples as words-grpo, other sampling and objective.
+// DiffusionNFT for text rendering: the same tasks, reward and number of samples as words-grpo, with another sampler and objective.
 local objectives = import '../lib/objectives.libsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 local words = import '../lib/words.libsonnet';

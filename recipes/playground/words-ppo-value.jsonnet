@@ -1,4 +1,5 @@
-// PPO with a learned value head for text rendering: every sample has its own word, and its baseline is the value head.
+// PPO with a learned value head for text rendering: every sample has its own word, and its baseline is the prediction of the value
+// head.
 local grpo = import 'words-grpo.jsonnet';
 
 grpo {

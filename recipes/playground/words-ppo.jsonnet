@@ -1,5 +1,5 @@
-// Text rendering with batch-relative advantages: every sample is compared with all samples of the step instead of those of its
-// task.
+// Text rendering with batch-relative advantages: every sample is compared with all samples of the step instead of the samples of
+// its task.
 local words = import 'words-grpo.jsonnet';
 
 words {

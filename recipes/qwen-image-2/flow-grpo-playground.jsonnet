@@ -1,4 +1,4 @@
-// The twin of flow-grpo.jsonnet on the playground: its editor, tiny, on a laptop.
+// The twin of flow-grpo.jsonnet on the playground: the playground's tiny editor, on a laptop.
 //
 //   retouch train recipes/qwen-image-2/flow-grpo-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';

@@ -1,14 +1,14 @@
-// Qwen-Image-2.1 edits photographs, by Flow-GRPO-Fast: 8 GPUs of 80 GB, LoRA of rank 64, 32 groups of 16 images a step.
+// Qwen-Image-2.1 learns to edit photographs by Flow-GRPO-Fast: 8 GPUs with 80 GB, LoRA of rank 64, 32 groups of 16 images per step.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-2/flow-grpo.jsonnet --set data.path=DIR
 //
 // DIR contains photographs and a metadata.jsonl with an instruction for each. The reward is PickScore plus preservation of the
-// source; docs/guides/photos.md says how to get its weights. It runs on the CPU. Replace it by
-// --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'. With prompts (`data.kind: 'prompts'`)
-// the same model makes images from text alone; such a task has no source to preserve.
+// source; docs/guides/photos.md says how to get the weights. The reward runs on the CPU. To use your own:
+// --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'. With prompts (`data.kind:
+// 'prompts'`) the same model generates images from text alone; such a task has no source to preserve, so it needs another reward.
 //
-// The values are Flow-GRPO's for Qwen-Image-Edit, without guidance, as Qwen-Image-2.1 is meant to be sampled. Nothing of it was
-// measured on this model.
+// The values are Flow-GRPO's for Qwen-Image-Edit, but without guidance, as Qwen-Image-2.1 is meant to be sampled. This recipe was
+// not measured on Qwen-Image-2.1.
 local photos = import '../lib/photos.libsonnet';
 local qwen = import '../lib/qwen_image_edit.libsonnet';
 

@@ -3,8 +3,8 @@
 //   retouch launch --nproc 8 recipes/qwen-image-edit/flow-grpo.jsonnet --set data.path=DIR
 //
 // DIR contains photographs and a metadata.jsonl with an instruction for each. The reward is PickScore plus preservation of the
-// source; docs/guides/photos.md says how to get its weights. It runs on the CPU, because the model needs nearly all of the GPU's
-// memory. Replace it by --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
+// source; docs/guides/photos.md says how to get the weights. The reward runs on the CPU, because the model needs nearly all of the
+// GPU's memory. To use your own: --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
 local photos = import 'lib/photos.libsonnet';
 local qwen = import 'lib/qwen_image_edit.libsonnet';
 

@@ -1,6 +1,6 @@
-// The playground's twin of writer-grpo-frozen.jsonnet. Instructions name objects as people do who see the image ("make the circle
-// red"); the writer sees the image too and tells the editor which circle. The base model mostly names only the first of several
-// edits.
+// The playground's twin of writer-grpo-frozen.jsonnet. The instructions can only be understood together with the image ("make the
+// circle red"); the writer sees the image and tells the editor which circle is meant. The base model mostly names only the first of
+// several edits.
 //
 //   retouch train recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';
@@ -21,7 +21,7 @@ writer.grpo(
     microbatch: 64,
     gradient_checkpointing: false,
     max_new_tokens: 32,
-    // The editor's own, frozen text encoder reads the response.
+    // The frozen text encoder of the editor reads the response.
     encoder: 'frozen',
     num_steps: 6,
     guidance_scale: 1.0,
@@ -29,7 +29,7 @@ writer.grpo(
   },
 ) {
   steps: 100,
-  // Several edits in one instruction, of which the base model mostly names one.
+  // The headline is the score of instructions with several edits, of which the base model mostly names one.
   eval: { tasks: 330, complexity: [1, 2, 3], headline: { complexity: ['2', '3'] }, column: 'overall', best_of_k: 4, batch: 110 },
   samples: { every: 50, tasks: 8 },
   checkpoints: { every: 50, keep: 2 },

@@ -1,15 +1,15 @@
-// Full fine-tuning in system A (its run_8gpu_full_finetune.sh): writer-grpo-published with all weights of the writer, a learning rate
+// Full fine-tuning in system A (run_8gpu_full_finetune.sh): writer-grpo-published with all weights of the writer, a learning rate
 // of 5e-6 and instructions of all eight complexity levels. 8 GPUs with 141 GB (H200).
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo-full-published.jsonnet --set data.allow_test_sets=true
 //
 // ZeRO-2 shards gradients and optimizer state over the ranks. With `sharding: 'fsdp2'` the weights are sharded too, and with
-// `devices.reference: 'cpu'` a reference, if there is one, needs no GPU memory.
+// `devices.reference: 'cpu'` the reference weights, if there are any, need no GPU memory.
 //
-// A healthy run looks like that of writer-grpo. All weights move here, the vision tower's too: if held-out completions lose their
-// language before `reward/alignment` rises, lower the learning rate. Its checkpoints are large, because they contain the optimizer's
-// state. The source makes no claims about this variant.
+// A healthy run looks like that of writer-grpo. All weights are trained here, also those of the vision tower: if held-out
+// completions stop being fluent before `reward/alignment` rises, lower the learning rate. The checkpoints are large, because they
+// contain the optimizer state. The source makes no claims about this variant.
 (import 'writer-grpo-published.jsonnet') {
   name: 'writer-grpo-full-published',
   learning_rate: 5e-6,

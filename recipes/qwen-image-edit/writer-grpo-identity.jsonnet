@@ -5,7 +5,7 @@
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo-identity.jsonnet --set data.allow_test_sets=true
 //
 // A healthy run looks like that of writer-grpo, and `reward/identity` does not fall while `reward/alignment` rises. The reward
-// differs from the source's, so its figures do not apply.
+// differs from the source's, so the source's figures do not apply.
 local judges = import '../lib/judges.libsonnet';
 
 (import 'writer-grpo-frozen.jsonnet') {

@@ -1,15 +1,16 @@
-// The values of system A's repository (its run_8gpu.sh) in writer-grpo.jsonnet: Qwen-Image-Edit-2509, 1024 new tokens, 50 denoising
+// The values of system A's repository (run_8gpu.sh) in writer-grpo.jsonnet: Qwen-Image-Edit-2509, 1024 new tokens, 50 denoising
 // steps at guidance 4.0, 16 completions of one task per step, a LoRA of rank 128, 1000 steps. 8 GPUs with 141 GB (H200).
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo-published.jsonnet --set data.allow_test_sets=true
 //
-// Complex-Edit has only test splits, see writer-grpo. Training data of this kind is GPT-Image-Edit-1.5M:
+// Complex-Edit has only test splits, see writer-grpo. A data set of this kind for training is GPT-Image-Edit-1.5M:
 // `retouch data convert gpt-image-edit DIR`, then --set 'data={kind: "folder", path: "DIR"}'. The source generates with vLLM in the
-// training process; here a vLLM server is `rollout.engine`, see docs/engines.md.
+// training process; here a vLLM server can be used with `rollout.engine`, see docs/engines.md.
 //
-// A healthy run looks like that of writer-grpo. One task per step makes its curves noisier: look at means over 100 steps. Most of a
-// step is 50 denoising steps for 16 images; with `renderer.num_steps: 20` it takes less than half as long.
+// A healthy run looks like that of writer-grpo. One task per step makes the curves noisier: look at means over 100 steps. Most of
+// the time of a step is spent on 50 denoising steps for 16 images; with `renderer.num_steps: 20` a step takes less than half as
+// long.
 (import 'writer-grpo.jsonnet') {
   name: 'writer-grpo-published',
   steps: 1000,

@@ -1,6 +1,6 @@
 // System A at full size: Qwen2.5-VL-7B sees a photograph and an instruction with eight edits and writes how to make them; the
-// frozen Qwen-Image-Edit is conditioned on the writer's own hidden states of the whole dialogue. 8 GPUs with 80 GB or more, one
-// rank each (the source used H200); `retouch doctor RECIPE --device h200` plans the memory of each.
+// frozen Qwen-Image-Edit is conditioned on the writer's hidden states of the whole dialogue. 8 GPUs with 80 GB or more, one rank
+// each (the source used H200); `retouch doctor RECIPE --device h200` plans the memory of each GPU.
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo.jsonnet --set data.allow_test_sets=true
@@ -9,20 +9,21 @@
 //
 //   accelerate launch --config_file recipes/accelerate/zero2.yaml -m retouch.cli train RECIPE ...
 //
-// **Complex-Edit has only test splits** (and a non-commercial licence), so training on it, as the source does, is refused without
-// that key, and the run records it. The data set for training is UCSC-VLAA/GPT-Image-Edit-1.5M, which has complex instructions of
-// this kind; `retouch data convert gpt-image-edit DIR` makes it usable as `data: { kind: 'folder', path: DIR }`.
+// **Complex-Edit has only test splits** (and a non-commercial licence), so training on it, as the source does, is refused unless
+// `data.allow_test_sets` is true, and the run records the key. The data set for training is UCSC-VLAA/GPT-Image-Edit-1.5M, which
+// has complex instructions of this kind; `retouch data convert gpt-image-edit DIR` converts it for
+// `data: { kind: 'folder', path: DIR }`.
 //
 // From the source: the model, the data and its complexity, 8 completions per task, 16 samples per step (1 completion at a time,
 // twice, on 8 GPUs), the LoRA, the learning rate, ZeRO-2, 3 passes, a checkpoint every 500 steps, the judge's weights and its three
 // answers. The source's documents do not specify the denoising steps, guidance, completion length and clip range; its scripts have
-// other values, which are in writer-grpo-published and writer-grpo-full-published. By what we measured, two
-// variants are better: in writer-grpo-frozen the editor's own encoder reads the response; writer-grpo-identity, **the recommended
-// one**, also rewards identity preservation.
+// other values, which are in writer-grpo-published and writer-grpo-full-published. According to our measurements, two variants are
+// better: in writer-grpo-frozen the editor's own encoder reads the response; writer-grpo-identity, **the recommended variant**,
+// also rewards identity preservation.
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
-// - `reward/missing_fraction` is near 0. Check this first: if the judge does not answer, samples are missing; they never get a
-//   number.
+// - `reward/missing_fraction` is near 0. Check this first: if the judge does not answer, the scores of these samples are missing;
+//   they are never replaced by a number.
 // - `group/zero_std_fraction` is below a half. With two groups per step, all curves are noisy: look at means over 50 steps or more.
 // - `reward/mean` rises over hundreds of steps, `reward/alignment` first; if `reward/identity` falls meanwhile, the writer has
 //   learned to repaint the image. `policy/loss` is about 0 throughout and has no meaning.
@@ -31,7 +32,7 @@
 // - The held-out reward rises with the training reward; if it does not, stop the run.
 // **Claims of the source, none of them measured here**: the reward starts at about 0.5 (which its reward also returns if the judge
 // fails), is 0.6 to 0.7 in the first pass, 0.7 to 0.8 in the second and 0.8 to 0.9 at the end; a thousand samples take 6 to 8 hours
-// on 8 H200, and the whole set 24 to 48 hours; a GPU uses some 75 GB.
+// on 8 H200, and the whole data set 24 to 48 hours; each GPU uses some 75 GB.
 local judges = import '../lib/judges.libsonnet';
 local writer = import '../lib/writer_grpo.libsonnet';
 

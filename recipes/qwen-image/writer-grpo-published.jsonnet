@@ -1,20 +1,20 @@
-// System A's text-to-image form with the values of its script (run_8gpu_qwen_image.sh): Qwen2.5-VL-7B writes a response to a prompt,
-// and the frozen Qwen-Image is conditioned on the hidden states of the whole dialogue. 16 completions per task and 8 tasks per step,
-// DAPO's loss with an upper clip of 0.28, a LoRA of rank 128, 500 steps. 8 GPUs with 141 GB (H200).
+// The text-to-image variant of system A with the values of its script (run_8gpu_qwen_image.sh): Qwen2.5-VL-7B writes a response to
+// a prompt, and the frozen Qwen-Image is conditioned on the hidden states of the whole dialogue. 16 completions per task and 8
+// tasks per step, DAPO's loss with an upper clip range of 0.28, a LoRA of rank 128, 500 steps. 8 GPUs with 141 GB (H200).
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image/writer-grpo-published.jsonnet --set data.path=PROMPTS.jsonl
 //
-// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard: `retouch data convert mmmg` makes
-// prompt lists of it, for `phases` with a `data.path` each, and `reward.kind: mmmg` scores its knowledge graphs. Its readability, by
-// a segmentation model, and its score of the response's text are not included. It samples 8 denoising steps, as the name of its run says; guidance
-// and image size are those of writer-grpo.
+// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard: `retouch data convert mmmg`
+// writes prompt lists from MMMG, for `phases` with a `data.path` each, and `reward.kind: mmmg` scores its knowledge graphs. The
+// source's readability score, by a segmentation model, and its score of the response's text are not included. The source samples 8
+// denoising steps, as the name of its run says; guidance and image size are those of writer-grpo.
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
 // - `reward/missing_fraction` is near 0; check this first.
 // - `reward/mean` rises over some hundred steps; `completion/length` converges, and `completion/cut_off_fraction` is near 0.
 // - The held-out reward rises with the training reward; look at held-out images for text that only the response asks for.
-// The source makes no claims about this form.
+// The source makes no claims about this variant.
 local judges = import '../lib/judges.libsonnet';
 local writer = import '../lib/writer_grpo.libsonnet';
 

@@ -4,7 +4,7 @@
 //   retouch train recipes/sd3/ocr-grpo-playground.jsonnet
 //
 // A healthy run. Of 128 held-out scenes, 9 % are exact before and 14 % after 40 steps, and the mean score rises from 8.36 to 8.60;
-// the autoencoder limits it to 9.15. playground/crowded-grpo.jsonnet is the same with a tenth of the KL.
+// the autoencoder limits it to 9.15. playground/crowded-grpo.jsonnet is the same with a tenth of the KL weight.
 local playground = import '../lib/playground.libsonnet';
 local sd3 = import '../lib/sd3.libsonnet';
 

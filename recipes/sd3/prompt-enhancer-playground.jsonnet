@@ -28,7 +28,7 @@ enhancer.grpo(
     batch: 64,
   },
 ) {
-  // Several objects in one prompt, of which the base model mostly names one.
+  // The headline is the score of prompts with several objects, of which the base model mostly names one.
   eval: {
     tasks: 400,
     complexity: [1, 2, 3, 4],

@@ -7,8 +7,8 @@
 // To use the second to fourth GPU of a machine, set CUDA_VISIBLE_DEVICES=1,2,3; cuda:0 is then the first of these.
 //
 // From the source: the models, 100 new tokens, temperature 0.7, the kinds of prompts, the reward on the original prompt, and the
-// three devices. It specifies no learning rate, number of steps or group size. Its limit of 85 % of a GPU's memory and its clearing
-// of the cache every 5 rounds are `devices.memory_fraction` and `devices.empty_cache_every`, which are off (see
+// three devices. The source specifies no learning rate, number of steps or group size. Its limit of 85 % of a GPU's memory and its
+// clearing of the cache every 5 rounds are `devices.memory_fraction` and `devices.empty_cache_every` here, which are off (see
 // docs/troubleshooting.md).
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
@@ -19,9 +19,9 @@
 // - `reward/quality/total` is only for information. If it rises and the similarity does not, the writer has learned to add "4k".
 // - `group/zero_std_fraction` is 0; otherwise the temperature is too low for this writer.
 // - Look at held-out images: CLIP recognises colours and objects well, but counts and positions badly.
-// **Claims of the source, none of them measured here**: rewards of 0.74 to 0.90, which its own page calls dummies, on a scale of
-// (cosine + 1) / 2, on which images of the untrained policy have about 0.63; and 4.3 to 5 of 5 points of prompt quality before any
-// training.
+// **Claims of the source, none of them measured here**: rewards of 0.74 to 0.90, which the source's page calls dummies, on the
+// scale (cosine + 1) / 2, where images of the untrained policy have about 0.63; and 4.3 to 5 of 5 points of prompt quality before
+// any training.
 local enhancer = import '../lib/prompt_enhancer.libsonnet';
 
 enhancer.grpo(

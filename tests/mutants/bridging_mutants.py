@@ -1,4 +1,4 @@
-"""Deliberate bugs of the bridge to TRL, of the cache with room, and of what is said of a full device."""
+"""Deliberate bugs in the bridge to TRL, the preallocated cache, and the messages about a full device."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs between a reward's columns and the number that trains."""
+"""Deliberate bugs in the combination of a reward's columns into the reward that trains."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs in what a recipe may import, and in where keys may go."""
+"""Deliberate bugs in the rules for what a recipe may import and to which servers keys may be sent."""
 
 from mutant import Mutant
 

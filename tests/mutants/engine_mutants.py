@@ -1,4 +1,4 @@
-"""Deliberate bugs of engines."""
+"""Deliberate bugs in the rollout engines."""
 
 from mutant import Mutant
 

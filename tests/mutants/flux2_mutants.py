@@ -1,4 +1,4 @@
-"""Deliberate bugs in FLUX.2-klein: what it reads of a prompt and of reference images, its noise and its schedule."""
+"""Deliberate bugs in FLUX.2-klein: the encoding of prompts and reference images, the noise and the schedule."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs in Flux's family: what its transformers are told of guidance, of the picture, of the mask and of places."""
+"""Deliberate bugs in the Flux family: the guidance, image, mask and positions that its transformers receive."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs in what follows the gradient of a reward, and in the weights of denoising steps."""
+"""Deliberate bugs in the objectives that follow the gradient of a reward, and in the weights of denoising steps."""
 
 from mutant import Mutant
 

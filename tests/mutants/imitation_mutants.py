@@ -1,4 +1,4 @@
-"""Deliberate bugs in which samples a run imitates, and in which groups it replaces."""
+"""Deliberate bugs in the choice of the samples that a run imitates and of the groups that it replaces."""
 
 from mutant import Mutant
 

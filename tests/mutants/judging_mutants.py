@@ -1,4 +1,4 @@
-"""Deliberate bugs in judges and in the rewards that need none."""
+"""Deliberate bugs in judges and in rewards without a judge."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs in the ledger: what is remembered, replayed, told apart and added up."""
+"""Deliberate bugs in the ledger: the storage, replay, distinction and summing of scores."""
 
 from mutant import Mutant
 
@@ -9,7 +9,7 @@ _AUDIT = "tests/audit/test_audit.py"
 _AGREEMENT = "tests/core/test_agreement.py"
 
 LEDGER = (
-    # What was answered before
+    # Stored answers
     Mutant(
         "what a canary was told is found again",
         "rewards/ledger/answers.py",
@@ -102,7 +102,7 @@ LEDGER = (
         "values[row[:4]] = (*row, self.judge, given, seconds, now)",
         f"{_JOURNAL}::test_of_a_place_that_is_filled_twice_the_first_counts",
     ),
-    # Who judges
+    # The identity of the judge
     Mutant(
         "a run goes on with whatever judges now",
         "training/ledger.py",
@@ -138,7 +138,7 @@ LEDGER = (
         'hashlib.sha256(b"").hexdigest()[:16]',
         f"{_LEDGER}::test_code_that_changed_is_another_judge",
     ),
-    # What is asked of the ledger
+    # Queries of the ledger
     Mutant(
         "a cost that nobody knows is 0",
         "audit/overview.py",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` occurs once in ``file`` (under src/retouch) and becomes ``new``; then ``test`` must fail."""
+    """``old`` occurs once in ``file`` (under src/retouch) and is replaced by ``new``; then ``test`` must fail."""
 
     name: str
     file: str

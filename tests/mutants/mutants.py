@@ -27,7 +27,7 @@ from z_image_mutants import Z_IMAGE
 CONTRACT = "tests/policies/denoising/test_denoising.py::test_keeps_the_contract"
 
 MUTANTS = (
-    # Acting
+    # Rollouts
     Mutant(
         "noise from the global generator",
         "policies/denoising/policy.py",
@@ -85,7 +85,7 @@ MUTANTS = (
         "return num_steps",
         "tests/core/test_windows.py::test_all_steps_leaves_out_the_last",
     ),
-    # Evaluating
+    # Evaluation of log-probabilities
     Mutant(
         "wrong sigma when steps are cut",
         "policies/denoising/policy.py",

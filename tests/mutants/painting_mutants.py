@@ -1,4 +1,4 @@
-"""Deliberate bugs of paintings: their tasks, their judge, and how they are used."""
+"""Deliberate bugs in the playground's text-to-image scenes (paintings): their tasks, their judge, and inference with them."""
 
 from mutant import Mutant
 

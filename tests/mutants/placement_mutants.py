@@ -1,4 +1,4 @@
-"""Deliberate bugs of where things lie: ranks that share weights, weights that are held once, memory that is planned."""
+"""Deliberate bugs in placement: weights that are sharded over ranks, weights that are held once, and memory plans."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs in Qwen-Image-2.1: what it reads of prompts and source images, and what its rows share."""
+"""Deliberate bugs in Qwen-Image-2.1: the encoding of prompts and source images, and the conditioning that rows share."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs of IP-Adapters: what is shown, how it is looked at, and what is written of it."""
+"""Deliberate bugs in IP-Adapters: the reference images, their encoding, and the files that are saved."""
 
 from mutant import Mutant
 

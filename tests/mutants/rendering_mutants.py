@@ -1,4 +1,4 @@
-"""Deliberate bugs of the renderers of what writers wrote."""
+"""Deliberate bugs in the renderers that read the completions of writers."""
 
 from mutant import Mutant
 

@@ -1,9 +1,9 @@
-"""Puts each deliberate bug into a copy of the source and runs the test that must notice it; exit status 1 where one does not.
+"""Puts each deliberate bug into a copy of the source and runs the test that must fail; exit status 1 if a test does not fail.
 
 python tests/mutants/run.py [--under PATH]... [WORDS OF A NAME]...
 
 ``--under core --under models/flux`` runs only the bugs in these files and folders of src/retouch. Each test runs in a fork of this
-process, which has the heavy libraries loaded already and the project not.
+process, which has imported the heavy libraries but not the project.
 """
 
 import argparse
@@ -42,12 +42,12 @@ def main(words: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="PATH",
-        help="only bugs in this file or folder of src/retouch; several add up",
+        help="only bugs in this file or folder of src/retouch; can be repeated",
     )
     asked = parser.parse_args(words)
     chosen = choose(asked.names, asked.under)
     if not chosen:
-        parser.error("no deliberate bug has such a name and such a file; they are listed in tests/mutants")
+        parser.error("no deliberate bug has such a name in such a file; the bugs are listed in tests/mutants")
     os.chdir(ROOT)
     for module, attributes in HEAVY.items():
         for attribute in attributes:
@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
         run = runner(copy)
         if run(list(dict.fromkeys(mutant.test for mutant in chosen))) != 0:
-            tell("the tests fail already without a mutant; run them and look there first")
+            tell("the tests fail even without a deliberate bug; run them and fix this first")
             return 1
         width = max(len(mutant.name) for mutant in chosen)
         outcomes = []
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def choose(names: Sequence[str], under: Sequence[str]) -> list[Mutant]:
-    """The mutants with one of the words in their name, in one of the files and folders; an empty sequence leaves all."""
+    """Return the mutants that have one of the words in their name and are in one of the files or folders; empty: all."""
     folders = [Path(path) for path in under]
     return [
         mutant
@@ -82,7 +82,7 @@ def choose(names: Sequence[str], under: Sequence[str]) -> list[Mutant]:
 
 
 def runner(copy: Path) -> Callable[[Sequence[str]], int]:
-    """Runs tests on the copied source in a fork, and gives pytest's exit status."""
+    """Run the tests on the copied source in a fork and return pytest's exit status."""
 
     def run(tests: Sequence[str]) -> int:
         assert "retouch" not in sys.modules, "the fork must load the copy"
@@ -99,7 +99,7 @@ def runner(copy: Path) -> Callable[[Sequence[str]], int]:
 
 
 def tested(copy: Path, tests: Sequence[str]) -> int:
-    """In the fork: silent, and without byte code, since a change within the clock's second would not be seen."""
+    """Run the tests in the fork, without output and without byte code, which would hide a change within the same second."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.dont_write_bytecode = True
@@ -113,7 +113,7 @@ def tested(copy: Path, tests: Sequence[str]) -> int:
 
 
 def outcome(mutant: Mutant, copy: Path, run: Callable[[Sequence[str]], int]) -> str:
-    """``noticed``, ``SURVIVED``, ``STALE`` (its old text is gone), or ``BROKEN``: the test could not be run at all."""
+    """Return ``noticed``, ``SURVIVED``, ``STALE`` (its old text is gone), or ``BROKEN`` (the test could not be run)."""
     file = copy / "retouch" / mutant.file
     text = file.read_text()
     if text.count(mutant.old) != 1:
@@ -122,7 +122,7 @@ def outcome(mutant: Mutant, copy: Path, run: Callable[[Sequence[str]], int]) -> 
     compile(changed, str(file), "exec")
     file.write_text(changed)
     try:
-        # pytest's statuses: 0 all passed, 1 some failed; any other, and it did not come to that.
+        # pytest's exit statuses: 0: all tests passed, 1: some failed; any other: the tests could not be run.
         return {0: "SURVIVED", 1: "noticed"}.get(run([mutant.test]), "BROKEN")
     finally:
         file.write_text(text)

@@ -1,4 +1,4 @@
-"""Deliberate bugs of the reward server and its client."""
+"""Deliberate bugs in the reward server and its client."""
 
 from mutant import Mutant
 
@@ -11,7 +11,7 @@ CONNECTIONS = "tests/serving/test_connections.py"
 QUOTA = "tests/rewards/quota/test_quota.py"
 
 SERVING = (
-    # What is believed
+    # Checks of replies
     Mutant(
         "scores joined by place and not by id",
         "rewards/wire/replies.py",
@@ -47,7 +47,7 @@ SERVING = (
         "nan = 0.0",
         f"{ALONE}[500]",
     ),
-    # Whom to ask
+    # Choice of the server
     Mutant(
         "the last endpoint is given up",
         "rewards/client/pool.py",
@@ -62,7 +62,7 @@ SERVING = (
         "succeeded = False",
         f"{CLIENT}::test_a_server_that_comes_back_is_asked_again",
     ),
-    # How much is asked
+    # Size and number of requests
     Mutant(
         "a quota that each process has to itself",
         "rewards/quota/shared_numbers.py",
@@ -98,7 +98,7 @@ SERVING = (
         "if False:",
         "tests/training/test_loop.py::test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there",
     ),
-    # What is let in
+    # Checks of requests
     Mutant(
         "a body is as long as it says",
         "serving/requests/request_body.py",

@@ -1,4 +1,4 @@
-"""Every deliberate bug still fits the source, and the test that must notice it exists. (`make mutants` runs them.)"""
+"""Every deliberate bug still applies to the source, and the test that must fail exists. (`make mutants` runs these tests.)"""
 
 import ast
 import runpy

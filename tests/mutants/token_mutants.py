@@ -1,4 +1,4 @@
-"""Deliberate bugs of image tokens on disk, of their mixtures, of which tokens train, and of what draws them."""
+"""Deliberate bugs in stored image tokens, their mixtures, the choice of the tokens that train, and image-token models."""
 
 from mutant import Mutant
 

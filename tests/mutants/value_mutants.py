@@ -1,4 +1,4 @@
-"""Deliberate bugs in what a value head expects, learns and is saved as."""
+"""Deliberate bugs in the predictions, the training and the saved files of a value head."""
 
 from mutant import Mutant
 

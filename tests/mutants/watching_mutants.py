@@ -1,4 +1,4 @@
-"""Deliberate bugs in what is watched against reward hacking, and in the checks of objects."""
+"""Deliberate bugs in the measurements that detect reward hacking, and in the checks of objects in images."""
 
 from mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Deliberate bugs of the policies that write."""
+"""Deliberate bugs in the policies that write."""
 
 from mutant import Mutant
 
@@ -7,7 +7,7 @@ DECODING = "tests/policies/autoregressive/test_decoding.py"
 WRITER = "tests/models/qwen_vl/test_qwen_writer.py"
 
 WRITING = (
-    # Acting
+    # Rollouts
     Mutant(
         "tokens keyed by place in the batch",
         "policies/autoregressive/decoding.py",
@@ -50,7 +50,7 @@ WRITING = (
         "",
         f"{WRITER}::test_what_stands_for_pictures_is_never_written",
     ),
-    # Evaluating
+    # Evaluation of log-probabilities
     Mutant(
         "the temperature is left out of the evaluation",
         "policies/autoregressive/policy.py",

@@ -1,4 +1,4 @@
-"""Deliberate bugs in Z-Image: its time, its sign, what it is told of a prompt, and how far prompts reach."""
+"""Deliberate bugs in Z-Image: the time, the sign of the velocity, the encoding of prompts, and their padding."""
 
 from mutant import Mutant
 

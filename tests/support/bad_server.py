@@ -1,4 +1,4 @@
-"""A reward server that goes wrong in a chosen way: the scores are true, and then something is done to the reply."""
+"""A reward server with a chosen fault: it computes the true scores and then changes or breaks the reply."""
 
 import json
 import socket
@@ -51,7 +51,7 @@ def swapped_ids(reply: Reply) -> Reply:
     return reply
 
 
-# What is done to a reply that is otherwise true.
+# Changes of a reply that is otherwise true.
 CHANGES: dict[str, Callable[[Reply], object]] = {
     "no items": lambda reply: {"judges": reply["judges"]},
     "a missing item": lambda reply: {**reply, "items": reply["items"][1:]},
@@ -79,7 +79,7 @@ CHANGES: dict[str, Callable[[Reply], object]] = {
     "a list of items alone": lambda reply: reply["items"],
     "null": lambda reply: None,
 }
-# What is done instead of, or to the bytes of, a reply.
+# Faults of the HTTP response: a status instead of the reply, or a change of its bytes or of the connection.
 STATUSES = {"500": 500, "502": 502, "503": 503, "429": 429, "204": 204, "302": 302, "404": 404, "400": 400, "401": 401}
 WAYS = (
     "hang",
@@ -191,10 +191,10 @@ class _Server(loopback.Server):
 def bad_server(
     kind: str | Callable[[], Kind], *, info: Callable[[], bytes] = true_info, ready: Callable[[], bool] = lambda: True
 ) -> Iterator[_Server]:
-    """A server that misbehaves in one way, or in the way that ``kind()`` names each time; "none" is a good one.
+    """Run a server with one kind of fault, or with the kind that ``kind()`` returns at each request; "none" is no fault.
 
-    ``kind()`` may also return what makes the reply's bytes from the true reply. ``info``: makes the server's description.
-    ``ready``: what the server says of itself on /readyz.
+    ``kind()`` may also return a function that makes the bytes of the reply from the true reply. ``info``: makes the server's
+    description. ``ready``: whether /readyz reports that the server is ready.
     """
     server = _Server((lambda: kind) if isinstance(kind, str) else kind, info, ready)
     with loopback.running(server):

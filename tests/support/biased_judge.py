@@ -1,4 +1,4 @@
-"""A judge that compares pixels with the right result, and can have one fault of its own."""
+"""A judge that compares the pixels of an image with the target, and can have one deliberate fault."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ FAULTS = {
     "unreadable": "missing scores",
     "constant": "difference between rungs",
 }
-"""The faults, each with the line that must report it."""
+"""Each fault, with the line of the audit that must report it."""
 SIDE = 96
-"""Pixels of a side of the images that it is audited with."""
+"""The side length in pixels of the images that the judge is audited with."""
 
 
 class BiasedJudge(RewardSection):
@@ -81,7 +81,7 @@ def _distance(image: Image.Image, other: Image.Image | None) -> float:
 
 
 def _done(source: Image.Image, image: Image.Image, task: Task) -> float:
-    """The share of the squared distance from the source to the target that is gone."""
+    """Return the fraction of the squared distance between source and target that the edit has removed, from 0 to 1."""
     whole = _distance(source, task.target)
     return float(np.clip(1 - _distance(image, task.target) / whole, 0, 1)) if whole > 0 else 0.0
 
@@ -97,5 +97,5 @@ def _has_praise(image: Image.Image) -> bool:
 
 
 def _is_noisy(image: Image.Image) -> bool:
-    """Whether the image has more colours than any that was drawn."""
+    """Whether the image has more colours than any drawn image has."""
     return len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 400

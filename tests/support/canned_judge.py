@@ -1,4 +1,4 @@
-"""A judge whose answers a test writes down: real forms and readers, no model. Images are numbered by their colour."""
+"""A judge whose answers a test defines: real forms and readers, no model. The colour of an image encodes its number."""
 
 import json
 import math
@@ -22,7 +22,7 @@ JUDGE = InProcess(path="not loaded")
 class CannedClient:
     """Answers each question with ``reply(question, number)``: a text, an object that becomes JSON, or the probability of yes.
 
-    ``number``: of the judged image.
+    ``number``: the number of the judged image.
     """
 
     identity = "canned"
@@ -47,19 +47,19 @@ class CannedClient:
 
 
 def numbered(number: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
-    """An image that is told from others by its number."""
+    """Make an image whose colour encodes its number."""
     return Image.new("RGB", size, (number, 100, 200))
 
 
 def number_of(image: Image.Image) -> int:
-    """The number of an image of ``numbered``."""
+    """Return the number of an image that ``numbered`` made."""
     red = image.convert("RGB").getpixel((0, 0))
     assert isinstance(red, tuple)
     return int(red[0])
 
 
 def saved(path: Path, number: int, size: tuple[int, int] = (8, 8)) -> Path:
-    """A file of ``numbered``."""
+    """Save an image of ``numbered`` at ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbered(number, size).save(path)
     return path
@@ -68,7 +68,7 @@ def saved(path: Path, number: int, size: tuple[int, int] = (8, 8)) -> Path:
 def scored(
     suite: Suite, items: Sequence[SuiteItem], reply: Callable[[Question, int], Any], *, turns: int = 1
 ) -> dict[str, dict[str, float]]:
-    """Each item's scores by the suite's own judge, which answers with ``reply``; item i has image number i + 1 of every turn."""
+    """Score each item with the suite's judge, which answers with ``reply``; item i has image number i + 1 in every turn."""
     client = CannedClient(reply)
     reward: Any = suite.reward(JUDGE)
     reward = reward.with_model(Panel(client))
@@ -85,7 +85,7 @@ def scored(
 
 
 def headline(suite: Suite, items: Sequence[SuiteItem], scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The suite's aggregate of these scores, one image an item."""
+    """Return the suite's headline figures of these scores, with one image per item."""
     columns = list(next(iter(scores.values())))
     values = {name: np.array([scores[item.id][name] for item in items]) for name in columns}
     return {name: float(each[0]) for name, each in suite.headline(items, values, np.ones((1, len(items)))).items()}

@@ -1,8 +1,8 @@
-"""A reader of LoRA files that does what ComfyUI's loader does, with a table of its module names.
+"""A reader of LoRA files that works like ComfyUI's loader, with a table of ComfyUI's module names.
 
-ComfyUI's models have their own modules; some of them compute what several modules of diffusers compute. The loader knows names for
-each module, or for a range of its rows, adds ``alpha / rank * up @ down`` to these rows, and reports every other key of the file as
-not loaded.
+ComfyUI's models have their own modules; some of these modules replace several modules of diffusers. The loader knows names for each
+module, or for a range of its rows, adds ``alpha / rank * up @ down`` to these rows, and reports every other key of the file as not
+loaded.
 """
 
 from collections.abc import Mapping
@@ -60,12 +60,12 @@ TABLES: dict[str, tuple[dict[str, list[str]] | None, tuple[str, ...]]] = {
     "QwenImageTransformer2DModel": (None, ("transformer.", "")),
     "ZImageTransformer2DModel": (_Z_IMAGE, ("diffusion_model.", "transformer.", "")),
 }
-"""By class in diffusers: ComfyUI's modules and those of diffusers that make up their rows (None: the same modules), and the
-prefixes after which it also knows the names of diffusers."""
+"""For each class of diffusers: ComfyUI's modules with the diffusers modules whose weights are their rows (None: both have the same
+modules), and the prefixes with which ComfyUI also accepts the names of diffusers."""
 
 
 class ComfyUILoader:
-    """ComfyUI's model with the weights of a diffusers transformer without adapters."""
+    """The weights of ComfyUI's model, made from a diffusers transformer without adapters."""
 
     def __init__(self, transformer: nn.Module) -> None:
         table, prefixes = TABLES[type(transformer).__name__]
@@ -84,7 +84,7 @@ class ComfyUILoader:
             self.keys["lora_unet_" + name.replace(".", "_")] = (name, 0, start)
 
     def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Add a LoRA to the weights; returns the keys that are not loaded."""
+        """Add a LoRA to the weights and return the keys that are not loaded."""
         left = set(tensors)
         for key, (name, start, count) in self.keys.items():
             for up_name, down_name in ((".lora_up.weight", ".lora_down.weight"), (".lora_B.weight", ".lora_A.weight")):
@@ -97,7 +97,7 @@ class ComfyUILoader:
         return sorted(left)
 
     def weight(self, path: str) -> Tensor:
-        """The weight of the module that is ``path`` in diffusers."""
+        """Return the weight of the module whose path in diffusers is ``path``."""
         name, start, count = self.rows[path]
         return self.weights[name][start : start + count]
 

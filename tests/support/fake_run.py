@@ -1,4 +1,4 @@
-"""Writes the folder of a run that never ran, through the run's own writers: real tasks, images and scores, made-up learning."""
+"""Writes the folder of a run that never ran, with the classes that a run uses: real tasks, images and scores, invented learning."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from retouch.types import Sample, Task
 
 
 def attempt(task: Task, skill: float, random: torch.Generator) -> Image.Image:
-    """An image by an editor that makes each edit with probability ``skill`` and blurs a little."""
+    """Make the image of an editor that makes each edit with probability ``skill`` and adds some noise."""
     scene = Scene.from_json(task.meta["scene"])
     draws = torch.rand(8, generator=random).tolist()
     edits = task.meta["edits"]
@@ -38,7 +38,7 @@ def judge(tasks: Sequence[Task], images: Sequence[Image.Image]) -> list[dict[str
 
 
 def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) -> float:
-    """Keep an evaluation and its images; returns the mean overall."""
+    """Write an evaluation and its images; return the mean of the column ``overall``."""
     images = [attempt(task, skill, generator("eval", place)) for place, task in enumerate(tasks)]
     scores = judge(tasks, images)
     rows = {"all": list(range(len(tasks)))}
@@ -67,7 +67,7 @@ def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) 
 
 
 def train(folder: RunFolder, step: int, skill: float, *, group_size: int = 10, group_count: int = 4) -> None:
-    """Keep a step's training groups: one judge's failure, one group whose rewards are all equal."""
+    """Write the training groups of a step, with one missing score and one group whose rewards are all equal."""
     tasks = PlaygroundData(seed=step, count=group_count, complexity=[2, 3]).tasks(in_turn=True)[:]
     kept = []
     for group, task in enumerate(tasks):
@@ -115,7 +115,7 @@ def skill_at(step: int) -> float:
 
 
 def write_start(root: Path, *, name: str = "quickstart", steps: int = 120) -> RunFolder:
-    """A run that has its recipe and nothing else."""
+    """Write a run folder that contains only the recipe."""
     folder = RunFolder(root)
     folder.write_recipe(
         {
@@ -136,7 +136,7 @@ def write_start(root: Path, *, name: str = "quickstart", steps: int = 120) -> Ru
 
 
 def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30) -> RunFolder:
-    """A whole run: ``steps`` steps with an evaluation each ``every`` and images at both ends."""
+    """Write a whole run: ``steps`` steps, an evaluation every ``every`` steps, and training images of the first and last step."""
     folder = write_start(root, steps=steps)
     folder.write_preflight(
         [

@@ -1,4 +1,4 @@
-"""What tests of a family of image models share: recipes of a few small steps, the metrics of a run, and checks of an adapter."""
+"""Helpers for tests of a family of image models: recipes of a few small steps, the metrics of a run, and checks of an adapter."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from retouch.types import Conditioning
 
 
 def recipe_of(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, Any]:
-    """A run on three prompts."""
+    """Return a recipe for a run on three prompts."""
     prompts = root / "prompts.txt"
     prompts.write_text("a red circle on a green square\nblue\ngreen\n")
     made = tiny_flux_runs.small(model, prompts, root / "runs")
@@ -21,7 +21,7 @@ def recipe_of(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, An
 
 
 def edits_of(root: Path) -> Path:
-    """A folder of three images, each with an instruction."""
+    """Write a folder of three images, each with an instruction."""
     folder = root / "photos"
     folder.mkdir()
     for number in range(3):
@@ -32,17 +32,17 @@ def edits_of(root: Path) -> Path:
 
 
 def described(module: Any) -> dict[str, Any]:
-    """The module as a plan of memory reads it."""
+    """Return the description of the module that a memory plan reads."""
     return {"class": type(module).__name__, "config": {key: value for key, value in module.config.items() if key[0] != "_"}}
 
 
 def lines_of(recipe: Any) -> list[dict[str, Any]]:
-    """The run's metrics."""
+    """Return the rows of the run's metrics.jsonl."""
     return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_recomputing(model: DenoisingModel, conditioning: Conditioning, *, trained: str) -> None:
-    """Gradient checkpointing leaves all gradients as they are. ``trained``: how the names of some weights with gradient begin."""
+    """Check that gradient checkpointing changes no gradient. ``trained``: the name prefix of some weights that have a gradient."""
     x = model.initial_noise(conditioning, tiny_models.generators(2))
     module: Any = model.module
 

@@ -1,8 +1,9 @@
-"""What crashes, disks and people do to the folder of an interrupted run, and what a resumed run makes of it.
+"""Damage to the folder of an interrupted run by crashes, disks and people, and the outcome of resuming the run.
 
-The base is a run of six steps that was killed after the fifth; its checkpoints are of steps 2 and 4. ``FAULTS`` names every fault.
-`benchmarks/robustness/folders.py` applies each to a copy of the folder and runs `retouch train` again. What may come of it:
-the bits of an undisturbed run, the same weights with a warning, or a refusal that changed nothing. Anything else is our fault.
+The base is a run of six steps that was killed after the fifth; it has checkpoints of steps 2 and 4. ``FAULTS`` names every fault.
+`benchmarks/robustness/folders.py` applies each fault to a copy of the folder and runs `retouch train` again. The allowed outcomes
+are: the same bits as an undisturbed run, the same weights with a warning, or a refusal that changes nothing. Any other outcome is a
+bug of Retouch.
 """
 
 import hashlib
@@ -37,19 +38,19 @@ PARTS = tuple(
     for step in (FIRST, LAST)
     for name in ("manifest.json", "state.json", *(f"{each}.safetensors" for each in TENSORS))
 )
-# Only shown, never read by a run: their loss changes nothing that a run computes.
+# A run never reads these files, so their loss changes nothing that a run computes.
 SHOWN = ("timings.jsonl", "train.log", "report.html", "preflight.json")
 
 
 def six_steps(out: Path, name: str) -> Recipe:
-    """The recipe of every run here."""
+    """Return the recipe of six steps that all runs of this module use."""
     document = recipe(out, name, None).document()
     document |= {"steps": STEPS, "checkpoints": document["checkpoints"] | {"every": 2, "keep": 2}}
     return parse(document)
 
 
 def train(made: Recipe) -> int:
-    """`retouch train`, in this process."""
+    """Run `retouch train` in this process and return its exit status."""
     from retouch import cli
 
     file = made.folder.with_name(f"{made.name}.recipe.json")
@@ -99,7 +100,7 @@ def write(name: str, text: str, folder: Path) -> None:
 
 
 def lines_of(change: Callable[[list[str]], list[str]], folder: Path) -> None:
-    """Change the lines of the metrics."""
+    """Apply ``change`` to the lines of metrics.jsonl."""
     path = folder / "metrics.jsonl"
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 
@@ -116,14 +117,14 @@ def manifest_of(checkpoint: str, change: Callable[[dict[str, Any]], object], fol
 
 
 def rehash(name: str, content: bytes, folder: Path) -> None:
-    """Replace a file of the newest checkpoint, and its entry in the manifest, so that the manifest agrees."""
+    """Replace a file of the newest checkpoint and its entry in the manifest, so that its hash is valid."""
     (folder / LAST / name).write_bytes(content)
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     manifest_of(LAST, lambda manifest: manifest["files"].update({name: entry}), folder)
 
 
 def without(groups: tuple[str, ...], folder: Path) -> None:
-    """Take tensors out of the newest checkpoint, and out of its manifest."""
+    """Delete groups of tensors from the newest checkpoint and from its manifest."""
     for group in groups:
         (folder / LAST / f"{group}.safetensors").unlink()
     manifest_of(LAST, lambda manifest: [manifest["files"].pop(f"{group}.safetensors") for group in groups], folder)
@@ -207,13 +208,13 @@ def _another_ledger(folder: Path) -> None:
 
 
 FAULTS = dict(_faults())
-# What a resumed run cannot have back, but must talk about.
+# Warnings about records that a resumed run cannot restore but must report.
 WARNED = re.compile(r"missing|lost|removed|twice|contradicted|not in order|skipping a checkpoint|trained again|no summary|is gone")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``kind``: "same bits", "same weights, said", "refused", or "WRONG". ``text``: what was printed last."""
+    """``kind``: "same bits", "same weights, said", "refused", or "WRONG". ``text``: the printed warning or error, or the reason."""
 
     fault: str
     kind: str
@@ -229,7 +230,7 @@ ALL = (*WEIGHTS, "metrics.jsonl", "evals.jsonl", "evals/step-000000.json", f"eva
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """What a refusal must not change: every file but the log, the owner and what a reader creates."""
+    """Hash the files that a refusal must not change: all but the log, the recipe, the owner, the ledger and temporary files."""
     ignored = {"train.log", "owner.json", "recipe.json"}
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -239,7 +240,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def judge_outcome(fault: str, code: int, printed: str, *, before: dict[str, str], folder: Path, whole: Path) -> Outcome:
-    """What came of a fault. ``before``: the folder's contents before the run was started again."""
+    """Classify the outcome of a fault. ``before``: the folder's contents before the run was started again."""
     last = printed.strip().splitlines()[-1] if printed.strip() else ""
     if "Traceback" in printed:
         return Outcome(fault, "WRONG", f"a traceback: {last}")

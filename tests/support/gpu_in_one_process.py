@@ -1,9 +1,9 @@
-"""The checks of `make gpu` in a dry run, all in this process, so that torch and the models' libraries are imported once.
+"""Runs the checks of `make gpu` as a dry run in one process, so that torch and the models' libraries are imported once.
 
     python gpu_in_one_process.py FOLDER CHECK ...
 
-Prints the line of each check that `benchmarks/gpu/run.py --dry-run` would print. What processes of their own are for (time limits,
-kills, a check that crashes) is not tested here.
+Prints for each check the line that `benchmarks/gpu/run.py --dry-run` would print. Time limits, kills and checks that crash need a
+process per check and are not tested here.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def main(folder: Path, names: list[str]) -> None:
         with TemporaryDirectory(prefix="retouch-gpu-") as scratch:
             try:
                 work(checks[name].function, folder, scratch=Path(scratch), dry_run=True)
-            except Exception as error:  # noqa: BLE001  (the check has written it down, and the others still run)
+            except Exception as error:  # noqa: BLE001  (the check has recorded the error, and the other checks still run)
                 sys.stderr.write(f"{name}: {error}\n")
             lines = list(suite.lines_of(Path(scratch)))
         result = suite.result_of(name, lines, ended=None, seconds=time.perf_counter() - started)

@@ -1,8 +1,8 @@
-"""The checks of `make gpu` on tiny models on a rehearsal's fake accelerator, as a process of its own.
+"""Runs the checks of `make gpu` with tiny models on the fake accelerator of rehearsals, in a process of its own.
 
     python gpu_on_fake.py FOLDER
 
-Prints a JSON line for each check: its name, the number of values, and the error if there was one. Values mean nothing here; an
+Prints a JSON line for each check: its name, the number of values, and the error if there was one. The values are meaningless; an
 operation on tensors of two devices is an error, as on a GPU.
 """
 
@@ -32,7 +32,7 @@ CHECKS = {
     "ratios:qwen": None,
     "writer:run": None,
 }
-"""The checks that run in a single process, and how many of their values, if not all."""
+"""The checks that run in a single process, with the number of their first values to compute (None: all)."""
 
 
 def main(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Payloads of strangers that are made in series: damaged files, wrong values for every field of a batch, and broken bodies."""
+"""Generates hostile payloads: damaged image files, wrong values for every field of a batch, and broken bodies."""
 
 import io
 import json
@@ -23,7 +23,7 @@ VALUES: dict[str, object] = {
     **{"null": None, "true": True, "minus one": -1, "half": 0.5, "1e999": float("inf"), "2^70": 2**70},
     **{"a text": "~ü", "an empty text": "", "a list": [[]], "an empty list": [], "an object": {"a": {}}, "an empty object": {}},
 }
-FIELDS: dict[str, tuple[str, ...]] = {  # where each is, and which of the values it may have
+FIELDS: dict[str, tuple[str, ...]] = {  # the path of each field, and the values of ``VALUES`` that it may have
     "version": (),
     "tasks": (),
     "items": (),
@@ -52,25 +52,25 @@ FIELDS: dict[str, tuple[str, ...]] = {  # where each is, and which of the values
 
 
 def chunk(kind: bytes, data: bytes, *, checksum: int | None = None) -> bytes:
-    """A chunk of a PNG."""
+    """Make a chunk of a PNG."""
     right = zlib.crc32(kind + data)
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", right if checksum is None else checksum)
 
 
 def header(width: int = 4, height: int = 4, depth: int = 8, colour: int = 2, *rest: int) -> bytes:
-    """A PNG's first chunk."""
+    """Make the first chunk of a PNG."""
     return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, *(rest or (0, 0, 0))))
 
 
 def saved(format: str) -> bytes:
-    """An image in a format."""
+    """Return the bytes of a valid image in this format."""
     buffer = io.BytesIO()
     picture(0).convert("1" if format in ("XBM", "MSP") else "RGB").save(buffer, format)
     return buffer.getvalue()
 
 
 def damaged_pictures() -> Iterator[tuple[str, bytes]]:
-    """Files that are cut off, of formats that are not accepted, or PNGs whose chunks are wrong."""
+    """Yield files that are cut off, files in formats that are not accepted, and PNGs with wrong chunks."""
     for format in ("PNG", "JPEG", "WEBP"):
         whole = saved(format)
         for share in (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80):
@@ -118,7 +118,7 @@ def damaged_pictures() -> Iterator[tuple[str, bytes]]:
 
 
 def wrong_documents() -> Iterator[tuple[str, object]]:
-    """A batch in which one field has a value that it cannot have."""
+    """Yield batches in which one field has a value that is not allowed."""
     for field, allowed in FIELDS.items():
         for name, value in VALUES.items():
             if name not in allowed and not (field == "items.0.picture" and name == "null"):
@@ -132,7 +132,7 @@ def wrong_documents() -> Iterator[tuple[str, object]]:
 
 
 def broken_bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
-    """Bodies that are cut off, or not what their content type says."""
+    """Yield bodies that are cut off, or that do not match their content type."""
     document = json.dumps(BATCH).encode()
     for form in ("multipart", "msgpack", "json"):
         body, kind = encode_body(document, [GOOD], form)

@@ -1,4 +1,4 @@
-"""Reads a page as a strict browser would: every element closed where it was opened, and nothing fetched from anywhere."""
+"""Reads an HTML page strictly: every element must be closed inside its parent, and nothing may be fetched."""
 
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -9,10 +9,10 @@ FETCHING = {"link", "iframe", "object", "embed", "video", "audio", "source", "ba
 
 @dataclass
 class Page:
-    """What a page is made of."""
+    """The elements of a page with their attributes, and its texts."""
 
     elements: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
-    text: dict[str, list[str]] = field(default_factory=dict)  # by the element that holds it
+    text: dict[str, list[str]] = field(default_factory=dict)  # by the name of the element that contains the text
 
     def all(self, name: str, class_: str = "") -> list[dict[str, str | None]]:
         return [
@@ -59,7 +59,7 @@ class _Reader(HTMLParser):
 
 
 def read(content: str) -> Page:
-    """The page. AssertionError where an element is not closed where it should be."""
+    """Parse the page. Raises AssertionError if an element is not closed inside its parent."""
     reader = _Reader()
     reader.feed(content)
     reader.close()
@@ -68,7 +68,7 @@ def read(content: str) -> Page:
 
 
 def assert_needs_nothing(page: Page) -> None:
-    """No element fetches, links or runs anything that is not in the page itself."""
+    """Check that no element fetches, links or runs anything outside the page."""
     for name, attributes in page.elements:
         assert name not in FETCHING, name
         for key, value in attributes.items():

@@ -1,6 +1,7 @@
-"""A data set on a Hugging Face Hub on loopback, streamed: ``hub_dataset.py FOLDER parquet|tar``.
+"""Streams a data set from a local double of the Hugging Face Hub: ``hub_dataset.py FOLDER parquet|tar``.
 
-The server answers what ``datasets`` asks to list and read the files of one public data set. Prints the rows that are drawn.
+The server answers the requests with which ``datasets`` lists and reads the files of one public data set. Prints the rows that are
+drawn.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def serve(root: Path) -> str:
-    """The address of a server for the files in ``root``."""
+    """Start a server for the files in ``root`` and return its address."""
 
     class Handler(loopback.Handler):
         def answer(self) -> None:
@@ -64,7 +65,7 @@ def serve(root: Path) -> str:
 
 
 def main(folder: Path, kind: str) -> None:
-    # The libraries read the address when they are imported.
+    # The libraries read the address of the Hub when they are imported.
     os.environ |= {"HF_ENDPOINT": serve(folder / "files"), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
     import stream_files
     from retouch.data.base import DataContext

@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on loopback, as far as pushing needs one: repositories, branches and commits of small files."""
+"""A local double of the Hugging Face Hub, with the endpoints that pushing needs: repositories, branches, commits of small files."""
 
 import base64
 import json
@@ -13,8 +13,8 @@ TOKEN = "hf_of_the_double"
 
 
 class Hub:
-    """``files``: (revision, path) to content. ``private``: of each repository. ``refuses``: paths that are answered with that
-    status."""
+    """The state of the Hub. ``files``: content by (revision, path). ``private``: whether each repository is private. ``refuses``:
+    status with which requests are refused, by a part of their path."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -63,7 +63,7 @@ class Hub:
 
 @contextmanager
 def serve() -> Iterator[Hub]:
-    """A hub that answers who shows ``TOKEN``."""
+    """Run a Hub that accepts only requests with ``TOKEN``."""
 
     class Handler(loopback.Handler):
         def do_POST(self) -> None:

@@ -1,7 +1,7 @@
-"""Images that two devices, or two copies of the weights, make: equal up to rounding.
+"""Compares images that were made on two devices, or with two copies of the weights: they are equal up to rounding.
 
-A matrix product rounds by where its operands lie in memory, on some kinds of CPU. A value between two of the 256 levels can then
-fall on either side, so an image of the same weights may differ by one level.
+On some CPUs the rounding of a matrix product depends on the memory alignment of its operands. A value between two of the 256 levels
+can then be rounded either way, so images of the same weights may differ by one level.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ ROUNDING = 1
 
 
 def encode(images: Sequence[Image.Image | None]) -> list[str]:
-    """The pixels of the images that were made, in hexadecimal, for JSON."""
+    """Return the pixels of all images that are not None, in hexadecimal, for JSON."""
     return [image.tobytes().hex() for image in images if image is not None]
 
 
 def levels_apart(some: Sequence[str], others: Sequence[str]) -> int:
-    """The largest difference of a channel of a pixel, in levels of 0 to 255, between two equally long lists of images."""
+    """Return the largest difference of a channel of a pixel, in levels of 0 to 255, between two equally long lists of images."""
     pairs = [[np.frombuffer(bytes.fromhex(text), np.uint8).astype(int) for text in pair] for pair in zip(some, others, strict=True)]
     return max(int(np.abs(one - other).max()) for one, other in pairs)

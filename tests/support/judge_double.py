@@ -1,6 +1,7 @@
-"""A strict double of an OpenAI-compatible server on loopback: it refuses what such a server would, and breaks where it is told to.
+"""A strict local double of an OpenAI-compatible server: it refuses the requests that such a server refuses, and can inject faults.
 
-Its scores are a function of the judged image's pixels, the score's name and the seed, so that a test knows the clean ones.
+Its scores are a function of the judged image's pixels, the score's name and the seed, so that a test knows the scores without
+faults.
 """
 
 import base64
@@ -18,7 +19,7 @@ import loopback
 from retouch.rewards.vlm.models import InProcess
 
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
-RETRIES = 1_000_003  # by which the client moves a seed when it asks again
+RETRIES = 1_000_003  # the client adds this number to the seed when it retries a request
 FAULTS = (
     *(
         "429",
@@ -53,19 +54,19 @@ FAULTS = (
 
 
 def fraction(pixels: bytes, name: str, seed: int) -> float:
-    """From 0 to 1, by the judged image, the score's name and the panel's seed."""
+    """Return a number from 0 to 1 that depends on the judged image, the score's name and the panel's seed."""
     digest = hashlib.sha256(pixels + name.encode() + str(seed % RETRIES).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def clean(image: Image.Image, name: str, seed: int, *, low: float, high: float, whole: bool = False) -> float:
-    """What the double answers about an image."""
+    """Return the score that the double gives an image without a fault."""
     value = low + (high - low) * fraction(image.convert("RGB").tobytes(), name, seed)
     return float(round(value)) if whole else round(value, 3)
 
 
 class Double:
-    """A server. ``fault``: from (a request's digest, how often it came) to a kind of fault, or None for a clean answer."""
+    """The server. ``fault``: maps (digest of a request, how often it came before) to a kind of fault, or None for no fault."""
 
     def __init__(self, fault=lambda digest, times: None, *, words=None, hang=1.0):
         self.fault, self.words, self.hang = fault, words or {"yes": 0.75, "no": 0.2}, hang
@@ -162,7 +163,7 @@ class Double:
         return send(handler, 200, reply, cut=fault == "cut")
 
     def content(self, body):
-        """The clean answer, and the first token's log-probabilities where they were asked for."""
+        """Return the answer without a fault, and the first token's log-probabilities if they were requested."""
         pixels = picture_of(body["messages"][-1]["content"][-1])
         if body.get("logprobs"):
             words = self.words(pixels) if callable(self.words) else self.words
@@ -202,17 +203,17 @@ def picture_of(part) -> bytes:
 
 
 def vote(choices, pixels: bytes, seed: int) -> str:
-    """The double's choice, by the judged image and the panel's seed."""
+    """Return the double's choice, which depends on the judged image and the panel's seed."""
     return choices[int(fraction(pixels, "choice", seed) * len(choices))]
 
 
 def choices_of(body) -> list[str] | None:
-    """The answers to choose among, in vLLM's field of today or of before."""
+    """Return the allowed answers, from vLLM's field ``structured_outputs`` or its older field ``guided_choice``."""
     return body["structured_outputs"]["choice"] if "structured_outputs" in body else body.get("guided_choice")
 
 
 def complaint_of(handler, body) -> str | None:
-    """What such a server would refuse, and what our own prompts promise: rubric first, judged image last."""
+    """Return why the request is wrong: such a server would refuse it, or our order is broken (rubric first, judged image last)."""
     known = {
         "structured_outputs",
         "guided_choice",
@@ -245,5 +246,5 @@ def complaint_of(handler, body) -> str | None:
 
 
 def asking(judge, panel, **fields):
-    """A judge of this class that asks a panel of the test's own."""
+    """Make a judge of this class that asks the panel of the test."""
     return judge(judge=InProcess(path="not loaded"), **fields).with_model(panel)

@@ -1,10 +1,14 @@
-"""Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
+"""Kills a tiny run with SIGKILL at each of several places, resumes it, and reports whether any bit differs.
 
-A program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]` prints a
-JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes images beside a value
-head; "phases", and it imitates before it acts; "stale", and rollouts run two steps ahead of learning; or "refill", and groups of
-equal rewards are replaced. A place is a function and
-how often it was called before the kill, which comes before or after that call.
+This is a program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]`
+prints a JSON line per place. A place is a function, the number of the call, and whether the kill comes before or after this call.
+WHAT selects the run; without it a denoising policy is trained. WHAT is one of:
+
+- the folder of a vision-language model: a policy that writes completions;
+- the folder of an Emu3: a policy that writes image tokens, with a value head;
+- "phases": a supervised phase before the RL phase;
+- "stale": rollouts are made two steps ahead of the updates;
+- "refill": groups with equal rewards are replaced.
 """
 
 import hashlib
@@ -50,7 +54,8 @@ PLACES = (
     ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
     ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
-# In the warm-up; between the phases; in a rollout, and between two inner passes. A trial step of each phase comes first.
+# Kills in the warm-up, between the phases, in a rollout, and between two epochs of a step. The trial step of each phase comes
+# first, so its calls count too.
 OF_PHASES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
@@ -61,8 +66,8 @@ OF_PHASES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
     ("retouch.training.checkpoint:save", 1, "after"),
 )
-# With two rollouts in the queue that the checkpoint does not have; before the third is made; and after the third step, whose trial
-# step came first.
+# Kills with two rollouts in the queue that the checkpoint does not contain, before the third rollout is made, and after the third
+# optimizer step (the call of the trial step counts too).
 OF_STALE = (
     ("retouch.training.checkpoint:save", 1, "after"),
     ("retouch.training.loop:begin_collecting", 3, "before"),
@@ -70,7 +75,7 @@ OF_STALE = (
 )
 
 
-# Where the scores of a replacement are in the ledger and its samples nowhere; and in the second round of a step.
+# Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
 OF_REFILL = (
     ("retouch.training.refill:replace_rows", 1, "before"),
     ("retouch.training.refill:with_tasks", 4, "after"),
@@ -78,7 +83,7 @@ OF_REFILL = (
 
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
-    """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
+    """Return a recipe of four steps of GRPO on a few rows, with a moving average and a checkpoint every other step."""
     document: Any = evaluate(find("recipes/quickstart.jsonnet"))
     document |= {
         "name": name,
@@ -103,7 +108,7 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         document |= {"steps": None, "phases": [imitates, passed_over, {"name": "learn", "steps": 2}], "epochs": 2}
     elif writer == STALE:
         document["rollout"]["staleness"] = 2
-        document["learning_rate"] = 1e-2  # so that other weights make other images
+        document["learning_rate"] = 1e-2  # large, so that other weights make other images
     elif writer == REFILL:
         document["rollout"]["refill"] = {"rounds": 2}
         document["reward"]["combine"] = "max(overall, 9)"  # so that most groups of two have equal rewards
@@ -116,12 +121,12 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         if json.loads((Path(writer) / "config.json").read_text())["model_type"] == "emu3":
             document["policy"]["model"] = {"kind": "emu3", "path": writer, "size": [24, 24], "dtype": "float32"}
             document |= {"rollout": {"kind": "tokens", "max_new_tokens": 24, "temperature": 0.7}, "renderer": {"kind": "codes"}}
-            document["advantage"] = {"kind": "gae"}  # so that a value head is killed too
+            document["advantage"] = {"kind": "gae"}  # so that runs with a value head are killed too
     return parse(document)
 
 
 def import_models() -> None:
-    """Import what takes time in a run, once and before the forks."""
+    """Import the modules that take time to import, once and before the forks."""
     import retouch.models.emu3.model
     import retouch.models.qwen_image.edit
     import retouch.models.qwen_vl.model
@@ -135,7 +140,7 @@ def train(out: Path, name: str, writer: str | None) -> None:
 
 
 def kill_at(place: str, call: int, when: str) -> None:
-    """Replace the function by itself, with a SIGKILL to this process before or after its n-th call."""
+    """Wrap the function so that this process gets a SIGKILL before or after call number ``call``."""
     module_name, _, path = place.partition(":")
     owner: Any = importlib.import_module(module_name)
     *outer, name = path.split(".")
@@ -158,7 +163,7 @@ def kill_at(place: str, call: int, when: str) -> None:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Do the work in a fork, silently; its exit code, or minus the signal that ended it."""
+    """Run ``work`` in a fork without output; return its exit code, or minus the number of the signal that ended it."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -173,7 +178,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def bits(folder: Path) -> dict[str, str]:
-    """SHA-256 of what must not differ: the last checkpoint's tensors, the metrics, every held-out score."""
+    """Return the SHA-256 of the files that must not differ: the last checkpoint's tensors, the metrics, the held-out scores."""
     names = [f"checkpoints/step-{STEPS:06d}/{group}.safetensors" for group in ("weights", "optimizer", "copies", "random")]
     names += ["metrics.jsonl", f"evals/step-{STEPS:06d}.json", "evals.jsonl"]
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}

@@ -1,7 +1,7 @@
-"""Kills a run whose judge draws its scores from the system's randomness, resumes it, and says what came of it.
+"""Kills a run whose judge draws random scores without a seed, resumes it, and reports the outcome.
 
-`python tests/support/kill_random_judge.py OUT COUNT` prints a JSON line a place: whether the resumed run has the bits of one that
-was never killed and was told the same scores, and how often the judge was asked again for what the ledger already held.
+`python tests/support/kill_random_judge.py OUT COUNT` prints a JSON line per place: whether the resumed run has the same bits as a
+run that was never killed and got the same scores, and how many samples the judge scored again although the ledger had their scores.
 """
 
 import json
@@ -29,7 +29,7 @@ PLACES = (
 def by_luck(out: Path, name: str, log: Path, *, replay: bool = False) -> Recipe:
     document = recipe(out, name, None).document()
     arguments = {"log": str(log), "replay": replay}
-    document["learning_rate"] = 0.01  # an image that stays what it was would be judged twice, and rightly so
+    document["learning_rate"] = 0.01  # so that every step changes the images: an unchanged image may be judged twice
     document["reward"] = {"kind": "import", "class": "random_judge:RandomJudge", "args": arguments, "combine": {"luck": 1}}
     return parse(document)
 
@@ -41,7 +41,7 @@ def train(made: Recipe) -> None:
 
 
 def in_ledger(folder: Path) -> set[str]:
-    """The samples that the killed run's ledger holds, named as the judge names them."""
+    """Return the samples in the ledger of the killed run, with the names that the judge gives them."""
     with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
         return {f"{task} {picture}" for task, picture in ledger.execute("SELECT task, picture FROM samples")}
 

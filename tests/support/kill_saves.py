@@ -1,7 +1,8 @@
-"""Saves checkpoints until it is killed, many times over. Run as a program by the test: ``kill_saves.py FOLDER SEED POINTS TIMES``.
+"""Saves checkpoints in child processes that are killed. The test runs this program: ``kill_saves.py FOLDER SEED POINTS TIMES``.
 
-Each child saves step after step and tells the parent which step is safe. It is killed at one of the points where Python touches
-the disk (an audit event), or after a random while. What is left is then read; the parent exits with 1 at the first fault.
+Each child saves step after step and reports to the parent which step is saved. It is killed at one of the points where Python
+accesses the disk (an audit event), or after a random time. The parent then reads the files that are left, and exits with 1 at the
+first fault.
 """
 
 import os
@@ -20,14 +21,14 @@ DISK = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", 
 
 
 def state(step: int) -> TrainState:
-    """The state of a step, different at every step."""
+    """Return the state of a step; it differs from step to step."""
     generator = torch.Generator().manual_seed(step)
     weights = {f"layer.{index}": torch.randn(64, 97, generator=generator) for index in range(8)}
     return TrainState(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"seen": [step, f"{step}"]})
 
 
 def same(one: TrainState, other: TrainState) -> bool:
-    """Equal to the bit."""
+    """Whether the two states are equal to the bit."""
     if one.step != other.step or one.numbers != other.numbers or one.tensors.keys() != other.tensors.keys():
         return False
     return all(
@@ -38,7 +39,7 @@ def same(one: TrainState, other: TrainState) -> bool:
 
 
 def child(folder: Path, first: int, told: int, after: int | None) -> None:
-    """Save steps from ``first`` on, until killed by itself at the ``after``-th touch of the disk, or by the parent."""
+    """Save steps from ``first`` on, until the process kills itself at disk access number ``after`` or the parent kills it."""
     touches = 0
 
     def count(event: str, arguments: object) -> None:
@@ -58,7 +59,7 @@ def child(folder: Path, first: int, told: int, after: int | None) -> None:
 
 
 def kill_once(folder: Path, first: int, after: int | None, wait: float) -> int:
-    """The last step that the child called safe (-1: none) before it was killed."""
+    """Start a child, kill it, and return the last step that it reported as saved (-1: none)."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -78,7 +79,7 @@ def kill_once(folder: Path, first: int, after: int | None, wait: float) -> int:
 
 
 def main(folder: Path, seed: int, points: int, times: int) -> None:
-    """Kill at each of the first ``points`` touches of the disk, then ``times`` times at random."""
+    """Kill at each of the first ``points`` disk accesses, then ``times`` times after a random time."""
     draw = random.Random(seed)
     safe, inside = -1, 0
     for index in range(points + times):

@@ -1,4 +1,4 @@
-"""Holds the double of a vLLM server to a real server: the same requests, and answers of the same status, fields and types."""
+"""Compares the double of a vLLM server with a real server: the same requests must get the same status, fields and types."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ SAMPLING = {"max_tokens": 3, "logprobs": 0, "seed": 5, "ignore_eos": True, "deto
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request, the status of its answer, and for a refusal a part of its message."""
+    """A request, the expected status of the answer, and for a refusal a part of the expected message."""
 
     path: str
     body: Any = None
@@ -23,7 +23,7 @@ class Exchange:
 
 
 def generate(status: int = 200, says: str = "", *, sampling: dict[str, Any] | None = None, **body: Any) -> Exchange:
-    """A request to generate, changed."""
+    """Make a request to generate, with changed fields."""
     document = {"token_ids": [5, 6], "return_token_ids": True, **body, "sampling_params": {**SAMPLING, **(sampling or {})}}
     return Exchange(GENERATE, document, status, says)
 
@@ -76,7 +76,7 @@ NO_RUNTIME_LORA = (Exchange(LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 4
 
 
 def differences(url: str, double: Double, exchanges: Sequence[Exchange]) -> list[str]:
-    """What the double answers that the real server at ``url`` does not, or not with this status, these fields and types."""
+    """Return the differences in status, fields and types between the double's answers and the answers of the server at ``url``."""
     with serving(double) as other:
         return [line for exchange in exchanges for line in _differing(exchange, _answer(url, exchange), _answer(other, exchange))]
 
@@ -95,7 +95,7 @@ def _differing(exchange: Exchange, real: httpx.Response, double: httpx.Response)
         if exchange.says and exchange.says not in json.loads(response.text)["error"]["message"]:
             yield f"{where}: {name} does not say {exchange.says!r}: {response.text[:200]}"
     if real.status_code == 404 and not exchange.says:
-        return  # no such endpoint: FastAPI's own answer, of which nothing is read
+        return  # no such endpoint: the client reads nothing of FastAPI's own answer
     theirs, ours = (_form(json.loads(each.text)) if each.text not in ("", '""') else None for each in (real, double))
     exact = exchange.path == GENERATE
     yield from (f"{where}: {line}" for line in _missing(ours, theirs, "") if line)
@@ -103,7 +103,7 @@ def _differing(exchange: Exchange, real: httpx.Response, double: httpx.Response)
 
 
 def _form(value: Any) -> Any:
-    """Fields and types of a document; of a list those of its first item."""
+    """Return the fields and types of a document; of a list only those of its first item."""
     if isinstance(value, dict):
         return {name: _form(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -118,12 +118,12 @@ def _form(value: Any) -> Any:
 
 
 def _missing(form: Any, other: Any, at: str) -> Iterator[str]:
-    """Fields of a form that another lacks or has with another type."""
+    """Yield the fields of ``form`` that ``other`` lacks or has with another type."""
     if isinstance(form, dict) and isinstance(other, dict):
         for name, each in form.items():
             yield from _missing(each, other[name], f"{at}.{name}") if name in other else [f"{at}.{name}"]
     elif isinstance(form, list) and isinstance(other, list):
         if form and other:
             yield from _missing(form[0], other[0], f"{at}[]")
-    elif form != other and not at.endswith(".param"):  # which parameter was wrong is read by nobody
+    elif form != other and not at.endswith(".param"):  # no client reads which parameter was wrong
         yield f"{at}: {form}, {other}"

@@ -1,4 +1,4 @@
-"""A real reward server on loopback, on a thread of the test's process."""
+"""A real reward server on the loopback interface, on a thread of the test process."""
 
 import io
 import threading
@@ -30,7 +30,7 @@ LIMITS = Limits(window=0.001)
 
 
 def remote(urls: Sequence[str], **settings: object) -> RemoteClient:
-    """The client of servers at these addresses."""
+    """Make a client for the servers at these addresses."""
     made = RemoteReward(endpoints=tuple(urls), **settings).build()
     assert isinstance(made, RemoteClient)
     return made
@@ -38,7 +38,7 @@ def remote(urls: Sequence[str], **settings: object) -> RemoteClient:
 
 @dataclass(frozen=True)
 class Live:
-    """``client`` asks it over connections that are kept; making one for each request would cost more than the request."""
+    """A running server. ``client`` reuses its connections; a new one for each request would cost more than the request."""
 
     url: str
     service: Service
@@ -78,18 +78,18 @@ def live(
 
 
 def host(reward: object, name: str = "digest") -> HostedReward:
-    """An object as a server hosts it."""
+    """Wrap a reward as a server hosts it."""
     return HostedReward(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
 
 
 def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:
-    """Noise, another one for each number."""
+    """Return an image of noise that depends on the number."""
     pixels = torch.randint(256, (size[1], size[0], 3), generator=generator("test picture", number), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy()).convert(mode)
 
 
 def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
-    """Samples in groups that share a task with a source image."""
+    """Make samples in groups; the samples of a group share a task with a source image."""
     tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(picture(1000 + k),)) for k in range(count)]
     return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
 
@@ -97,7 +97,7 @@ def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
 def body_of(
     samples: Sequence[Sample], *, form: BodyForm = "multipart", encoding: ImageEncoding = "raw"
 ) -> tuple[bytes, dict[str, str]]:
-    """A request's body and headers; ids are "0", "1", ..."""
+    """Return the body and headers of a request; the ids are "0", "1", ..."""
     document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
     body, kind = encode_body(document, blobs, form)
     return body, {"Content-Type": kind}

@@ -1,4 +1,4 @@
-"""HTTP servers on loopback for doubles: silent, and ended with the block that starts them."""
+"""Local HTTP servers for doubles: they log nothing and stop at the end of the block that starts them."""
 
 import json
 import threading
@@ -15,11 +15,11 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def body(self) -> bytes:
-        """The whole body of the request."""
+        """Return the whole body of the request."""
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def reply(self, status: int, content: object, headers: Mapping[str, str] = {}) -> None:
-        """Answer with ``content``: bytes as they are, anything else as JSON."""
+        """Send ``content``: bytes unchanged, anything else as JSON."""
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **headers, "Content-Length": str(len(body))}.items():
@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # the client hung up
+        pass  # the client closed the connection
 
 
 AnyServer = TypeVar("AnyServer", bound=Server)

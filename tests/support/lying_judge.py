@@ -1,4 +1,4 @@
-"""A judge that lies: an OpenAI-compatible endpoint whose every reply is made by a function, and tables of such functions."""
+"""A judge with wrong replies: an OpenAI-compatible endpoint whose replies a function makes, and tables of such functions."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ Completion = dict[str, Any]
 
 @dataclass
 class Reply:
-    """What is sent."""
+    """The HTTP response that is sent."""
 
     body: bytes
     status: int = 200
@@ -27,7 +27,7 @@ Lie = Callable[[Completion], Reply]
 
 
 def completion(content: object = '{"reasoning": "", "score": 7}', **choice: object) -> Completion:
-    """A true completion with this content."""
+    """Make a well-formed completion with this content."""
     message = {"role": "assistant", "content": content}
     whole = {"index": 0, "message": message, "finish_reason": "stop", **choice}
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -57,7 +57,7 @@ def _bytes(make: Callable[[bytes], bytes], **headers: str) -> Lie:
 
 
 def _first(*tokens: tuple[str, object]) -> Lie:
-    """Candidates for the first token; a text as a log-probability goes in as it is."""
+    """Reply with these candidates for the first token; a log-probability that is a text is inserted into the JSON unquoted."""
 
     def lie(true: Completion) -> Reply:
         given = [{"token": token, "logprob": f"@{value}@" if isinstance(value, str) else value} for token, value in tokens]
@@ -137,7 +137,7 @@ SCORES: dict[str, Lie] = {
     "null": lambda true: _json(None),
     "an error in a reply of 200": lambda true: _json({"error": {"message": "overloaded"}}),
 }
-"""Replies to a question for a score from 0 to 10 that must not become one."""
+"""Replies to a question for a score from 0 to 10 that must not be read as a score."""
 
 WIRE: dict[str, Lie] = {
     "a gzip bomb": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "gzip"}),
@@ -184,7 +184,7 @@ WIRE: dict[str, Lie] = {
         )
     },
 }
-"""Replies that must not cost much memory or time, nor become a score."""
+"""Replies that must not cost much memory or time, and must not be read as a score."""
 
 WORDS: dict[str, Lie] = {
     "a log-probability of 5": _first(("yes", 5.0), ("no", -1.0)),
@@ -207,7 +207,7 @@ WORDS: dict[str, Lie] = {
     ),
     "a refusal": lambda true: _json(completion("yes", finish_reason="content_filter")),
 }
-"""Replies to a question for one word that must not become a score."""
+"""Replies to a question for one word that must not be read as a score."""
 
 USAGE: dict[str, object] = {
     "minus 1e9 tokens": {"prompt_tokens": -(10**9), "completion_tokens": 1},
@@ -218,13 +218,13 @@ USAGE: dict[str, object] = {
     "a million tokens written": {"prompt_tokens": 100, "completion_tokens": 10**6},
     "null": None,
 }
-"""What a judge may say that an answer took, with a true answer."""
+"""Wrong token counts in the usage of a reply whose answer is true."""
 
 REDIRECTS = (300, 301, 302, 303, 304, 305, 307, 308)
 
 
 class LyingJudge:
-    """A server on loopback. ``lie``: makes the reply from a true completion. ``questions``: how many requests came."""
+    """A local server. ``lie``: makes the reply from a true completion. ``questions``: the number of requests so far."""
 
     def __init__(self) -> None:
         self.lie: Lie = _json
@@ -246,7 +246,7 @@ class LyingJudge:
 
 @contextmanager
 def lying_judge() -> Iterator[LyingJudge]:
-    """A judge that tells the truth until its ``lie`` is replaced."""
+    """Run a judge that sends the true completion until its ``lie`` is replaced."""
     judge = LyingJudge()
     with loopback.running(judge.server):
         yield judge

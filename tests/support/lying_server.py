@@ -1,6 +1,6 @@
-"""What a reward server may lie about, in tables: its description (``GET /v1/info``) and its replies (``POST /v1/score``).
+"""Tables of wrong answers of a reward server: its description (``GET /v1/info``) and its replies (``POST /v1/score``).
 
-Each lie changes the truth. The replies of ``bad_server`` are about broken transport; these are well-formed HTTP.
+Each entry changes a true answer. ``bad_server`` has the faults of the transport; these answers are well-formed HTTP.
 """
 
 import copy
@@ -14,7 +14,7 @@ Info = dict[str, Any]
 
 
 def _info(change: Callable[[Info, Info], object]) -> Callable[[], bytes]:
-    """The description, after ``change`` of (the whole, its first reward)."""
+    """Return a function that makes the description after ``change(description, its first reward)``."""
 
     def lie() -> bytes:
         whole = json.loads(true_info())
@@ -102,7 +102,7 @@ INFO_LIES: dict[str, Callable[[], bytes]] = {
     "no UTF-8": lambda: true_info().replace(b"retouch", b"retou\xff"),
     "UTF-16": lambda: true_info().decode().encode("utf-16"),
 }
-"""Descriptions that a client must refuse before it sends anything."""
+"""Descriptions that a client must refuse before it sends a sample."""
 
 
 def _reply(change: Callable[[Reply], object]) -> Callable[[Reply], bytes]:
@@ -114,7 +114,7 @@ def _reply(change: Callable[[Reply], object]) -> Callable[[Reply], bytes]:
 
 
 def _score(text: str) -> Callable[[Reply], bytes]:
-    """The first score, as this text."""
+    """Return a function that replaces the first score by this text in the JSON."""
 
     def lie(reply: Reply) -> bytes:
         reply["items"][0]["scores"]["digest"] = "HERE"
@@ -124,7 +124,7 @@ def _score(text: str) -> Callable[[Reply], bytes]:
 
 
 def _twice(key: str, again: str) -> Callable[[Reply], bytes]:
-    """The key a second time, in front of its first place."""
+    """Return a function that inserts the key with another value before its first occurrence."""
     return lambda reply: json.dumps(reply).replace(f'"{key}":', f'"{key}": {again}, "{key}":', 1).encode()
 
 

@@ -1,4 +1,4 @@
-"""How much memory a computation takes: what the CPU's allocator gave out at once, and what autograd keeps of a forward."""
+"""Measures the memory of a computation: the peak of the CPU's allocator, and the tensors that autograd saves in a forward pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def measured_peak(compute: Callable[[], Any]) -> int:
-    """The highest number of bytes that were out while ``compute`` ran, beyond those from before."""
+    """Return the peak of allocated bytes while ``compute`` ran, without the bytes that were allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         compute()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
@@ -21,7 +21,7 @@ def measured_peak(compute: Callable[[], Any]) -> int:
 
 
 def saved_bytes(run: Callable[[], Any], module: nn.Module) -> int:
-    """Bytes of the storages that autograd keeps of a forward, weights aside."""
+    """Return the bytes of the storages that autograd saves in a forward pass, without the weights of ``module``."""
     weights, kept = {weight.untyped_storage().data_ptr() for weight in module.parameters()}, dict[int, Any]()
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

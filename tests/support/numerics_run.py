@@ -1,8 +1,8 @@
-"""A run of two steps without and with ``deterministic``, as a process of its own, whose algorithms it chooses.
+"""Runs two steps without and with ``deterministic``, in a process of its own because that key changes torch's global settings.
 
     python numerics_run.py FOLDER
 
-Prints, as JSON, the metrics of both runs, and torch's settings after each.
+Prints, as JSON, the metrics of both runs and torch's settings after each run.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""A strict double of PaddleOCR 3: the arguments that it knows, the images that it takes, and results of the form that it gives.
+"""A strict double of PaddleOCR 3: it accepts the same arguments and images and returns results in the same form.
 
-It reads bars of one colour, each a line of text that names the colour, so an image in another order of channels reads as another.
+It reads each bar of one colour as a line of text that names the colour, so an image with a wrong order of channels gives a wrong
+text.
 """
 
 import ctypes
@@ -11,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-SIZE = (8, 30)  # a bar's height and width
+SIZE = (8, 30)  # height and width of a bar
 LINES = {(255, 0, 0): ("blue", 0.9), (0, 0, 255): ("red", 0.8), (0, 200, 0): ("green", 0.3)}  # blue, green, red
 MODELS = ("PP-OCRv6_medium_rec", "korean_PP-OCRv5_mobile_rec")
 _COMMON = {"device": str, "engine": str, "enable_hpi": bool, "cpu_threads": int, "enable_mkldnn": bool, "precision": str}
 
 
 def install(monkeypatch: Any) -> list[tuple[str, Any]]:
-    """The packages ``paddle`` and ``paddleocr``; returns a list that fills with what is made."""
+    """Install doubles of the packages ``paddle`` and ``paddleocr``; return a list to which every object that is made is added."""
     made: list[tuple[str, Any]] = []
     framework, package = types.ModuleType("paddle"), types.ModuleType("paddleocr")
     framework.disable_signal_handler = _disable_signal_handler
@@ -36,7 +37,7 @@ def _kept(made: list[Any], one: Any) -> Any:
 
 
 def _disable_signal_handler() -> None:
-    """As the package does, behind Python's back."""
+    """Change the signal handler as the package does, in C, so that Python does not notice it."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
 
 
@@ -73,7 +74,7 @@ class PaddleOCR:
         return {
             "input_path": None,
             "page_index": None,
-            "dt_polys": [line[2] for line in lines],  # also of lines that were not sure enough
+            "dt_polys": [line[2] for line in lines],  # also of lines below the confidence threshold
             "rec_texts": [line[0] for line in sure],
             "rec_scores": [line[1] for line in sure],
             "rec_polys": outlines,
@@ -116,7 +117,10 @@ def _model(name: str | None) -> str:
 
 
 def _picture(picture: Any) -> np.ndarray:
-    """The package passes over what is no array, with a warning, so the rows behind it move up; a size of 0 is an error there."""
+    """Check that this is an image that the package accepts.
+
+    The package skips other objects with a warning, so the results of later images move up; a size of 0 is an error there.
+    """
     assert type(picture) is np.ndarray
     assert picture.dtype == np.uint8
     assert picture.ndim == 3
@@ -127,7 +131,7 @@ def _picture(picture: Any) -> np.ndarray:
 
 
 def _lines(picture: np.ndarray) -> list[tuple[str, float, np.ndarray]]:
-    """Text, confidence and outline (4, 2) of each bar, from top to bottom."""
+    """Return text, confidence and outline (4, 2) of each bar, from top to bottom."""
     found = []
     for colour, (text, sure) in LINES.items():
         rows, columns = np.nonzero((picture == np.array(colour)).all(-1))

@@ -1,4 +1,4 @@
-"""A user's script: DPO of a tiny Stable Diffusion 3 on pairs of images, into the given folder. It knows nothing of ranks."""
+"""A user's script: DPO of a tiny Stable Diffusion 3 on pairs of images, with the output folder as argument. It ignores ranks."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""A step of a denoising policy whose frozen parts wait in CPU memory, as a process of its own: see ``several_devices``.
+"""Runs a step of a denoising policy whose frozen parts are offloaded, in a process of its own: see ``several_devices``.
 
     python placed_denoising.py RECIPE.json DEVICE OFFLOAD
 
-Prints, as JSON, what the step came to, and the devices of the parts between and during their calls.
+Prints, as JSON, the results of the step, and the devices of the parts between and during their calls.
 """
 
 import json
@@ -58,7 +58,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
 
 
 def _watch(module: nn.Module, places: list[str]) -> None:
-    """Note where the weights are whenever one of the module's own modules computes."""
+    """Add the devices of the weights to ``places`` whenever the first leaf module of ``module`` computes."""
     leaf = next(each for each in module.modules() if not list(each.children()) and list(each.parameters()))
     leaf.register_forward_pre_hook(lambda each, _: places.extend(several_devices.lies_on([*each.parameters()])))
 

@@ -1,8 +1,8 @@
-"""A step of a writer whose parts lie on devices of their own, as a process of its own: see ``several_devices``.
+"""Runs a step of a writer whose parts are on separate devices, in a process of its own: see ``several_devices``.
 
     python placed_run.py RECIPE.json {"policy": "pretend:0", ...}
 
-Prints, as JSON, what the step came to and where everything lay.
+Prints, as JSON, the results of the step and the device of each part.
 """
 
 import json
@@ -25,7 +25,7 @@ from retouch.types import Sample, Scores
 
 
 class Told:
-    """A reward that remembers the device that it was built for."""
+    """A reward that records the device that it was built for."""
 
     device: torch.device | None = None
     columns = ShareReward(channel="red").columns
@@ -71,6 +71,6 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import placed_run  # a recipe names a class by its module, which this one is only when it is imported
+    import placed_run  # a recipe names the class ``Told`` by this module, which must therefore be imported under its name
 
     sys.stdout.write(json.dumps(placed_run.main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -1,8 +1,9 @@
-"""Rehearsals of a tiny Stable Diffusion 3 with deliberate errors in its adapter, as a process of its own.
+"""Rehearses a tiny Stable Diffusion 3 with deliberate errors in its adapter, in a process of its own.
 
     python planted_faults.py FOLDER [FAULT ...]
 
-Prints a JSON line for each: the fault, and the error with its place, or peaks in bytes by stage and what holds the largest.
+Prints a JSON line per fault: its name, and either the error with its place, or the memory peaks in bytes by stage and the tensors
+of the largest peak.
 """
 
 import json
@@ -51,7 +52,7 @@ class FaultyModel(SD3Model):
 
 
 def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe of the tiny model in the folder."""
+    """Return a recipe for the tiny model in the folder."""
     model = {
         "kind": "import",
         "class": "planted_faults:FaultyModel",

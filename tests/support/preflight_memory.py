@@ -1,4 +1,4 @@
-"""The trial step of a run on a simulated device, as a process of its own: see ``several_devices``.
+"""Runs the trial step of a run on a simulated device, in a process of its own: see ``several_devices``.
 
     python preflight_memory.py RECIPE.json
 

@@ -1,4 +1,4 @@
-"""Memory plans of published models, from the configurations in their families' folders."""
+"""Memory plans of published models, from the configurations in the folders of their model families."""
 
 from retouch.memory.plan import MemoryPlan, Setup, plan_parts
 from retouch.models.base import DiffusersModel

@@ -1,4 +1,4 @@
-"""A judge that never says the same twice, and writes down what it says before it says it."""
+"""A judge that returns a random score for each question, and logs the score before it returns it."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from retouch.types import Column, Sample, Scores
 
 
 class RandomJudge:
-    """Adds a line to ``log`` for each sample. ``replay``: says again what it said last of each sample, and writes nothing."""
+    """Adds a line to ``log`` for each sample. ``replay``: returns the last logged score of each sample, and logs nothing."""
 
     columns: Mapping[str, Column] = {"luck": Column(0.0, 1.0)}
 
@@ -34,5 +34,5 @@ class RandomJudge:
 
 
 def said(log: Path) -> list[tuple[str, float]]:
-    """What was said of which sample, in order."""
+    """Return the logged samples with their scores, in order."""
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []

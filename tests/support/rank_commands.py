@@ -1,4 +1,4 @@
-"""Commands as several ranks on the CPU, with the support modules importable."""
+"""Runs commands as several ranks on the CPU, with the support modules on the import path."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ SUPPORT = Path(__file__).parent
 
 
 def on_ranks(count: int, command: list[str], logs: Path) -> None:
-    """Runs a command as ``count`` ranks on the CPU."""
+    """Run a command as ``count`` ranks on the CPU. AssertionError with the end of the logs if it fails."""
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(count)]
@@ -19,5 +19,5 @@ def on_ranks(count: int, command: list[str], logs: Path) -> None:
 
 
 def on_two_ranks(command: list[str], logs: Path) -> None:
-    """Runs a command as two ranks on the CPU."""
+    """Run a command as two ranks on the CPU."""
     on_ranks(2, command, logs)

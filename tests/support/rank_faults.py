@@ -1,4 +1,4 @@
-"""Faults of a run on two ranks with sharded weights: what ends, how soon, and whether the run continues to the same bits.
+"""Faults of a run on two ranks with sharded weights: how soon all processes end, and whether the run continues to the same bits.
 
 `outcome` starts `retouch launch`, injects one of ``FAULTS`` after the first steps, waits for everything to end, and runs the same
 command again. A network partition needs the right to create network namespaces.
@@ -88,7 +88,7 @@ FAULTS: dict[str, Callable[[Launched], None]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """``seconds``: until launcher and ranks had ended. ``wrong``: what should not have been; empty if all is well."""
+    """The result of a fault. ``seconds``: until launcher and ranks had ended. ``wrong``: what is wrong; empty if nothing is."""
 
     fault: str
     code: int
@@ -110,7 +110,7 @@ def sharded(out: Path, name: str) -> Recipe:
 
 
 def start(made: Recipe, log: Path, *, alone: bool = False) -> "subprocess.Popen[bytes]":
-    """`retouch launch` of the recipe on two ranks; ``alone``: in a network namespace of its own."""
+    """Start `retouch launch` of the recipe on two ranks. ``alone``: in a network namespace of its own."""
     file = made.folder.with_name(f"{made.name}.json")
     file.write_text(made.model_dump_json())
     command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "launch", "--nproc", "2", str(file)]
@@ -122,7 +122,7 @@ def start(made: Recipe, log: Path, *, alone: bool = False) -> "subprocess.Popen[
 
 
 def outcome(fault: str, out: Path, whole: Path) -> Outcome:
-    """What comes of a fault. ``whole``: the folder of an undisturbed run."""
+    """Inject a fault into a run, start the run again, and return the result. ``whole``: the folder of an undisturbed run."""
     made, log = sharded(out, fault.replace(" ", "-")), out / f"{fault.replace(' ', '-')}.log"
     with start(made, log, alone=fault.startswith("the network")) as launcher:
         try:
@@ -150,7 +150,7 @@ def outcome(fault: str, out: Path, whole: Path) -> Outcome:
 
 
 def undisturbed(out: Path) -> Path:
-    """The folder of a run without faults."""
+    """Run without faults and return the folder of the run."""
     made = sharded(out, "whole")
     log = out / "whole.log"
     assert start(made, log).wait(300) == 0, log.read_text()[-3000:]
@@ -158,7 +158,7 @@ def undisturbed(out: Path) -> Path:
 
 
 def _ranks_of(launcher: int) -> tuple[int, int]:
-    """The ranks among the launcher's children, which also include the guardian."""
+    """Return the process ids of the ranks, without the guardian, which is also a child of the launcher."""
     ranks = {}
     for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         environment = dict(entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry)

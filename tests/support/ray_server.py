@@ -1,4 +1,4 @@
-"""``retouch serve --engine ray`` as a process, for the tests that a server of its own passes too."""
+"""``retouch serve --engine ray`` in a process, for tests that are also run on the server without Ray."""
 
 import importlib.util
 import os
@@ -24,7 +24,7 @@ ON_RAY = [
 
 @dataclass(frozen=True)
 class RayServer:
-    """``lines``: what the command has said so far."""
+    """``lines``: the lines that the command has printed so far."""
 
     url: str
     client: httpx.Client
@@ -39,7 +39,7 @@ class RayServer:
 
 @contextmanager
 def ray_server(*words: str, ready: str = "is ready") -> Iterator[RayServer]:
-    """Served on a Ray cluster of its own, which ends with the block."""
+    """Serve on a Ray cluster of its own, which stops at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Rehearsals of models with the classes of published ones and fewer layers, at full depth and from two depths.
+"""Rehearses models with the classes of published models and fewer layers: at full depth, and extrapolated from two depths.
 
     python rehearsed_depths.py FOLDER NAME
 
-Prints a JSON line: the figures of a recipe by stage, from both.
+Prints a JSON line with the figures of a recipe by stage, from both rehearsals.
 """
 
 import json
@@ -35,7 +35,7 @@ STACKS: dict[str, dict[str, Any]] = {  # by recipe
 
 
 def shallow(config: dict[str, Any], layers: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with fewer layers."""
+    """Return the configuration with fewer layers."""
     changed = {**config, **{key: value for key, value in layers.items() if key in config}}
     for part in ("text_config", "vision_config"):
         if part in config:
@@ -45,7 +45,7 @@ def shallow(config: dict[str, Any], layers: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(found: Rehearsed) -> dict[str, dict[str, float]]:
-    """What two rehearsals are compared by, for each stage."""
+    """Return the figures by which two rehearsals are compared, for each stage."""
     return {
         "peaks": {name: stage.peak for name, stage in found.stages.items()},
         "flops": {name: sum(stage.work.flops.values()) for name, stage in found.stages.items()},

@@ -1,4 +1,4 @@
-"""A reader of instructions that knows only the words, every single edit there is, and random edits of a scene."""
+"""A parser of instructions that uses only their words, the list of all single edits, and random edits of a scene."""
 
 import re
 
@@ -21,19 +21,19 @@ Meaning = tuple[str, ...]
 
 
 def read(text: str) -> set[Meaning]:
-    """What a text asks for."""
+    """Return the edits that a text asks for."""
     return {(kind, *found) for kind, clause in CLAUSES.items() for found in re.findall(clause, text)}
 
 
 def meaning(edit: Edit) -> Meaning:
-    """What an edit asks for, in the reader's form."""
+    """Return the meaning of an edit in the form that ``read`` returns."""
     last = {"recolour": edit.result and edit.result.colour, "reshape": edit.result and edit.result.shape, "remove": None}
     end = last.get(edit.kind, PLACES[edit.to_cell])
     return (edit.kind, *edit.thing, *([] if end is None else [end]))
 
 
 def singles() -> list[Edit]:
-    """Every single edit whose content differs."""
+    """Return one edit for every possible meaning."""
     edits = []
     for thing in THINGS:
         edits += [Edit("recolour", 0, thing, 0, Thing(colour, thing.shape)) for colour in COLOURS if colour != thing.colour]
@@ -45,7 +45,7 @@ def singles() -> list[Edit]:
 
 
 def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
-    """So many random edits that the scene can have. Raises ValueError if no draw of many fits."""
+    """Draw ``complexity`` random edits that are possible in the scene. Raises ValueError if 1000 draws give none."""
     for _ in range(1000):
         edits = edits_of_kinds(scene, random_kinds(complexity, generator), generator)
         if edits is not None:

@@ -24,7 +24,7 @@ from retouch.pretraining.networks import qwen_parts
 
 
 def save_writer(folder: Path) -> None:
-    """A random vision-language model in front of the playground's editor."""
+    """Save a random vision-language model whose tokenizer is that of the playground's editor."""
     words = PlaygroundModel().build(device=torch.device("cpu")).text.tokenizer
     config = Qwen2_5_VLConfig(
         text_config=qwen_parts.text_config(words, layers=2, heads=2, inner=128),
@@ -44,13 +44,13 @@ def save_writer(folder: Path) -> None:
 
 
 def save_text(folder: Path) -> None:
-    """A random Qwen2.5 over bytes."""
+    """Save a random Qwen2.5 with a tokenizer of bytes."""
     tiny_writers.module("qwen2.5", hidden_size=64).save_pretrained(folder)
     tiny_writers.tokenizer().save_pretrained(folder)
 
 
 def save_image_tokens(folder: Path) -> Path:
-    """The playground's Emu3, untrained, in ``folder``; returns the folder that a server serves."""
+    """Save the playground's untrained Emu3 in ``folder``; return the folder that a server serves."""
     tiny_writer_runs.save_emu3(folder)
     editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
     save_for_vllm(editor, folder / "served")
@@ -58,14 +58,14 @@ def save_image_tokens(folder: Path) -> Path:
 
 
 def writer(folder: Path, *, train: str = "lora") -> QwenWriter:
-    """The model of the folder; its completions end at any of 26 letters."""
+    """Load the model of the folder; its completions end at any of 26 letters."""
     made = load_writer(folder, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu", stop=tiny_writing.STOPS)
     tiny_writers.make_trainable(made.module, train)
     return made
 
 
 def policy(model: Any, url: str, folder: Path, *, sampling: dict[str, Any] | None = None, **engine: Any) -> AutoregressivePolicy:
-    """A policy whose completions the server at ``url`` generates. ``folder``: of the run. ``engine``: changes of its section."""
+    """Make a policy with completions by the server at ``url``. ``folder``: of the run. ``engine``: keys of the engine section."""
     section = VllmEngine(url=url, **{"timeout": 600.0, "patience": 60.0, "truncate_at": None, **engine})
     train = "lora" if hasattr(model.module, "peft_config") else "full"
     made = tiny_writing.policy(writer=model, sampling=sampling, train=train)
@@ -78,6 +78,6 @@ def policy(model: Any, url: str, folder: Path, *, sampling: dict[str, Any] | Non
 
 
 def tasks(count: int = 3, *, images: bool = True) -> Any:
-    """Tasks with no, one and two images, whose sides the image processor does not change, and one that it resizes."""
+    """Make tasks with no, one and two images that the image processor does not resize, and one with an image that it resizes."""
     made = tiny_writers.tasks(count, pictures=images)
     return (*made, tiny_models.task("resized", "a", tiny_models.picture(7, 37, 51))) if images else made

@@ -1,4 +1,4 @@
-"""Rewards to be served in tests: one whose scores prove which image they belong to, and some with faults."""
+"""Rewards that tests serve: a reward whose scores prove which image was judged, and rewards with faults."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ from retouch.types import Column, Sample, Scores
 
 
 def digest_score(sample: Sample) -> float:
-    """Between 0 and 1, another one for every image and task."""
+    """Return a score from 0 to 1 that is different for every image and task."""
     assert sample.image is not None
     what = f"{sample.task.id} {sample.image.mode} {sample.image.size}".encode() + sample.image.tobytes()
     value = int.from_bytes(hashlib.sha256(what).digest()[:3], "big") / 2**24
@@ -21,7 +21,7 @@ def digest_score(sample: Sample) -> float:
 
 
 class Digest:
-    """Scores that prove what was judged. ``base`` and ``each``: seconds that a call costs, and each sample in it."""
+    """Returns scores that prove what was judged. ``base`` and ``each``: the seconds that a call and each of its samples take."""
 
     columns: Mapping[str, Column] = {"digest": Column(0.0, 1.0), "odd": Column(0.0, 1.0, diagnostic=True)}
 
@@ -39,7 +39,7 @@ class Digest:
 
 
 class WithPid(Digest):
-    """Says which process judged."""
+    """Adds a column with the id of the process that judged."""
 
     columns: Mapping[str, Column] = {**Digest.columns, "pid": Column(0.0, 2.0**23)}
 
@@ -48,7 +48,7 @@ class WithPid(Digest):
 
 
 class Gated(Digest):
-    """Judges once a file is there."""
+    """Waits until the file ``gate`` exists, then judges."""
 
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gated(Digest):
 
 
 class FailsOnText(Digest):
-    """Raises, lies or cannot tell where the task's text says so."""
+    """Raises, or returns a score out of range, a missing score or too few scores, if the task's text says so."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         scores = super().__call__(samples)

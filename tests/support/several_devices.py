@@ -1,8 +1,8 @@
-"""A machine with devices that are not there, ``pretend:0`` and on: their tensors are CPU tensors that say where they would lie.
+"""Simulated devices ``pretend:0``, ``pretend:1`` and so on: their tensors are CPU tensors that report such a device.
 
-Every operation on tensors of two devices is refused, as CUDA refuses it, and what is asked for on a device lies there. So code that
-passes here moves its tensors where they must be; it says nothing about kernels. torch knows such devices for the rest of a
-process's life, so this belongs into processes of their own.
+An operation on tensors of two devices is refused, as CUDA refuses it, and a tensor that is created on a device reports this device.
+Code that passes here therefore moves its tensors to the right devices; its kernels are not tested. torch cannot unregister such
+devices, so tests use them in processes of their own.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 
 class Placed(Tensor):
-    """A tensor on a device that is not there."""
+    """A tensor on a simulated device."""
 
     inner: Tensor
 
@@ -57,10 +57,10 @@ class Placed(Tensor):
 
 
 class Machine(TorchDispatchMode):
-    """Inside it there are such devices, as many as one likes."""
+    """A context in which any number of simulated devices exist."""
 
     def __enter__(self) -> "Machine":
-        # Else ``torch.tensor([1], device="pretend:0")`` goes there without asking.
+        # Otherwise ``torch.tensor([1], device="pretend:0")`` is not dispatched to this mode.
         self._before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
         self._reading = _Reading()
@@ -78,7 +78,7 @@ class Machine(TorchDispatchMode):
 
 
 class _Reading(TorchFunctionMode):
-    """What reads the numbers of tensors without asking them."""
+    """Replaces simulated tensors by their CPU tensors in functions that read values without dispatch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, Tensor.__format__):
@@ -87,7 +87,7 @@ class _Reading(TorchFunctionMode):
 
 
 def lies_on(tensors: Sequence[Tensor]) -> set[str]:
-    """The devices of the tensors."""
+    """Return the devices of the tensors."""
     return {str(tensor.device) for tensor in tensors}
 
 
@@ -97,10 +97,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _pretended(asked) and not any(isinstance(tensor, Placed) for tensor in given):
         return func(*args, **kwargs)
     name = func.overloadpacket._qualified_op_name
-    # A single number may lie anywhere.
+    # A scalar may be on any device.
     places = {tensor.device for tensor in given if isinstance(tensor, Placed) or tensor.dim() > 0}
     if name in _INDEXING and _pretended(args[0].device):
-        places.discard(CPU)  # as CUDA, which takes indices that lie there
+        places.discard(CPU)  # as in CUDA, indices may be on the CPU
     if name not in _MOVES and len(places) > 1:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {', '.join(map(str, places))}")
     where = args[0].device if name == "aten::copy_" else asked or next(iter(places - {CPU}))

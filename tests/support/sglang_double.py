@@ -1,7 +1,7 @@
 """A double of an SGLang-Diffusion server with the schema of 0.5.23: a tiny model that loads LoRA folders and samples chains.
 
-It refuses fields that ``RolloutRequest`` does not have, merges adapters into its own copy of the weights by hand, and can be told
-to go wrong. What it takes and answers is held to SGLang's own classes in ``tests/engines_real/test_sglang_wheel.py``.
+It refuses fields that ``RolloutRequest`` does not have, merges adapters into its own copy of the weights by hand, and can inject
+faults. ``tests/engines_real/test_sglang_wheel.py`` compares its requests and answers with SGLang's own classes.
 """
 
 import copy
@@ -27,7 +27,7 @@ UPDATE, CHECKSUM = "/update_weights_from_disk", "/get_weights_checksum"
 
 
 class RolloutRequest(BaseModel):
-    """SGLang's request, and nothing beyond it."""
+    """The fields of SGLang's request; other fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,9 +58,9 @@ class RolloutRequest(BaseModel):
 
 
 class Double:
-    """``model``: samples; its module is this server's own. ``fault``: which way to go wrong at a request to this path, if any.
+    """The server. ``model``: samples; its module belongs to this server. ``fault``: returns the fault for a request to a path.
 
-    ``changes``: what is done to the rows of a response before they are sent. ``drift``: added to every velocity.
+    ``changes``: applied to the rows of a response before they are sent. ``drift``: added to every velocity.
     """
 
     def __init__(self, model: Any) -> None:
@@ -202,7 +202,7 @@ class Double:
 
 
 def pack(value: Any) -> bytes:
-    """MessagePack, with tensors as SGLang serializes them."""
+    """Encode a value as MessagePack, with tensors as SGLang serializes them."""
     if isinstance(value, torch.Tensor):
         data = save({"t": value.detach().contiguous()})
         return pack({"__tensor__": True, "data": data, "shape": list(value.shape), "dtype": str(value.dtype)})
@@ -223,7 +223,7 @@ def pack(value: Any) -> bytes:
 
 @contextmanager
 def serving(double: Double, *, port: int = 0) -> Iterator[str]:
-    """The address at which the double answers. ``port``: 0 takes a free one."""
+    """Run the double and yield its address. ``port``: 0 for a free port."""
 
     class Handler(loopback.Handler):
         def do_GET(self) -> None:
@@ -237,7 +237,7 @@ def serving(double: Double, *, port: int = 0) -> Iterator[str]:
 
 
 def twin(model: Any) -> Double:
-    """A double with its own copy of the model's weights."""
+    """Make a double with its own copy of the model's weights."""
     other = copy.copy(model)
     other.module = copy.deepcopy(model.module)
     return Double(other)

@@ -1,4 +1,4 @@
-"""Two ranks step side by side: weights that are whole on each, and what a sharding stepper makes of the same gradients.
+"""Compares two steppers on two ranks, with the same gradients: one with whole weights on each rank, and one that shards.
 
     WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2|fsdp2-moments|fsdp2-weights OUT
 
@@ -39,13 +39,13 @@ class Trained:
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
-        # Weights that wait are stepped by the kernel that beside a GPU steps all weights.
+        # Offloaded weights are stepped by the fused kernel, which on a GPU steps all weights.
         more = {"fsdp2-moments": {"moments": "cpu"}, "fsdp2-weights": {"fused": True}}
         self.settings = {**SETTINGS, **more.get(kind, {})}
         self.stepper: Stepper = steppers[kind.partition("-")[0]](model.module, ranks, **self.settings)
 
     def step(self, number: int, *, spoilt: bool = False) -> float:
-        """A step on what an untrained twin wrote, other rows on each rank, in several backwards."""
+        """Take a step on new completions, with other rows on each rank and several backward passes; return the gradient norm."""
         batch = tiny_writing.batch(seed=self.ranks.rank, step=number)
         trajectory = self.policy.rollout(batch)
         for part in self.policy.microbatches(trajectory):
@@ -80,7 +80,7 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     found["same_state_names"] = states[0].keys() == {name for name in states[1] if not name.endswith("/master")}
     found["state_apart"] = apart(states[0], {name: states[1][name] for name in states[0]})
 
-    # What is no number on one rank is refused on both, and changes nothing.
+    # A NaN loss on one rank is refused on both ranks, and changes nothing.
     before = shared.weights
     try:
         shared.step(3, spoilt=True)
@@ -89,7 +89,7 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
         found["refused"] = True
     found["untouched"] = apart(before, shared.weights) == 0 == apart(states[1], shared.stepper.state())
 
-    # A step is taken back from what each rank kept of its own state.
+    # A step is undone with the snapshot that each rank keeps of its own state.
     weights, undo = shared.weights, shared.stepper.snapshot()
     shared.step(3)
     found["stepped"] = apart(states[1], shared.stepper.state()) > 0
@@ -98,7 +98,7 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     undo()
     found["undone"] = apart(states[1], shared.stepper.state()) == 0
 
-    # Another, from the state of this one: the same bits, on a module that had a stepper before too.
+    # Another stepper that loads this state takes the same step to the bit, also on a module that had a stepper before.
     again = Trained(kind, ranks, train)
     again.step(0)
     again.continue_from(shared.weights, shared.stepper.state())
@@ -110,14 +110,14 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     norms = [trained.step(5) for trained in (shared, again)]
     found["renewed"] = norms[0] == norms[1] and apart(shared.weights, again.weights) == 0
 
-    # And the plain one goes on from the state of this one.
+    # The replicated stepper continues from the state of the sharding stepper.
     plain.continue_from(
         shared.weights, {name: value for name, value in shared.stepper.state().items() if not name.endswith("/master")}
     )
     norms = [trained.step(6) for trained in (shared, plain)]
     found["handed_over"] = [*norms, apart(shared.weights, plain.weights)]
 
-    # Copies are swapped in, and out again, without a trace.
+    # Copies of the weights are swapped in and out again without changing the weights.
     now = shared.weights
     with shared.copies.using("reference"):
         found["reference_apart"] = apart(begun, shared.weights)

@@ -1,4 +1,4 @@
-"""A sharded network that trains, saves a checkpoint, and goes on from one that any number of ranks saved.
+"""Trains a sharded network, saves a checkpoint, and continues from a checkpoint that any number of ranks saved.
 
     WORLD_SIZE=N ... python sharded_states.py zero2|fsdp2|alone FOLDER begin|continue float32|bfloat16
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(3))  # has no row for a fourth rank
+        self.scale = nn.Parameter(torch.ones(3))  # three rows, so a fourth rank gets none
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.linear(x) * self.scale.mean()
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 
 def memory(line: str) -> int:
-    """Bytes in a line of /proc/self/status."""
+    """Return the bytes in a line of /proc/self/status."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(each for each in status.splitlines() if each.startswith(line)).split()[1])
 
@@ -81,7 +81,7 @@ def main(kind: str, folder: Path, mode: str, dtype: str) -> None:
     if mode == "begin":
         for number in range(2):
             step(network, stepper, ranks, number)
-        Path("/proc/self/clear_refs").write_text("5")  # starts the highest resident size anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
         before = memory("VmHWM")
         weights = gathered_state(copies.parameters, ranks)
         state = TrainState(2, {"weights": weights, "optimizer": stepper.state(), "copies": copies.state()}, {})

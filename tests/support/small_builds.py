@@ -1,4 +1,4 @@
-"""Builds in small, to be compared with one another."""
+"""Small builds of the playground's models, for comparison with each other."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 
 
 def three(folder: Path, build: Callable[..., Mapping[str, float]], *, measured_by: ModuleType) -> list[Mapping[str, float]]:
-    """Two builds of one seed, and one of another, in ``one``, ``two`` and ``other``; the scores of each on a few held-out tasks."""
+    """Build twice with one seed and once with another, in ``one``, ``two``, ``other``; return the scores on 4 held-out tasks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_by, "HELD_OUT", 4)
         patch.setattr(measured_by, "EVAL_STEPS", 1)

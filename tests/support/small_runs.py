@@ -1,4 +1,4 @@
-"""A recipe on a folder of small photographs: the playground's editor, two denoising steps, and a reward of colour."""
+"""A recipe for a folder of small photographs: the playground's editor, two denoising steps, and a reward for a colour."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from retouch.recipe.recipe import load
 
 
 def photos_recipe(root: Path, photos: Path, **changes: Any) -> Path:
-    """Write the recipe for a folder of ``photos`` and return its file. ``changes``: keys of sections (dictionaries), and others."""
+    """Write the recipe for a folder of ``photos`` and return its file. ``changes``: values of keys, or dictionaries of sections."""
     words = [
         f"data.path={photos}",
         "data.size=[24,24]",

@@ -1,4 +1,4 @@
-"""The smallest runs of ``retouch.Trainer``, and the bits that they leave."""
+"""The smallest runs of ``retouch.Trainer``, and a comparison of their results to the bit."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,13 +27,15 @@ SMALL: dict[str, Any] = {
 
 @retouch.reward(low=0, high=1)
 def redness(images: list[Any], **rest: Any) -> list[float]:
-    """The mean of the red channel."""
+    """Return the mean of the red channel, from 0 to 1."""
     return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
 
 
 def bits(folder: Path) -> dict[str, Any]:
-    """The metrics and the newest checkpoint of a run. Python's generator is left out: beartype, which checks types in tests, uses
-    it."""
+    """Return the metrics and the newest checkpoint of a run.
+
+    The state of Python's generator is left out: beartype, which checks types in tests, uses it.
+    """
     newest = max((folder / "checkpoints").glob("step-*"))
     tensors = {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
     return {"metrics": (folder / "metrics.jsonl").read_text(), **tensors, "random.safetensors/python": torch.zeros(1)}

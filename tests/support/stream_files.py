@@ -10,14 +10,14 @@ from PIL import Image
 
 
 def png(number: int, size: tuple[int, int] = (8, 6)) -> bytes:
-    """An image whose colour is its number."""
+    """Return the PNG of an image whose colour encodes its number."""
     out = io.BytesIO()
     Image.new("RGB", size, (number % 256, number // 256, 0)).save(out, "PNG")
     return out.getvalue()
 
 
 def parquet(folder: Path, *, files: int = 3, rows: int = 20, group: int = 6, damaged: tuple[int, ...] = ()) -> Path:
-    """``files`` parquet files of ``rows`` rows, in row groups of ``group``; the images of ``damaged`` rows cannot be decoded."""
+    """Write ``files`` parquet files of ``rows`` rows in row groups of ``group``; images of ``damaged`` rows cannot be decoded."""
     folder.mkdir(parents=True)
     for file in range(files):
         numbers = range(file * rows, (file + 1) * rows)
@@ -32,7 +32,7 @@ def parquet(folder: Path, *, files: int = 3, rows: int = 20, group: int = 6, dam
 
 
 def tar(folder: Path, *, files: int = 3, rows: int = 20) -> Path:
-    """``files`` tar files of ``rows`` samples: an image and a text each."""
+    """Write ``files`` tar files of ``rows`` samples, each with an image and a text."""
     folder.mkdir(parents=True)
     for file in range(files):
         with tarfile.open(folder / f"train-{file:05}.tar", "w") as archive:

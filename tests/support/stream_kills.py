@@ -1,7 +1,7 @@
-"""Draws steps from a stream and is killed now and then: ``stream_kills.py FOLDER STATE RANK WORLD STEPS KILL_AFTER``.
+"""Draws steps from a stream until it kills itself: ``stream_kills.py FOLDER STATE RANK WORLD STEPS KILL_AFTER``.
 
-After every third step, the place in the stream and the rows so far are written, as a checkpoint would. ``KILL_AFTER``: the process
-kills itself after so many steps of its own; 0 never.
+After every third step, it writes the position in the stream and the rows so far, as a checkpoint would. ``KILL_AFTER``: the process
+kills itself after this number of its own steps; 0: never.
 """
 
 import json

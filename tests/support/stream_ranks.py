@@ -1,7 +1,7 @@
-"""Run by torchrun: a run of a tiny Stable Diffusion 3 on a stream, ``stream_ranks.py OUT STOP``.
+"""Trains a tiny Stable Diffusion 3 on a stream; started by torchrun: ``stream_ranks.py OUT STOP``.
 
-Each rank appends the prompts that it scores to ``OUT/rows.RANK.txt``. ``STOP``: the run stops after this step, with a checkpoint; 0
-never.
+Each rank appends the prompts that it scores to ``OUT/rows.RANK.txt``. ``STOP``: the run stops after this step, with a checkpoint;
+0: never.
 """
 
 import os

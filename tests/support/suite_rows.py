@@ -1,4 +1,4 @@
-"""Small data of every suite in its published schema: two items that can be used, and rows that cannot."""
+"""Small data for every suite in its published schema: two items that can be used, and rows that cannot be used."""
 
 import csv
 import io
@@ -26,39 +26,39 @@ DPG_COLUMNS = [
 
 
 def encoded(number: int) -> dict[str, Any]:
-    """An image as parquet files of the Hub have it."""
+    """Return an image as parquet files of the Hub store it."""
     buffer = io.BytesIO()
     numbered(number).save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": f"{number}.png"}
 
 
 def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """The rows as a parquet file."""
+    """Write the rows as a parquet file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Dataset.from_list([dict(row) for row in rows]).to_parquet(path)
     return path
 
 
 def lines(path: Path, rows: Sequence[Any]) -> Path:
-    """Texts as lines, and everything else as JSON."""
+    """Write each row as a line: a text unchanged, anything else as JSON."""
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows))
     return path
 
 
 def table(path: Path, rows: Sequence[Sequence[Any]]) -> Path:
-    """The rows as a CSV file."""
+    """Write the rows as a CSV file."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     return path
 
 
 def dpg_row(item: str, number: Any, parents: str, kind: str, question: str) -> list[Any]:
-    """A question of DPG-Bench."""
+    """Return the row of a question of DPG-Bench."""
     return [item, f"prompt of {item}", "k", number, parents, kind, "x", f"{kind} - whole (thing)", question]
 
 
 def unigen_file(path: Path, rows: Sequence[tuple[int, str, Mapping[str, str]]]) -> Path:
-    """Prompts of UniGenBench with their test points."""
+    """Write prompts of UniGenBench with their test points."""
     listed = [["index", "prompt_en", "sub_dims_en"]]
     for index, prompt, points in rows:
         named = {"Testpoints": list(points), "Testpoint Description": list(points.values())}

@@ -1,6 +1,6 @@
-"""A reward for TRL over ids that are brightnesses, for tests of the bridge on one rank and on two.
+"""A reward for TRL in which a completion's first id is the brightness of the image, for tests of the bridge on one and two ranks.
 
-python tests/support/tiny_bridge.py FOLDER    (as a rank: judges its half of one group and writes what came of it)
+python tests/support/tiny_bridge.py FOLDER    (as a rank: judges its half of one group and writes the result)
 """
 
 import math
@@ -20,7 +20,7 @@ ENDS = (2, 3)
 
 
 class Spy:
-    """Draws an image as bright as a completion's first id (9 where it is empty), none where that is 0; keeps what it was shown."""
+    """Renders an image as bright as the completion's first id (9 if it is empty, no image if it is 0); records its arguments."""
 
     def __init__(self):
         self.seen = []
@@ -32,7 +32,7 @@ class Spy:
 
 
 class Brightness:
-    """``unread``: the brightness for which only ``dark`` can be told."""
+    """Scores the brightness. ``unread``: the brightness for which the column ``light`` is missing."""
 
     def __init__(self, unread=None):
         self.columns = {"light": Column(-1.0, 255.0), "dark": Column(0.0, 255.0)}
@@ -54,7 +54,7 @@ def bridge(*, unread=None, **options):
 
 
 def call(function, ids, *, names=None, step=0, **more):
-    """As TRL calls it."""
+    """Call the reward as TRL calls it."""
     names = ["a"] * len(ids) if names is None else names
     state = SimpleNamespace(global_step=step)
     return function(

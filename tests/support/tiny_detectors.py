@@ -1,4 +1,4 @@
-"""Tiny random detectors of transformers' own classes, saved as published weights are: OWL-ViT, OWLv2, Grounding DINO."""
+"""Tiny random detectors of transformers' classes (OWL-ViT, OWLv2, Grounding DINO), saved like published weights."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ _TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 
 
 def owl(folder: Path, *, kind: str) -> Path:
-    """Sees 32 x 32 pixels in patches of 8, so it has 16 candidates."""
+    """Save an OWL-ViT or OWLv2 for 32 x 32 px in patches of 8 px, which has 16 candidates."""
     torch.manual_seed(11)
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     text = {**_TOWER, **ids, "vocab_size": 4 + len(LETTERS), "max_position_embeddings": 24}

@@ -1,4 +1,4 @@
-"""Tiny editors that read responses, with the pipelines they are held to, and writers in front of them."""
+"""Tiny editors that read responses, the diffusers pipelines that they are compared with, and writers whose responses they read."""
 
 import functools
 
@@ -37,7 +37,7 @@ def editor(made, cls=QwenImageEdit, **options):
 
 
 def pipeline(cls, made, template, *, typed=tiny_models.typed):
-    """diffusers' own, over the same weights."""
+    """Make the diffusers pipeline with the same weights."""
     pipe = cls(
         **{**made, "text_encoder": typed(made["text_encoder"])},
         scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
@@ -51,7 +51,7 @@ def pipeline(cls, made, template, *, typed=tiny_models.typed):
 
 
 def policy(editor, *, longest=6):
-    """A writer in front of an editor, and what its encoder is made of: a LoRA that has moved, and copies with its reference."""
+    """Make a policy that writes responses for the editor; its LoRA is not zero, and its weight copies include the reference."""
     module = tiny_writers.module()
     tiny_writers.make_trainable(module, "lora")
     copies = WeightCopies(module)
@@ -67,7 +67,7 @@ def policys_own(policy):
 
 
 def tasks():
-    """Two of one size, and one of another; instructions of unequal lengths."""
+    """Make two tasks with images of one size and one of another, with instructions of unequal lengths."""
     return (
         tiny_models.task("a", "make it red", tiny_models.picture(0, 48, 48)),
         tiny_models.task("b", "blue", tiny_models.picture(1, 48, 48)),
@@ -88,7 +88,7 @@ def batch(tasks, group_size=2, *, seed=3, step=5):
 
 
 def acted(policy, made):
-    """A rollout as the renderer takes it, with each row's task."""
+    """Return the task of each row and a rollout, as the renderer takes them."""
     return [made.tasks[k] for k in made.group], policy.rollout(made)
 
 

@@ -1,4 +1,4 @@
-"""Emu3 in small: the real classes, a tokenizer of bytes with Emu3's own special tokens, and an autoencoder of 32 codes."""
+"""A tiny Emu3 of the real classes, with a tokenizer of bytes with Emu3's special tokens, and an autoencoder with 32 codes."""
 
 import functools
 
@@ -28,7 +28,7 @@ def tokenizer() -> Qwen2Tokenizer:
 
 
 def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration:
-    """``deep``: with attention in the autoencoder's stages, as the published one has it in its last."""
+    """Make a random Emu3. ``deep``: with attention in the autoencoder's stages; the published one has it in its last stage."""
     words = tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -64,7 +64,7 @@ def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration
 
 
 def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options) -> Emu3Editor:
-    """Trainable as a recipe would have it."""
+    """Make an editor with the trainable weights that a recipe would select."""
     whole = module(seed).requires_grad_(False)
     made = language_model(whole)
     tiny_models.make_trainable(made, train, PretrainedLanguageModel.lora_targets, seed=seed + 1)

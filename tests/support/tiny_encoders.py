@@ -21,7 +21,7 @@ VISION = {**_TOWER, "image_size": 16, "patch_size": 8}
 
 
 def write(root: Path) -> Path:
-    """Folders ``clip``, whose embeddings are 12 wide, and ``siglip``, whose are 16; and both as models of two towers."""
+    """Save ``clip`` (embeddings of width 12) and ``siglip`` (width 16), and both as models with two towers, each in its folder."""
     small = {"height": 16, "width": 16}
     clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=small)
     siglip = SiglipImageProcessorPil(size=small)

@@ -12,12 +12,12 @@ SCHEDULER = {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exp
 
 
 def text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
-    """28 layers, of which the pipeline reads the 9th, 18th and 27th."""
+    """Make a text encoder of 28 layers; the pipeline reads the 9th, 18th and 27th."""
     return tiny_models.qwen3(tokenizer, seed, width=16, layers=28)
 
 
 def transformer(seed: int = 0, *, guidance_embeds: bool = False) -> Flux2Transformer2DModel:
-    """Two double and two single blocks."""
+    """Make a transformer of two double and two single blocks."""
     torch.manual_seed(seed)
     return Flux2Transformer2DModel(
         in_channels=64,
@@ -32,7 +32,7 @@ def transformer(seed: int = 0, *, guidance_embeds: bool = False) -> Flux2Transfo
 
 
 def vae(seed: int = 0) -> AutoencoderKLFlux2:
-    """4 x down, 16 channels, with statistics that are not 0 and 1."""
+    """Make an autoencoder with 4 x downsampling and 16 channels, whose latent statistics are not 0 and 1."""
     torch.manual_seed(seed)
     blocks = 3
     made = AutoencoderKLFlux2(
@@ -63,6 +63,6 @@ def pipeline(*, distilled: bool = False) -> Flux2KleinPipeline:
 
 
 def save(folder: Path, *, distilled: bool = False) -> Path:
-    """A folder as the pipeline saves it."""
+    """Save a folder as the pipeline saves it."""
     pipeline(distilled=distilled).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Triplets, a folder of Flux, and a recipe of two small steps on them, for tests of whole runs."""
+"""A folder of triplets and a recipe of two small steps on it, for tests of whole runs."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ BOX = (8, 8, 31, 23)
 
 
 def make_triplets(root: Path, texts: dict[int, str]) -> Path:
-    """A folder of items, each with its number as a colour."""
+    """Write a folder of items; the number of each item is encoded in its colours."""
     root.mkdir(parents=True, exist_ok=True)
     for number in texts:
         source = Image.new("RGB", SIZE, (10 * number % 256, 100, 200))
@@ -25,7 +25,7 @@ def make_triplets(root: Path, texts: dict[int, str]) -> Path:
 
 
 def small(model: dict[str, Any], data: Path, out: Path, **changes: Any) -> dict[str, Any]:
-    """Two steps of two tasks, twice each."""
+    """Return a recipe of two steps, with two tasks per step and groups of two."""
     return {
         "name": "small",
         "steps": 2,

@@ -1,4 +1,4 @@
-"""Janus in small: the real classes, and a tokenizer of bytes with Janus' own special tokens."""
+"""A tiny Janus of the real classes, with a tokenizer of bytes with Janus' special tokens."""
 
 import functools
 
@@ -69,7 +69,7 @@ def whole(seed: int = 0) -> JanusForConditionalGeneration:
 
 
 def image_model(*, train: str = "lora", seed: int = 0, **options) -> JanusImageModel:
-    """Trainable as a recipe would have it."""
+    """Make an image model with the trainable weights that a recipe would select."""
     made = whole(seed).requires_grad_(False)
     module = JanusImageModules(made)
     tiny_models.make_trainable(module, train, PretrainedLanguageModel.lora_targets, seed=seed + 1)
@@ -77,7 +77,7 @@ def image_model(*, train: str = "lora", seed: int = 0, **options) -> JanusImageM
 
 
 def published(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:
-    """Greedy codes by transformers' own generation, whose guidance is all but 1: at 1 itself it does not run."""
+    """Generate codes greedily with transformers. The guidance scale is 1 + 1e-9, because generation fails with exactly 1."""
     words = tokenizer()
     settings = whole.generation_config
     settings.generation_kwargs = {"boi_token_id": words.convert_tokens_to_ids(BEGIN)}

@@ -1,4 +1,4 @@
-"""A run of the loop around a tiny policy, as a recipe would assemble it, and the gradient that a step left behind."""
+"""The training loop around a tiny policy, as a recipe would assemble it, and the gradient of a step."""
 
 import threading
 from concurrent.futures import Future
@@ -24,7 +24,7 @@ GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight
 
 
 class Share:
-    """How red an image is, missing for the rows (group, slot) that are named."""
+    """Scores how red an image is; the scores of the rows (group, slot) in ``missing`` are missing."""
 
     def __init__(self, missing=()):
         self.judge = RewardScorer(ShareReward(), {"share": 1.0})
@@ -42,7 +42,7 @@ class Share:
 
 
 class Drawn(Share):
-    """A reward drawn for each task and slot, whatever its image: rounding that moves a pixel by one level does not change it."""
+    """A random reward for each task and slot, independent of the image, so that rounding errors in pixels do not change it."""
 
     def __call__(self, batch, samples):
         drawn = [
@@ -74,7 +74,7 @@ def run(policy, *, judge=None, ranks=ALONE, chunk=4, max_missing=0.5, average=la
 
 
 def phase(objective=GRPO, *, count=2, group_size=3, ranks=ALONE, minibatches=1, **options):
-    """Steps of ``count`` tasks in groups of ``group_size``, cut and shared out as a recipe's are."""
+    """Make a phase with ``count`` tasks per step in groups of ``group_size``, split into minibatches and ranks as in a run."""
     rows = count * group_size
 
     def batch(step):
@@ -103,7 +103,7 @@ def phase(objective=GRPO, *, count=2, group_size=3, ranks=ALONE, minibatches=1, 
 
 
 def gradient(run):
-    """The gradient of the first optimizer step, of all ranks together: AdamW's first moment holds a tenth of it."""
+    """Return the gradient of the first optimizer step, reduced over all ranks: 10 times AdamW's first moment."""
     state = run.stepper.state()
     return {name: 10 * tensor for key, tensor in state.items() for name, end in [key.rsplit("/", 1)] if end == "exp_avg"}
 
@@ -133,7 +133,7 @@ class ThreadRanks(Ranks):
 
 
 def together(world, act):
-    """What ``act(ranks)`` gives on each of ``world`` threads, in the order of ranks."""
+    """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too."""
     meeting, table, results = threading.Barrier(world), [None] * world, [None] * world
 
     def one(rank):

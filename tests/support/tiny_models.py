@@ -1,4 +1,4 @@
-"""Tiny random models of the real classes, with tokenizers that hold the real special tokens."""
+"""Tiny random models of the real classes, with tokenizers that have the real special tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ TEMPLATE = TEXT_TEMPLATE.replace("{}", VISION + "{}")
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Bytes as tokens, and Qwen's special tokens."""
+    """Make a tokenizer with bytes as tokens and Qwen's special tokens."""
     vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
@@ -117,7 +117,7 @@ def qwen_text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen2_5_VLFor
 
 
 def qwen_vae(seed: int = 0) -> AutoencoderKLQwenImage:
-    """4 x down, 16 channels."""
+    """Make an autoencoder with 4 x downsampling and 16 channels."""
     torch.manual_seed(seed)
     return AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True]).eval()
 
@@ -135,7 +135,7 @@ def qwen_transformer(seed: int = 0, *, zero_cond_t: bool = False) -> QwenImageTr
 
 
 def make_trainable(module: Any, train: str, targets: Sequence[str], *, seed: int = 11) -> None:
-    """LoRA matrices with a zero B, as a run begins, or all weights ("full"), or none."""
+    """Make LoRA matrices trainable (with B = 0, as at the start of a run), or all weights ("full"), or none."""
     module.requires_grad_(train == "full")
     if train == "lora":
         with torch.random.fork_rng(devices=[]):
@@ -146,7 +146,7 @@ def make_trainable(module: Any, train: str, targets: Sequence[str], *, seed: int
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Bytes as tokens, 77 at most."""
+    """Make a tokenizer with bytes as tokens and at most 77 tokens."""
     symbols = sorted(ByteLevel.alphabet())
     vocab = {symbol: k for k, symbol in enumerate([*symbols, *(f"{symbol}</w>" for symbol in symbols)])}
     vocab |= {"<|startoftext|>": len(vocab), "<|endoftext|>": len(vocab) + 1}
@@ -171,7 +171,7 @@ def clip(width: int, seed: int) -> CLIPTextModelWithProjection:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Letters as tokens."""
+    """Make a tokenizer with letters as tokens."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
     return T5Tokenizer(vocab=[*special, *letters], extra_ids=0)
@@ -184,7 +184,7 @@ def t5(width: int, seed: int) -> T5EncoderModel:
 
 
 def sd3_vae(seed: int = 0) -> AutoencoderKL:
-    """4 x down, 16 channels."""
+    """Make an autoencoder with 4 x downsampling and 16 channels."""
     torch.manual_seed(seed)
     blocks = 3
     return AutoencoderKL(
@@ -201,7 +201,7 @@ def sd3_vae(seed: int = 0) -> AutoencoderKL:
 
 
 def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:
-    """An SD3.5-medium in small: normed queries and keys, dual attention in its first block."""
+    """Make a tiny SD3.5-medium: normalized queries and keys, dual attention in the first block."""
     torch.manual_seed(seed)
     return SD3Transformer2DModel(
         sample_size=8,
@@ -218,20 +218,20 @@ def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:
 
 
 def clip_text(width: int, seed: int) -> CLIPTextModel:
-    """CLIP without its projection, as Flux reads it."""
+    """Make a CLIP text encoder without projection, as Flux uses it."""
     torch.manual_seed(seed)
     return CLIPTextModel(clip(width, seed).config).eval()
 
 
 def flux_text() -> FluxText:
-    """Both text encoders of Flux; instructions of at most 20 tokens."""
+    """Make both text encoders of Flux, for instructions of at most 20 tokens."""
     return FluxText(
         clip_text(16, 1), t5(48, 3), clip_tokenizer=clip_tokenizer(), t5_tokenizer=t5_tokenizer(), max_sequence_length=20
     )
 
 
 def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = True) -> FluxTransformer2DModel:
-    """One double and two single blocks; ``channels`` of its input, of which 64 are the noise."""
+    """Make a transformer of one double and two single blocks; 64 of its ``channels`` input channels are the noisy latent."""
     torch.manual_seed(seed)
     return FluxTransformer2DModel(
         in_channels=channels,
@@ -248,7 +248,7 @@ def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = Tru
 
 
 def save_flux(folder: Path, *, fills: bool = False, distilled: bool = True) -> Path:
-    """A folder as the pipelines of FLUX.1, of Kontext, or of Fill save it."""
+    """Save a folder as the pipelines of FLUX.1 and Kontext, or (``fills``) of Fill, save it."""
     FluxPipeline(
         transformer=flux_transformer(channels=FILL_CHANNELS if fills else 64, distilled=distilled),
         vae=sd3_vae(),
@@ -272,7 +272,7 @@ CHAT_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Qwen3's: a chat template in which thinking is on where it is asked for."""
+    """Make a tokenizer with Qwen3's chat template, in which thinking is on if it is requested."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -296,7 +296,10 @@ def qwen3(tokenizer: Qwen2Tokenizer, seed: int = 0, *, width: int = 32, layers: 
 
 
 def z_image_transformer(seed: int = 0) -> ZImageTransformer2DModel:
-    """Two blocks, and one each that refines image and text; its tokens for padding are not zero, as it is made with."""
+    """Make a transformer of two blocks and a refiner block each for image and text.
+
+    Its padding tokens are random instead of 0, the value with which the class initializes them.
+    """
     torch.manual_seed(seed)
     made = ZImageTransformer2DModel(
         dim=64,
@@ -315,7 +318,7 @@ def z_image_transformer(seed: int = 0) -> ZImageTransformer2DModel:
 
 
 def save_z_image(folder: Path, *, head: bool = True) -> Path:
-    """A folder as its pipeline saves it, whose text encoder has a language model's ``head`` or not."""
+    """Save a folder as the pipeline saves it; its text encoder has a language model's ``head`` or not."""
     tokenizer = chat_tokenizer()
     encoder = qwen3(tokenizer)
     ZImagePipeline(
@@ -329,14 +332,14 @@ def save_z_image(folder: Path, *, head: bool = True) -> Path:
 
 
 class ImageProcessorOnly(Qwen2_5_VLProcessor):
-    """The pipelines' processor less the video processor, which would need torchvision."""
+    """The pipelines' processor without the video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
 
 
 class TypedTextEncoder(Qwen2_5_VLForConditionalGeneration):
-    """Gives the encoder the token types that diffusers' edit pipelines drop (huggingface/diffusers#14194)."""
+    """Passes the encoder the token types that diffusers' edit pipelines drop (huggingface/diffusers#14194)."""
 
     def forward(self, input_ids=None, **inputs):
         return super().forward(input_ids, mm_token_type_ids=(input_ids == self.config.image_token_id).int(), **inputs)
@@ -359,7 +362,7 @@ def task(name: str, instruction: str, *images: Image) -> Task:
 def euler(
     model, conditioning: Conditioning, generators, *, num_steps: int, negative=None, guidance_scale: float = 1.0
 ) -> torch.Tensor:
-    """The deterministic sampler, by nothing but the protocol."""
+    """Sample deterministically with Euler steps, using only the methods of the protocol ``DenoisingModel``."""
     x = model.initial_noise(conditioning, generators)
     sigmas = model.sigmas(num_steps, conditioning)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Diffusers pipelines with tiny random models, as a script loads them."""
+"""Diffusers pipelines with tiny random models, as a script would load them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ import tiny_models
 
 
 def sd3() -> StableDiffusion3Pipeline:
-    """Stable Diffusion 3, for images of 32 x 32 px and prompts of a few words."""
+    """Make a Stable Diffusion 3 for images of 32 x 32 px and prompts of a few words."""
     pipeline = StableDiffusion3Pipeline(
         transformer=tiny_models.sd3_transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, num_train_timesteps=1000),
@@ -30,13 +30,13 @@ def sd3() -> StableDiffusion3Pipeline:
 
 
 def qwen_image() -> QwenImagePipeline:
-    """Qwen-Image; its tokenizer of bytes needs another length of the template's beginning than the published one."""
+    """Make a Qwen-Image. With its tokenizer of bytes, the beginning of the template is longer than with the published tokenizer."""
     tokenizer = tiny_models.qwen_tokenizer()
     return _quiet(QwenImagePipeline(**_qwen_parts(tokenizer), tokenizer=tokenizer))
 
 
 def qwen_image_edit(kind: type[DiffusionPipeline] = QwenImageEditPipeline) -> DiffusionPipeline:
-    """Qwen-Image-Edit, or Edit-Plus as ``kind``."""
+    """Make a Qwen-Image-Edit, or Edit-Plus if ``kind`` is its pipeline class."""
     tokenizer = tiny_models.qwen_tokenizer()
     processor = tiny_models.ImageProcessorOnly(image_processor=tiny_models.qwen_image_processor(), tokenizer=tokenizer)
     return _quiet(kind(**_qwen_parts(tokenizer), tokenizer=tokenizer, processor=processor))

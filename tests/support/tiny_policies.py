@@ -1,4 +1,4 @@
-"""Tiny real policies and batches, for tests of everything that drives a policy."""
+"""Tiny policies of the real classes, and batches, for tests of the code that uses a policy."""
 
 import functools
 
@@ -35,7 +35,7 @@ LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
 
 
 def _frozen(module):
-    """As a run loads it: the tests of a process share these modules, and none may leave a gradient in them."""
+    """Freeze the module as a run does: the tests of a process share these modules, and no test may leave gradients in them."""
     return module.requires_grad_(False)
 
 
@@ -46,7 +46,7 @@ def _qwen_parts():
 
 
 def edit_model():
-    """Qwen-Image-Edit for images of 16 x 16 px: 4 tokens of output beside 4 of source."""
+    """Make a Qwen-Image-Edit for images of 16 x 16 px: 4 output tokens and 4 source tokens."""
     return QwenImageEdit(
         **_qwen_parts(),
         tokenizer=tiny_models.qwen_tokenizer(),
@@ -65,10 +65,10 @@ def _sd3_parts():
 
 
 def sd3_model():
-    """Stable Diffusion 3 for images of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
+    """Make a Stable Diffusion 3 for images of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
     return SD3(
         **_sd3_parts(),
-        # One for each: a tokenizer keeps its padding from call to call, and the ranks of a test are threads.
+        # A tokenizer for each model: it keeps the padding of the last call, and the ranks of a test are threads.
         tokenizers=[tiny_models.clip_tokenizer(), None, None],
         transformer=tiny_models.sd3_transformer(),
         scheduler_config={"shift": 3.0, "num_train_timesteps": 1000},
@@ -102,7 +102,10 @@ def policy(
     objective=None,
     **how,
 ):
-    """A new policy at its reference; ``objective`` says which state its rollout keeps, ``how`` goes to ``sampling``."""
+    """Make a new policy whose weights equal the reference.
+
+    ``objective``: decides which states a rollout stores. ``how``: arguments of ``sampling``.
+    """
     model = MODELS[family]()
     make_trainable(model.module, train)
     kept = WeightCopies(model.module)
@@ -129,14 +132,14 @@ def trained(policy):
 
 @torch.no_grad()
 def move(policy, size=0.05, key=0):
-    """Put the trained weights somewhere else."""
+    """Add random noise to the trained weights."""
     random = generator("move", key)
     for parameter in trained(policy).values():
         parameter.add_(size * torch.randn(parameter.shape, generator=random))
 
 
 def tasks(count=2, *, pictures=True):
-    """Instructions of unequal lengths, each with a source and a target."""
+    """Make tasks with instructions of unequal lengths, a source (unless ``pictures`` is false) and a target."""
     texts = ["red", "make it blue", "a", "put it left of that"]
     return tuple(
         Task(
@@ -150,7 +153,7 @@ def tasks(count=2, *, pictures=True):
 
 
 def batch(count=2, group_size=2, *, seed=3, step=5, tasks=tasks):
-    """Groups of ``group_size`` rows, one a task."""
+    """Make a batch with a group of ``group_size`` rows per task."""
     rows = range(count * group_size)
     return Batch(
         seed=seed,
@@ -163,14 +166,14 @@ def batch(count=2, group_size=2, *, seed=3, step=5, tasks=tasks):
 
 
 def minibatch(batch, trajectory, advantages, *, valid=None, normalise="sequence", epoch=0):
-    """What one optimizer step learns from; ``advantages`` one a row."""
+    """Make the minibatch of one optimizer step; ``advantages``: one per row."""
     valid = torch.ones(len(batch), dtype=torch.bool) if valid is None else valid
     weights = loss_weights(trajectory.mask, valid, normalise=normalise)
     return Minibatch(batch, trajectory, torch.as_tensor(advantages)[:, None].expand_as(weights), weights, epoch)
 
 
 def gradient(policy, objective, minibatch):
-    """The gradient of the loss by parameter, over all the objective's microbatches; and the losses."""
+    """Return the gradient of the loss by parameter name, summed over the objective's microbatches, and the losses."""
     parameters = trained(policy)
     total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     losses = []
@@ -184,6 +187,6 @@ def gradient(policy, objective, minibatch):
 
 
 def distance(a, b):
-    """|a - b| / |b| of two gradients by name."""
+    """Return |a - b| / |b| of two gradients, each a mapping by parameter name."""
     assert a.keys() == b.keys()
     return relative_distance([a[name] for name in b], list(b.values()))

@@ -23,7 +23,7 @@ CHAT_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 
 class ImageProcessorOnly(Qwen3VLProcessor):
-    """The pipeline's processor less the video processor, which would need torchvision."""
+    """The pipeline's processor without the video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
@@ -34,7 +34,7 @@ class ImageProcessorOnly(Qwen3VLProcessor):
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """One token for 32 x 32 px, as in the published model."""
+    """Make an image processor with one token per 32 x 32 px, as in the published model."""
     return Qwen2VLImageProcessorPil(patch_size=16, merge_size=2, min_pixels=32 * 32, max_pixels=256 * 256)
 
 
@@ -89,7 +89,7 @@ def transformer(seed: int = 0) -> QwenImage21Transformer2DModel:
 
 
 def vae(seed: int = 0) -> AutoencoderKLQwenImage21:
-    """16 x down, as the pipeline takes for granted."""
+    """Make an autoencoder with 16 x downsampling, which the pipeline assumes."""
     torch.manual_seed(seed)
     return AutoencoderKLQwenImage21(
         base_dim=4,
@@ -117,6 +117,6 @@ def pipeline(*, scheduler: Mapping[str, Any] = SCHEDULER, sample_sigmas: Sequenc
 
 
 def save(folder: Path, **options: Any) -> Path:
-    """A folder as the pipeline saves it."""
+    """Save a folder as the pipeline saves it."""
     pipeline(**options).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers' own classes, saved as published weights are: CLIP, SigLIP, DINOv2, an aesthetic head."""
+"""Tiny random models of transformers' classes (CLIP, SigLIP, DINOv2) and an aesthetic head, saved like published weights."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +23,7 @@ _TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "n
 
 
 def tokenizer(longest: int, *, pad: str) -> PreTrainedTokenizerFast:
-    """Each letter is a token."""
+    """Make a tokenizer with letters and digits as tokens."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *LETTERS]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -34,7 +34,7 @@ def tokenizer(longest: int, *, pad: str) -> PreTrainedTokenizerFast:
 
 
 def clip(folder: Path, *, longest: int = 20, kind: str = "clip") -> Path:
-    """A CLIP or SigLIP that reads ``longest`` tokens."""
+    """Save a CLIP or SigLIP that reads at most ``longest`` tokens."""
     torch.manual_seed(5)
     text = {**_TOWER, "vocab_size": 4 + len(LETTERS), "max_position_embeddings": longest}
     vision = {**_TOWER, "image_size": 16, "patch_size": 8}

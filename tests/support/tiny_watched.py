@@ -1,4 +1,4 @@
-"""A recipe of a few small steps that is watched, and a judge that can be made to change its mind."""
+"""A recipe of a few small steps with a ``watch`` section, and a judge whose answers can be shifted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from retouch.types import Column
 
 
 class Fickle:
-    """Answers how light an image is, and more of it by ``shift``."""
+    """Answers with the brightness of an image, plus 2 * ``shift``."""
 
     identity = "fickle"
     shift = 0.0
@@ -28,7 +28,7 @@ class Fickle:
 
 
 class Graded:
-    """A judge with a panel, so that the ledger remembers its answers."""
+    """A judge with a panel, so that the ledger stores its answers."""
 
     columns: Mapping[str, Column] = {"tone": Column(0.0, 2.0)}
 
@@ -42,7 +42,7 @@ class Graded:
 
 
 class Sinking:
-    """Held out: how light an image is, less ``sunk``."""
+    """A held-out judge: the brightness of an image minus ``sunk``."""
 
     columns: Mapping[str, Column] = {"worth": Column(-1.0, 1.0)}
     sunk = 0.0
@@ -53,7 +53,7 @@ class Sinking:
 
 
 def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:
-    """Four steps on a handful of rows, a look every two; ``limit`` of the brightness, or None for no such rule."""
+    """Return a recipe of four steps on a few rows, watched every two steps. ``limit``: of the brightness rule; None: no rule."""
     document: Any = evaluate(find("recipes/quickstart.jsonnet"))
     document |= {
         "name": "watched",

@@ -1,4 +1,4 @@
-"""Folders and recipes of tiny writers, for tests of whole runs."""
+"""Model folders and recipes of tiny writers, for tests of whole runs."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from retouch.recipe.document import apply
 
 
 def save_writer(folder: Path) -> None:
-    """A writer that has learnt nothing, in front of the playground's editor."""
+    """Save an untrained writer with the tokenizer of the playground's editor."""
     editor = PlaygroundModel().build(device=torch.device("cpu"))
     assert isinstance(editor, QwenImageEdit)
     with torch.random.fork_rng(devices=[]):
@@ -30,13 +30,13 @@ def save_writer(folder: Path) -> None:
 
 
 def save_speaker(folder: Path) -> None:
-    """A random Qwen2.5 that sees nothing."""
+    """Save a random Qwen2.5, a language model without vision."""
     tiny_writers.module("qwen2.5").save_pretrained(folder)
     tiny_writers.tokenizer().save_pretrained(folder)
 
 
 def save_emu3(folder: Path) -> None:
-    """The playground's editor of image tokens before it has learnt anything, in transformers' layout."""
+    """Save the playground's image-token editor, untrained, in transformers' layout."""
     words = emu3_tokenizer(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ def save_emu3(folder: Path) -> None:
 
 
 def image_tokens(folder: Path) -> dict[str, Any]:
-    """What of ``recipe`` is another for that editor."""
+    """Return the changes of ``recipe`` for the image-token editor in the folder."""
     return {
         "policy__model": {"kind": "emu3", "path": str(folder), "size": [24, 24], "dtype": "float32"},
         "renderer": {"kind": "codes"},
@@ -54,7 +54,7 @@ def image_tokens(folder: Path) -> dict[str, Any]:
 
 
 class TinySD3(SD3):
-    """A random text-to-image model that a recipe can name."""
+    """A random text-to-image model that a recipe can import by name."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -68,7 +68,7 @@ class TinySD3(SD3):
 
 
 def recipe(out: Path, writer: Path, **changes: Any) -> dict[str, Any]:
-    """Two steps of GRPO on completions in front of the playground's editor; dotted keys (``__`` for the dot) may be changed."""
+    """Return a recipe of two GRPO steps on responses for the playground's editor. ``changes``: paths with ``__`` for the dot."""
     document: dict[str, Any] = {
         "name": "written",
         "out": str(out),

@@ -1,4 +1,4 @@
-"""Tiny random writers of the real classes, over one tokenizer of bytes."""
+"""Tiny random writers of the real classes, with one tokenizer of bytes."""
 
 import functools
 
@@ -28,7 +28,7 @@ SEES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 SPEAKS = ("qwen2.5", "qwen3")
 KINDS = (*SEES, *SPEAKS)
 TEMPLATE = TURNS.format(system="write", user="{}")
-SPREAD = 0.3  # of the weights: with the classes' own 0.02 every token would be about as likely as any other
+SPREAD = 0.3  # standard deviation of the weights: with the classes' default of 0.02 all tokens would be about equally likely
 
 
 @functools.cache
@@ -101,7 +101,7 @@ def _qwen3_vl():
 
 
 def module(kind="qwen2.5-vl", *, seed=0, **text):
-    """Random weights; ``text`` goes to the text configuration of Qwen2.5-VL and Qwen2.5."""
+    """Make a model with random weights. ``text``: keys of the text configuration of Qwen2.5-VL and Qwen2.5."""
     makers = {
         "qwen2-vl": _qwen2_vl,
         "qwen2.5-vl": lambda: _qwen2_5_vl(**text),
@@ -148,9 +148,10 @@ def move(module, size=0.1, key=0):
 
 
 def tasks(count=3, *, pictures=True):
-    """Instructions and numbers of images that differ; the second task has no image, the third has two."""
+    """Make tasks with different instructions; the first has one image, the second none, the third two."""
     texts = ["red", "make it blue and put it left of that", "a"]
-    shapes = [((32, 32),), (), ((48, 32), (16, 32))]  # more tokens than their longer side: positions fall behind
+    # The larger images have more tokens than the longer side of their grid, so positions are smaller than token indices.
+    shapes = [((32, 32),), (), ((48, 32), (16, 32))]
     return tuple(
         Task(
             id=f"t{k}",

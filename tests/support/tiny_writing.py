@@ -1,4 +1,4 @@
-"""Tiny writing policies and batches, for tests of everything that drives one."""
+"""Tiny policies that write, and batches, for tests of the code that uses such a policy."""
 
 import torch
 
@@ -8,14 +8,14 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Kind
 
-STOPS = tuple("abcdefghijklmnopqrstuvwxyz")  # so many that random rows end at different places
+STOPS = tuple("abcdefghijklmnopqrstuvwxyz")  # many stop tokens, so that random completions have different lengths
 LONGEST = 7
 
 
 def policy(
     kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), sampling=None, microbatch=4, share=True, **options
 ):
-    """A new policy at its reference, ``writer`` unless one is given."""
+    """Make a new policy whose weights equal the reference. ``writer``: its model; by default a new one of this ``kind``."""
     model = tiny_writers.writer(kind, train=train, stop=STOPS) if writer is None else writer
     model.shares_prompts = model.shares_prompts and share
     kept = WeightCopies(model.module)
@@ -29,7 +29,7 @@ def policy(
 
 
 def batch(tasks=None, group_size=2, *, seed=3, step=5):
-    """Groups of ``group_size`` rows, one a task."""
+    """Make a batch with a group of ``group_size`` rows per task."""
     tasks = tiny_writers.tasks() if tasks is None else tasks
     rows = range(len(tasks) * group_size)
     return Batch(
@@ -43,7 +43,7 @@ def batch(tasks=None, group_size=2, *, seed=3, step=5):
 
 
 class Form:
-    """A grammar: the second token is always the first of ``forced``, the third a digit, the fifth the second of ``forced``."""
+    """A grammar: the second token is ``forced[0]``, the third is a digit, the fifth is ``forced[1]``; all others are free."""
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 

@@ -1,4 +1,4 @@
-"""A tiny autoregressive policy: a table of logits by place and last token. Words end early, and the first token is forced."""
+"""A tiny autoregressive policy: a table of logits by position and previous token. The first token is forced; rows end early."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ LENGTH, WORDS, STOP = 5, 6, 0
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Words(Trajectory):
-    """``outputs``: (b, t) tokens, ``STOP`` from the end on."""
+    """``outputs``: (b, t) tokens; the end of a row is filled with ``STOP``."""
 
     def take(self, rows):
         parts = {name: getattr(self, name)[rows] for name in ("log_probs", "mask", "kind", "outputs")}
@@ -39,7 +39,7 @@ class TokenPolicy:
         self.microbatch = microbatch
 
     def _log_probs(self, tokens):
-        """(b, t) of the tokens, each after the one before it."""
+        """Return the log-probabilities (b, t) of the tokens, each given the previous token."""
         return self._logits(tokens).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
     def _logits(self, tokens):

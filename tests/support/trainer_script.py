@@ -1,4 +1,4 @@
-"""A user's script: trains a tiny Stable Diffusion 3 into the folder that is given. It knows nothing of ranks."""
+"""A user's script: trains a tiny Stable Diffusion 3, with the output folder as argument. It ignores ranks."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Run by torchrun: one step of the loop on real ranks; rank 0 writes gradient and metrics. Argument: the folder to write to."""
+"""Runs one step of the loop on real ranks; started by torchrun. Argument: the folder where rank 0 writes gradient and metrics."""
 
 import json
 import sys

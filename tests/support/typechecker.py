@@ -1,7 +1,7 @@
-"""What checks every annotation of the package while the tests run: beartype, to which an int is a float, as PEP 484 has it.
+"""The type checker of annotations while the tests run: beartype, which accepts an int for a float, as in PEP 484.
 
-Modules that a recipe's parse imports keep ``torch`` and other heavy names in an ``if TYPE_CHECKING:`` block. The checker needs them
-at run time, so it runs such blocks first.
+Modules that are imported when a recipe is parsed import ``torch`` and other heavy modules in an ``if TYPE_CHECKING:`` block. The
+checker needs these names at run time, so it runs such blocks first.
 """
 
 import ast
@@ -17,7 +17,7 @@ _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked(thing: T) -> T:
-    """The function or class with its annotations checked at each call."""
+    """Return the function or class with its annotations checked at each call."""
     _run_type_checking_blocks(thing.__module__)
     checked_thing: Any = _check(thing)
     return checked_thing
@@ -25,7 +25,7 @@ def checked(thing: T) -> T:
 
 @cache
 def _run_type_checking_blocks(name: str) -> None:
-    """Execute the imports below ``if TYPE_CHECKING:`` in the module's namespace."""
+    """Execute the imports in the module's ``if TYPE_CHECKING:`` blocks in its namespace."""
     module = sys.modules.get(name)
     if module is None or getattr(module, "__file__", None) is None:
         return

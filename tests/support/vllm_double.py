@@ -1,8 +1,8 @@
 """A double of a vLLM server, as strict as the interface of vLLM 0.32 and 0.33: a tiny model that loads LoRA folders and samples.
 
-It takes no field that the real one does not have, no other type and no value that the real one refuses; it merges adapters into its
-own copy of the base weights, by hand; and it can be told to go wrong. It computes without a cache and without our kernel. What it
-answers is held to a real server's answers in ``tests/engines_real/test_double_like_vllm.py``.
+It refuses every field, type and value that the real server refuses. It merges adapters into its own copy of the base weights by
+hand, can inject faults, and computes without a cache and without our kernel. ``tests/engines_real/test_double_like_vllm.py``
+compares its answers with the answers of a real server.
 """
 
 import base64
@@ -101,8 +101,9 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Double:
-    """``base``: the weights that it serves. ``fault``: what goes wrong with the next request to a path, None nothing.
-    ``processor``: what it was started with as ``--logits-processors``; without one nobody reads a request's ``extra_args``.
+    """The server. ``base``: the model that it serves. ``fault``: returns the fault of the next request to a path, or None.
+
+    ``processor``: the class of its flag ``--logits-processors``; without it the ``extra_args`` of a request are ignored.
     """
 
     base: nn.Module
@@ -123,7 +124,7 @@ class Double:
     weight_version: str = "default"
     clears_cache: bool = True
     sleeps: bool = True
-    """It was started with ``--enable-sleep-mode``; without it, it sleeps and keeps its memory."""
+    """Whether the server has ``--enable-sleep-mode``; without this flag a sleeping server keeps its memory."""
     asleep: bool = False
     states: list[str] = field(default_factory=list)
     reloaded: list[str] = field(default_factory=list)
@@ -136,7 +137,7 @@ class Double:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, method: str, path: str, body: bytes) -> Any:
-        """The document of an answer. Refusal otherwise."""
+        """Return the document of the answer. Raises Refusal if the request is refused."""
         match method, path:
             case "GET", "/health":
                 return ""
@@ -209,7 +210,7 @@ class Double:
         file = Path(asked.kwargs.weights_path) / "model.safetensors"
         if not file.is_file():
             with torch.no_grad():
-                for parameter in self.base.parameters():  # vLLM's are without data then
+                for parameter in self.base.parameters():  # as in vLLM, whose parameters have no data then
                     parameter.fill_(torch.nan)
             raise Refusal(500, _worker_failed(f"Repo id must use alphanumeric chars: '{file.parent}'", "collective_rpc"))
         assert isinstance(self.base, PreTrainedModel)
@@ -243,7 +244,7 @@ class Double:
                 self.processor.validate_params(how)
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
-        if asked.request_id is None:  # a probe of the server is no rollout
+        if asked.request_id is None:  # requests with an id are probes of the server, not rollouts
             self.asked.append(asked)
         ids, inputs = self._prompt(asked)
         choices = [self._choice(module, ids, inputs, how, index, vocabulary) for index in range(how.n)]
@@ -264,7 +265,7 @@ class Double:
         }
 
     def _prompt(self, asked: Generate) -> tuple[list[int], dict[str, Tensor]]:
-        """The ids with image tokens as often as there are patches, and what the vision tower gets."""
+        """Return the ids, with each image token repeated as often as the image has patches, and the inputs of the vision tower."""
         pictures = [_picture(part.url) for part in asked.content_parts or ()]
         if sum(token == self.image_token for token in asked.token_ids) != len(pictures):
             raise Refusal(
@@ -331,7 +332,7 @@ class Double:
 
 @torch.no_grad()
 def _merged(base: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
-    """The base with alpha / r times B A added to the weights that the tensors' names say, as PEFT names them."""
+    """Return the base with alpha / r * B A added to the weights that the tensor names identify, in PEFT's naming."""
     assert not config["use_rslora"]
     assert not config["use_dora"]
     merged = copy.deepcopy(base)
@@ -353,7 +354,7 @@ def _row_of(logits: Tensor, requests: list[Request]) -> Tensor:
 
 
 def _truncated(logits: Tensor, how: Sampling) -> Tensor:
-    """top-k, then top-p, as PyTorch's sort orders them."""
+    """Apply top-k, then top-p, with PyTorch's order of equal logits."""
     order = logits.argsort(descending=True)
     stay = torch.ones(len(logits), dtype=torch.bool)
     if how.top_k > 0:
@@ -394,7 +395,7 @@ def _logged(reply: dict[str, Any], values: Sequence[object]) -> dict[str, Any]:
     return _first(reply, logprobs={"content": content})
 
 
-# What is done to an answer that was right.
+# Changes of an answer that was right.
 CHANGES: dict[str, Change] = {
     "another prompt": lambda reply: {**reply, "prompt_token_ids": reply["prompt_token_ids"][1:]},
     "no prompt": lambda reply: {**reply, "prompt_token_ids": None},
@@ -428,7 +429,7 @@ CHANGES: dict[str, Change] = {
         ],
     },
 }
-# What happens instead of an answer, and passes.
+# Transient faults: they occur instead of an answer.
 WAYS = ("503", "502", "429", "hang", "reset", "close mid-body", "forgets its adapters")
 
 
@@ -487,13 +488,13 @@ class _Server(loopback.Server):
 
     def handle_error(self, request: object, client_address: object) -> None:
         error = sys.exc_info()[1]
-        if not isinstance(error, ConnectionError):  # the client hung up
+        if not isinstance(error, ConnectionError):  # otherwise the client closed the connection
             self.broken.append(error)
 
 
 @contextmanager
 def serving(double: Double) -> Iterator[str]:
-    """The address at which the double answers."""
+    """Run the double and yield its address. AssertionError if the double itself raised an error."""
     server = _Server(double)
     try:
         with loopback.running(server):
@@ -507,11 +508,11 @@ def serving(double: Double) -> Iterator[str]:
 
 
 def at_first(*ways: str, path: str = GENERATE) -> Callable[[str], str | None]:
-    """Goes wrong in these ways, one after the other, at requests to ``path``, and then no more."""
+    """Return a ``fault`` with these faults, one per request to ``path``, and no fault afterwards."""
     left = list(ways)
     return lambda asked: left.pop(0) if asked == path and left else None
 
 
 def always(way: str, path: str = GENERATE) -> Callable[[str], str | None]:
-    """Goes wrong at every request to ``path``."""
+    """Return a ``fault`` with the same fault at every request to ``path``."""
     return lambda asked: way if asked == path else None

@@ -1,8 +1,9 @@
-"""A double of what vLLM 0.33.0's model runner V2 does with a custom logits processor, as strict as its interface.
+"""A double of the part of vLLM 0.33.0's model runner V2 that calls a custom logits processor, as strict as its interface.
 
-Requests have slots of a fixed number, which are used again with what the one before left in them; rows are in another order at each
-step; prompts are read in parts, whose rows are sampled and thrown away; requests are set aside and taken up again, in another slot,
-with what they had written as a part of what is read. Only what the real objects have is there.
+The number of slots is fixed, and a new request gets a slot that still contains the data of the previous request. The order of rows
+changes at each step. Prompts are prefilled in chunks, and the samples of unfinished prompts are discarded. Requests are preempted
+and resumed in another slot, where the tokens that they had written belong to the prefill. The objects have only the attributes of
+the real objects.
 """
 
 import importlib
@@ -44,7 +45,7 @@ class LogitsContext:
 
 
 class LogitsProcessor(ABC):
-    """What a plug-in derives from."""
+    """The base class of a plug-in."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:  # noqa: B027
         pass
@@ -64,7 +65,7 @@ class LogitsProcessor(ABC):
 
 
 def installed(monkeypatch: Any) -> type[LogitsProcessor]:
-    """The plug-in, imported as vLLM would, where nothing of vLLM is but what the plug-in imports."""
+    """Import the plug-in as vLLM does, with a double of vLLM that has only the names that the plug-in imports."""
     names = INTERFACE.split(".")
     for count in range(1, len(names) + 1):
         monkeypatch.setitem(sys.modules, ".".join(names[:count]), ModuleType(".".join(names[:count])))
@@ -72,7 +73,7 @@ def installed(monkeypatch: Any) -> type[LogitsProcessor]:
         LogitsContext=LogitsContext, LogitsProcessor=LogitsProcessor, LogitsProcRequestState=LogitsProcRequestState
     )
     plugin = importlib.import_module(PLUGIN)
-    # With another class of these it is another one.
+    # Forget the module: after another call its base classes would be outdated.
     del sys.modules[PLUGIN]
     assert issubclass(plugin.GrammarProcessor, LogitsProcessor)
     made: type[LogitsProcessor] = plugin.GrammarProcessor
@@ -81,7 +82,7 @@ def installed(monkeypatch: Any) -> type[LogitsProcessor]:
 
 @dataclass(eq=False)
 class Request:
-    """``prefill``: tokens that are read before one is sampled that counts; ``read``: how many of all have been read."""
+    """``prefill``: the tokens that are read before the first sampled token counts; ``read``: how many tokens have been read."""
 
     prompt: list[int]
     params: Any
@@ -96,7 +97,7 @@ class Request:
 
 
 class Runner:
-    """``random`` decides who is in the batch, in which order and how much is read; None reads prompts whole, in order."""
+    """``random`` decides which requests are in the batch, their order and how much is read; None: all, in order, whole prompts."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Runner:
         random: np.random.Generator | None = None,
         speculative: Any = None,
     ) -> None:
-        # What others left: any id may stand there, also those that begin an image.
+        # The data of previous requests: any ids, also ids that begin an image.
         junk = np.random.default_rng(0).integers(0, vocabulary, (slots, longest))
         self.ids = SimpleNamespace(gpu=torch.from_numpy(junk).int())
         self.prompt_len, self.prefill_len = _backed(slots), _backed(slots)
@@ -123,7 +124,7 @@ class Runner:
         self.here: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """Give it a slot, the one that was freed last; what it has written is read again."""
+        """Give the request the slot that was freed last; the tokens that it has written are read again."""
         request.slot = self.free.pop()
         request.prefill, request.read = len(request.tokens), 0
         self.prompt_len.np[request.slot] = len(request.prompt)
@@ -135,14 +136,14 @@ class Runner:
         self.here.append(request)
 
     def remove(self, request: Request) -> None:
-        """It has ended, or is set aside."""
+        """Free the slot of a request that has ended or is preempted."""
         assert request.slot is not None
         self.free.append(request.slot)
         request.slot = None
         self.here.remove(request)
 
     def step(self, logits: Callable[[list[Request]], Tensor]) -> list[tuple[Request, Tensor]]:
-        """The requests whose next token counts, each with its logits (v,); whoever calls writes it with ``write``."""
+        """Return the requests whose next token counts, with their logits (v,); the caller samples and calls ``write``."""
         rows = list(self.here)
         if self.random is not None:
             self.random.shuffle(rows)  # type: ignore[arg-type]
@@ -173,7 +174,7 @@ class Runner:
         return [(request, row) for request, row in zip(rows, made, strict=True) if request.read == len(request.tokens)]
 
     def write(self, request: Request, token: int) -> None:
-        """What was sampled for it."""
+        """Append the sampled token to the request."""
         assert request.slot is not None
         assert 0 <= token < self.vocabulary
         self.ids.gpu[request.slot, len(request.tokens)] = token
@@ -187,5 +188,5 @@ def _backed(slots: int) -> Any:
 
 
 def params(**extra: Any) -> Any:
-    """Sampling parameters with these ``extra_args``."""
+    """Return sampling parameters with these ``extra_args``."""
     return SimpleNamespace(extra_args=extra or None)

@@ -28,14 +28,14 @@ COMMON = (
 LORA = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
 CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "64")
 WHOLE = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
-"""Runner V1 on a CPU cannot sample with seeds while prompts are read in parts."""
+"""Flags of runner V1: on a CPU it cannot sample with seeds while prompts are prefilled in chunks."""
 
 
 @dataclass
 class Server:
-    """A vLLM server. ``runner``: 1 or 2; runner 2 runs in Triton's interpreter, ten times as slow, and takes the plug-in.
+    """A vLLM server. ``runner``: 1 or 2; runner 2 accepts the plug-in, and runs in Triton's interpreter, ten times as slowly.
 
-    ``runtime_lora``, ``scale_out``, ``dev_mode``: which endpoints it has.
+    ``runtime_lora``, ``scale_out``, ``dev_mode``: which groups of endpoints the server has.
     """
 
     model: Path
@@ -54,7 +54,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, on the same port if it ran before. AssertionError with the end of its log if it does not come up."""
+        """Start the server, on the same port as before. AssertionError with the end of its log if it does not start."""
         self.port = self.port or _free_port()
         command = [*map(str, (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model))]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *COMMON, *self.flags]
@@ -69,11 +69,11 @@ class Server:
             time.sleep(0.5)
 
     def kill(self) -> None:
-        """SIGKILL, also for the engine's own process."""
+        """Send SIGKILL to the server and its engine process."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not end it."""
+        """Send SIGTERM, and SIGKILL if the server does not end."""
         self._end(signal.SIGTERM)
 
     def tail(self) -> str:
@@ -100,7 +100,7 @@ class Server:
             return False
 
     def _end(self, how: int) -> None:
-        """All processes of the session that the server leads, which is the server's own."""
+        """Signal all processes of the server's session; the server was started in a session of its own."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -110,14 +110,14 @@ class Server:
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait(timeout=30)
-        with suppress(ProcessLookupError):  # what outlived its leader
+        with suppress(ProcessLookupError):  # processes that outlived the server
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process = None
 
 
 @contextmanager
 def running(model: Path, folder: Path, *flags: str, runner: int = 1, **endpoints: bool) -> Iterator[Server]:
-    """A server for the block. ``folder``: of its log. ``endpoints``: as for ``Server``."""
+    """Run a server until the end of the block. ``folder``: for its log. ``endpoints``: as for ``Server``."""
     folder.mkdir(parents=True, exist_ok=True)
     reading = () if any(flag.startswith("--max-num-batched") for flag in flags) else WHOLE if runner == 1 else ()
     server = Server(model, folder / "server.log", (*reading, *flags), runner=runner, **endpoints)

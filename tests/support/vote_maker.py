@@ -1,4 +1,4 @@
-"""Votes without images, for tests of what is computed from them."""
+"""Votes without images, for tests of the statistics of votes."""
 
 import itertools
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from retouch.rewards.votes.log import Side, Vote
 
 
 class VoteMaker:
-    """Makes votes; each has a number as its id and as its time."""
+    """Makes votes with consecutive numbers as ids and times."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

@@ -1,9 +1,9 @@
 """Makes vLLM start on a machine without a GPU. Python imports this file first, because ``vllm_server`` puts its folder on the path.
 
-Nothing of vLLM's sampling or of its HTTP interface is changed:
+vLLM's HTTP interface and its sampling distribution are not changed:
 
-- torchvision from PyPI is linked against CUDA, so beside a CPU build of torch its compiled operators are missing and its import
-  fails. Two of them are declared here. vLLM uses neither: it only resizes images with torchvision.
+- torchvision from PyPI is linked against CUDA, so with a CPU build of torch its compiled operators are missing and its import
+  fails. Two of these operators are declared here. vLLM uses neither of them: it only resizes images with torchvision.
 - Model runner V2, which the plug-in for image tokens needs, is written in Triton, and there is no Triton compiler for CPUs on PyPI.
   With ``TRITON_INTERPRET=1`` Triton's interpreter runs the kernels. vLLM looks for a CPU backend before it uses Triton, so one is
   registered that is never active.
