@@ -27,10 +27,10 @@ lint: install
 	$(BIN)/lint-imports
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: lint .venv-all/.installed
-	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile -m "not engines"
+	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not engines"
 	$(MAKE) trackers
 	$(MAKE) engines
 	$(MAKE) mutants
@@ -74,7 +74,7 @@ test-floors:
 	.venv-floors/bin/pip install --quiet --upgrade pip
 	.venv-floors/bin/pip install --quiet --requirement tests/floors.txt
 	.venv-floors/bin/pip install --quiet --no-deps --editable .
-	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 bench: install
 	$(BIN)/python benchmarks/speed/run.py

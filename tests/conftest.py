@@ -38,6 +38,16 @@ for name, value in {
     os.environ.setdefault(name, value)
 
 
+LONG = ("session", "rehearsal", "distributed", "models", "benchmarks", "training", "pretraining", "trainer", "doctor", "serving")
+"""Folders with the longest files."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the folders of ``LONG`` first, so that no process is left with a long file while the others have nothing to do."""
+    places = {folder: place for place, folder in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).parts[0], len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny vision-language model. No test may write to it."""

@@ -22,7 +22,7 @@ KEPT = Path(__file__).with_name("rehearsed.json")
 PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- rehearsed -->"
 FOLDERS = ("sd3", "flux2", "flux-fill", "flux-kontext", "qwen-image", "qwen-image-edit", "qwen-image-2", "emu3")
-OMITTED_IF_NULL = ("-playground", "tiny")
+SKIPPED_NAMES = ("-playground", "tiny")
 """Words in the names of recipes with small models, which are not rehearsed."""
 _ON_H200 = (
     *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
@@ -51,7 +51,7 @@ UNITS = (
 def names() -> list[str]:
     """The names of the full-size recipes, in the order of `FOLDERS`."""
     files = sorted(file for folder in FOLDERS for file in (ROOT / "recipes" / folder).glob("*.jsonnet"))
-    found = [f"{file.parent.name}/{file.stem}" for file in files if not any(part in file.stem for part in OMITTED_IF_NULL)]
+    found = [f"{file.parent.name}/{file.stem}" for file in files if not any(part in file.stem for part in SKIPPED_NAMES)]
     return sorted(found, key=lambda name: (FOLDERS.index(name.partition("/")[0]), name))
 
 

@@ -75,9 +75,12 @@ def put_pairs(queue: VoteQueue) -> None:
 
 def follow(
     page: Page, base: str, folder: RunFolder, trainer: "subprocess.Popen[bytes]", arguments: argparse.Namespace
-) -> dict[int, bool]:
-    """Open the page in every other block of steps until the run ends. Returns, for each step, whether the page was open."""
-    opened: dict[int, bool] = {}
+) -> dict[int, bool | None]:
+    """Open the page in every other block of steps until the run ends.
+
+    Returns, for each step, whether the page was open; None for a step in which it was opened or closed.
+    """
+    opened: dict[int, bool | None] = {}
     before = None
     place, sign = SHOWS[arguments.page]
     voted = time.monotonic()
@@ -89,7 +92,8 @@ def follow(
             if showing:
                 page.locator(sign).wait_for()
             before = showing
-        else:  # a step in which the page changed counts for neither
+            opened[step] = None
+        else:
             opened.setdefault(step + 1, showing)
         if showing and arguments.page == "vote" and time.monotonic() - voted > 1:
             page.keyboard.press("ArrowLeft")
@@ -98,7 +102,7 @@ def follow(
     return opened
 
 
-def report(folder: RunFolder, opened: dict[int, bool]) -> None:
+def report(folder: RunFolder, opened: dict[int, bool | None]) -> None:
     """Print the median step times with and without the page, and their ratio."""
     seconds = {line["step"]: line["time/step"] for line in folder.read_timings()}
     with_page = [value for step, value in seconds.items() if opened.get(step) is True]

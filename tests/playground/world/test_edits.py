@@ -109,7 +109,7 @@ def test_edits_that_do_not_fit_are_refused(edits: list[Edit]) -> None:
     ],
 )
 def test_what_is_no_edit_is_refused(arguments: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match="edit of"):
+    with pytest.raises(ValueError, match="unknown thing or cell"):
         Edit(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not an edit"):
         Edit.from_json({"kind": "remove"})
