@@ -42,8 +42,8 @@ class SharedRollout(Section):
     staleness: Annotated[int, Field(ge=0, le=16)] = Field(default=0, exclude_if=operator.not_)
     """Number of steps by which rollouts run ahead of learning. The samples of a step are generated, and their scoring begins, with
     weights that are up to this many steps old, so that slow rewards are computed while the policy learns. 0 samples every step with
-    the current weights. Above 0, this number of copies of the trained weights is kept in CPU memory and in checkpoints, and each
-    step computes the log-probabilities of its samples again."""
+    the current weights. Above 0, this number of copies of the trained weights is kept in CPU memory (with ``sharding: fsdp2``, on
+    the device of the weights) and in checkpoints, and each step computes the log-probabilities of its samples again."""
     truncate_at: Annotated[float, Field(ge=1.0)] = Field(default=TRUNCATE_AT, exclude_if=partial(operator.eq, TRUNCATE_AT))
     """With ``staleness``: the largest importance weight of an action in the loss (truncated importance sampling). The weight is the
     probability of the action under the weights at the start of the step, divided by its probability under the weights that sampled
