@@ -95,22 +95,25 @@ def test_edits_that_do_not_fit_are_refused(edits: list[Edit]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        ("recolour", 0, RED, 0, RED),
-        ("recolour", 0, RED, 0, GREEN),
-        ("reshape", 0, RED, 0, BLUE),
-        ("remove", 0, RED, 0, BLUE),
-        ("add", 0, RED, 1, RED),
-        ("move", 0, RED, 0, RED),
-        ("move", 0, RED, 9, RED),
-        ("explode", 0, RED, 0, None),
-        ("remove", 0, Thing("mauve", "circle"), 0, None),
+        (("recolour", 0, RED, 0, RED), "not an edit of the kind 'recolour'"),
+        (("recolour", 0, RED, 0, GREEN), "not an edit of the kind 'recolour'"),
+        (("reshape", 0, RED, 0, BLUE), "not an edit of the kind 'reshape'"),
+        (("remove", 0, RED, 0, BLUE), "not an edit of the kind 'remove'"),
+        (("add", 0, RED, 1, RED), "not an edit of the kind 'add'"),
+        (("move", 0, RED, 0, RED), "not an edit of the kind 'move'"),
+        (("explode", 0, RED, 0, None), "not an edit of the kind 'explode'"),
+        (("move", 0, RED, 9, RED), "unknown thing or cell"),
+        (("remove", 0, Thing("mauve", "circle"), 0, None), "unknown thing or cell"),
     ],
 )
-def test_what_is_no_edit_is_refused(arguments: tuple[object, ...]) -> None:
-    with pytest.raises(ValueError, match="unknown thing or cell"):
+def test_what_is_no_edit_is_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Edit(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_row_without_the_fields_of_an_edit_is_refused() -> None:
     with pytest.raises(ValueError, match="not an edit"):
         Edit.from_json({"kind": "remove"})
 
