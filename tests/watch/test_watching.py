@@ -16,11 +16,13 @@ from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
 from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
+from retouch.watch.watcher import Watcher
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,32 @@ def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
     assert run(alone, fresh=False) == 0
     assert folder.metrics.read_bytes() == RunFolder(alone.folder).metrics.read_bytes()
     assert all("watch/alarm/brightness" in line for line in folder.read_metrics() if line["step"] % 2 == 0)
+
+
+@pytest.mark.parametrize(("response", "kept", "back_to"), [("stop", 2, None), ("roll_back", 0, 0)])
+def test_an_observation_that_a_spent_budget_left_out_raises_its_alarms_at_the_next_start(
+    tmp_path, monkeypatch, response, kept, back_to
+):
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm=response))
+    observe, budget = Watcher._observe, {2}
+
+    def observe_within_budget(self, step):
+        if step in budget:
+            raise BudgetSpent("the budget of the held-out judge is spent")
+        return observe(self, step)
+
+    monkeypatch.setattr(Watcher, "_observe", observe_within_budget)
+    with pytest.raises(BudgetSpent):
+        run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
+    assert folder.read_alarm() is None
+    budget.clear()
+    with pytest.raises(AlarmStop, match=r"after step 2:\n  watch\.brightness"):
+        run(recipe, fresh=False)
+    assert (folder.read_alarm()["step"], folder.read_alarm()["back_to"]) == (2, back_to)
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2]
+    assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
 
 
 @pytest.mark.parametrize("gamed", [True, False])

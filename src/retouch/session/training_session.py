@@ -105,7 +105,7 @@ class TrainingSession:
 
                 details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
-            self.watching = False
+            self.measuring = self.watching = False
             try:
                 yield from self._train(stepper)
             except RewardsAbandoned:
@@ -119,11 +119,8 @@ class TrainingSession:
             self._heldout(baseline=True)
         elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
             self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
-        if self.watcher is not None:
-            self.watcher.open(self.ledger, self.parts.judge, done=self.done)
-        if self.suites is not None:
-            self._catch_up(stepper, self.suites)
-        if self.done == 0 and any(one is not None and one.rolls_back for one in (self.watcher, self.suites)):
+        self._catch_up(stepper)
+        if self.done == 0 and self._rolls_back:
             self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
             if self.done >= steps.stop:
@@ -144,8 +141,11 @@ class TrainingSession:
                         self.code = self.request.code
                         return
             except (TooManyMissing, BudgetSpent):
-                # Raised on every rank before any weight changed. The next start sends the failed samples to the judge again.
-                self._save(stepper)
+                # Raised on every rank, before any weight of the next step changed, or while the watcher or a suite measured this one.
+                # If an alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
+                # sends the failed samples to the judge again.
+                if not (self.measuring and self._rolls_back):
+                    self._save(stepper)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
             except RewardsAbandoned:
@@ -172,6 +172,7 @@ class TrainingSession:
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
         """Record the step; evaluate and save if due. Also returns whether the run stops after it. Raises AlarmStop."""
         alarms: list[Alarm] = []
+        self.measuring = True
         try:
             if self.watcher is not None:
                 self.watching = True
@@ -187,6 +188,7 @@ class TrainingSession:
             self._record(phase, collected, metrics)
             self._stop_for_alarms(stepper, alarms, spent=error)
             raise
+        self.measuring = False
         self._record(phase, collected, metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
         self.listener.stepped(result)
@@ -214,12 +216,20 @@ class TrainingSession:
         self.recorder.resume_clock()
         return result, False
 
-    def _catch_up(self, stepper: Stepper, suites: "RunSuites") -> None:
-        """Run the suites that an interruption left out. Raises AlarmStop like ``_after``."""
+    @property
+    def _rolls_back(self) -> bool:
+        """Whether an alarm may roll the run back to a checkpoint."""
+        return any(one is not None and one.rolls_back for one in (self.watcher, self.suites))
+
+    def _catch_up(self, stepper: Stepper) -> None:
+        """Make the observation and run the suites that an interruption left out. Raises AlarmStop like ``_after``."""
         alarms: list[Alarm] = []
         try:
-            for raised in suites.catch_up(self.done):
-                alarms += raised
+            if self.watcher is not None:
+                alarms += self.watcher.open(self.ledger, self.parts.judge, done=self.done)
+            if self.suites is not None:
+                for raised in self.suites.catch_up(self.done):
+                    alarms += raised
         except BudgetSpent as error:
             self._stop_for_alarms(stepper, alarms, spent=error)
             raise
@@ -236,7 +246,8 @@ class TrainingSession:
         """Raise AlarmStop if one of the alarms stops the run. ``spent``: an error of the same step, which is then only logged.
 
         The run can then resume from a checkpoint of this step, or, if an alarm rolls back, from the newest existing checkpoint,
-        which was saved before the alarm.
+        which was saved before the alarm. The only exception: if the rule was set to roll back after the checkpoint of this step was
+        saved, that checkpoint stays.
         """
         from retouch.watch.alarm_stop import stop_message, stopping_alarms, write_stop
         from retouch.watch.alarms import AlarmStop
@@ -249,7 +260,7 @@ class TrainingSession:
         if any(alarm.response == "roll_back" for alarm in alarms):
             newest = checkpoint.load_latest(self.folder.checkpoints, groups=GROUPS)
             assert newest is not None, "a run that may roll back saves a checkpoint at its start"
-            back_to = newest.step
+            back_to = newest.step if newest.step < self.done else None
         else:
             self._save(stepper)
         if self.parts.ranks.is_main:

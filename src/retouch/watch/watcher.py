@@ -62,10 +62,12 @@ class Watcher:
         self._observations: list[Observation] = []
         self._diversity: list[float] = []
 
-    def open(self, ledger: Ledger, judge: RewardScorer, *, done: int) -> None:
+    def open(self, ledger: Ledger, judge: RewardScorer, *, done: int) -> list[Alarm]:
         """Load the observations of the first ``done`` steps, the last step with metrics. A new run makes its first observation.
 
-        ``judge``: the training judge. Raises ValueError if another held-out judge made the stored observations.
+        The observation of the last step is made here if it is missing, because the budget was spent during that step. Returns the
+        alarms of this observation. ``judge``: the training judge. Raises ValueError if another held-out judge made the stored
+        observations.
         """
         self._ledger = ledger
         self._judge = judge
@@ -78,9 +80,13 @@ class Watcher:
                 "that judge, or start a new run with --fresh"
             )
         self._diversity = read_diversity(self._folder, done)
-        # The observation of the last step is missing if the budget was spent during that step.
-        if not self._observations or (done % self.watch.every == 0 and self._observations[-1].step < done):
+        if not self._observations:
             self._observe(done)
+            return []
+        if done % self.watch.every or self._observations[-1].step == done:
+            return []
+        self._observe(done)
+        return self._alarms(done)
 
     @property
     def rolls_back(self) -> bool:
@@ -103,10 +109,15 @@ class Watcher:
         if done % self.watch.every:
             return metrics, []
         observation = self._observe(done)
+        alarms = self._alarms(done)
+        return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
+
+    def _alarms(self, step: int) -> list[Alarm]:
+        """Return and log the alarms of the newest observation, which was made after ``step`` steps."""
         alarms = find_alarms(self.watch, self._observations, self._diversity, self._columns)
         for alarm in alarms:
-            log.warning("ALARM at step %d: %s", done, alarm.text)
-        return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
+            log.warning("ALARM at step %d: %s", step, alarm.text)
+        return alarms
 
     def _observe(self, step: int) -> Observation:
         executor = WorkerThread("watch")
