@@ -141,8 +141,8 @@ class TrainingSession:
                         self.code = self.request.code
                         return
             except (TooManyMissing, BudgetSpent):
-                # Raised on every rank, before any weight of the next step changed, or while the watcher or a suite measured this one.
-                # If an alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
+                # Raised on every rank: before the weights changed again, or while the watcher or a suite measured this step. If an
+                # alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
                 # sends the failed samples to the judge again.
                 if not (self.measuring and self._rolls_back):
                     self._save(stepper)
