@@ -5,9 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import agreement
 import runs
 from league_curves import draw
-from ranking import Finals, Rank, ranking, time_to
+from ranking import Finals, Rank, interquartile_mean, ranking, time_to
 from runs import diverged, share_of_gap
 from worlds import ROOT, WORLDS, World
 
@@ -80,6 +81,7 @@ def page(kept: Path) -> str:
     lines += [f"So far: {len(every)} runs, {hours:.1f} CPU hours.", ""]
     for world, known in found:
         lines += section(world, known) if known else []
+    lines += agreement.section([(world.title, scores(known)) for world, known in found])
     missing = [world.title for world, known in found if not known]
     if missing:
         lines += ["## Not run yet", "", *(f"- {title}" for title in missing), ""]
@@ -114,6 +116,12 @@ def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str
         yield f"Without a final run so far: {'; '.join(untested)}.\n"
     yield f"### {world.title}: settings\n"
     yield from settings(world, found)
+
+
+def scores(found: Mapping[str, Sequence[Record]]) -> dict[str, float]:
+    """The share of the gap of each algorithm that has final runs: the interquartile mean over seeds and strata."""
+    finals = {name: completed(known) for name, known in found.items()}
+    return {name: interquartile_mean(Finals.of(name, known).shares()) for name, known in finals.items() if known}
 
 
 def number_of(counts: Sequence[int], what: str) -> str:

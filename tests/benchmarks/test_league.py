@@ -27,7 +27,10 @@ from retouch.training.loop import train
 from retouch.types import Batch, Sample, Task
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "league"
-MODULES = ("budget", "contestants", "league_curves", "league_page", "noisy_judges", "ranking", "runs", "scaling_points", "worlds")
+MODULES = (
+    *("agreement", "budget", "contestants", "league_curves", "league_page", "noisy_judges", "ranking", "runs", "scaling_points"),
+    "worlds",
+)
 QUEUE = ("tournament", "league")
 
 
@@ -273,6 +276,37 @@ def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league:
     assert "learning rate 0.001: **" in text
     assert "learning rate 9: error (ValueError: NaN)" in text
     assert page.curves(world, page.records(tmp_path, world)).count("<polyline") == 2
+
+
+def test_the_rank_correlation_is_spearmans(league: SimpleNamespace) -> None:
+    correlation = league.agreement.rank_correlation
+    first = np.array([0.1, 0.5, 0.2, 0.9])
+    assert correlation(first, 10 * first**3) == pytest.approx(1.0)
+    assert correlation(first, -first) == pytest.approx(-1.0)
+    # Ranks 1, 3, 2, 4 and 2, 1, 3, 4: the squared differences sum to 1 + 4 + 1 + 0, and 1 - 6 * 6 / (4 * 15) = 0.4.
+    assert correlation(first, np.array([2.0, 1.0, 3.0, 4.0])) == pytest.approx(0.4)
+    # Ranks 1, 2.5, 2.5 and 1, 2, 3: the correlation is 1.5 / sqrt(1.5 * 2).
+    assert correlation(np.array([1.0, 2.0, 2.0]), np.array([1.0, 2.0, 3.0])) == pytest.approx(1.5 / math.sqrt(3))
+    assert math.isnan(correlation(np.ones(3), np.array([1.0, 2.0, 3.0])))
+
+
+def test_worlds_are_compared_over_the_algorithms_that_both_have(league: SimpleNamespace) -> None:
+    names = [f"A{k}" for k in range(8)]
+    one = {name: float(k) for k, name in enumerate(names)} | {"only here": 9.0}
+    other = {name: -float(k) for k, name in enumerate(names)}
+    value, interval = league.agreement.agreement(one, other)
+    assert (value, interval.low, interval.high) == pytest.approx((-1.0, -1.0, -1.0))
+    assert league.agreement.agreement(one, {"A1": 0.0, "A2": 1.0}) is None
+    text = "\n".join(league.agreement.section([("One", one), ("Other", other), ("Empty", {})]))
+    assert "| One; Other | -1.00 (-1.00 to -1.00) |" in text
+    assert "Empty" not in text
+    assert "| only here | 1 | - |" in text
+    assert "| A7 | 2 | 8 |" in text
+    assert "In the first third of every world: none." in text
+    same = "\n".join(league.agreement.section([("One", one), ("Same", {name: 2 * score for name, score in one.items()})]))
+    assert "In the first third of every world: only here; A7; A6." in same
+    assert "In the last third of every world: A2; A1; A0." in same
+    assert not [*league.agreement.section([("One", one), ("Empty", {})])]
 
 
 def test_every_kept_file_belongs_to_a_row(league: SimpleNamespace) -> None:
