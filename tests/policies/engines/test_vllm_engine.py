@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2VLImageProcessorPil
 
+import loopback
 import tiny_emu3
 import tiny_models
 import tiny_policies
@@ -22,7 +23,7 @@ from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.engines.adapters import AdapterPublisher
 from retouch.policies.engines.base import EngineFault
-from retouch.policies.engines.client import Client
+from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.server import has_plugin, query_server
 from retouch.policies.engines.vllm import VllmEngine
 from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
@@ -366,6 +367,36 @@ def test_a_permanent_error_of_the_server_is_not_asked_for_long(tmp_path):
         assert sum(waiting.pauses) <= 1.5
     with served(tmp_path, max_lora_rank=2) as (policy, _, waiting), pytest.raises(EngineFault, match="max_lora_rank"):
         policy.rollout(tiny_writing.batch())
+    assert not waiting.pauses
+
+
+def test_a_closed_connection_does_not_mean_that_the_engine_is_dead():
+    """A server that closes a connection after HTTP 500 is alive if it answers for its health on another connection."""
+
+    class ClosesAfterAnError(loopback.Handler):
+        failed = False
+
+        def do_POST(self):
+            if self.failed:
+                self.close_connection = True  # without a reply
+                return
+            self.body()
+            self.failed = True
+            self.reply(500, {"error": {"message": "no such layer"}})
+
+        def do_GET(self):
+            if self.failed:
+                self.close_connection = True
+                return
+            self.reply(200, b"")
+
+    waiting = Waiting()
+    with (
+        loopback.running(loopback.Server(ClosesAfterAnError)) as server,
+        Client(server.url, timeout=30.0, patience=60.0, sleep=waiting.sleep, clock=waiting.clock) as client,
+        pytest.raises(RequestRefused, match="no such layer"),
+    ):
+        client.post(GENERATE, {}, tries_of_500=1)
     assert not waiting.pauses
 
 

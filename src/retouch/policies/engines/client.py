@@ -147,8 +147,10 @@ class Client:
 
     def _is_healthy(self) -> bool:
         """Whether the server's engine is alive; if it is dead, vLLM and SGLang answer with HTTP 503."""
+        # A new connection: a server may close the old one after an error, which would look as if the engine were dead.
         try:
-            return self._http.get(f"{self.url}/health").status_code != 503
+            with httpx.Client(headers=self._http.headers, timeout=self._http.timeout, trust_env=False) as http:
+                return http.get(f"{self.url}/health").status_code != 503
         except (httpx.HTTPError, httpx.StreamError):
             return False
 
