@@ -1,6 +1,7 @@
 """The command line: quick to answer, plain about mistakes, and faithful in what it hands on."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,22 @@ except SystemExit as end:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
     assert "doctor" in done.stdout
+
+
+def test_idle_threads_give_up_their_core_soon() -> None:
+    """libgomp reads the variable when torch is imported, so a command must set it before."""
+    code = """
+import os, sys
+from retouch.cli import main
+main(['recipes', 'quickstart'])
+print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))
+"""
+    for set_by_user, expected in ({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"):
+        inherited = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**inherited, **set_by_user}, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == f"False {expected}"
 
 
 @pytest.mark.parametrize(
