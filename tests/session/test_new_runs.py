@@ -29,7 +29,8 @@ class Bright:
 def judged_by_brightness(out: Path, column: str | None) -> Recipe:
     document = six_steps(out, "corrected").document()
     document["reward"] = {"kind": "import", "class": "test_new_runs:Bright", "combine": {"bright": 1}}
-    return parse({**document, "steps": 1, "eval": {**document["eval"], "column": column}}, allow_imports=["test_new_runs"])
+    evaluation = {**document["eval"], "column": column, "best_of_k": 2}
+    return parse({**document, "steps": 1, "eval": evaluation}, allow_imports=["test_new_runs"])
 
 
 def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +43,9 @@ def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: P
     assert not folder.has_steps()
     assert run(right, fresh=False) == 0
     assert folder.has_steps()
+    log = folder.log(0).read_text()
+    stages = ["evaluating", "held-out tasks after step 0", "baselines: the best of 2 samples", "step 1/1"]
+    assert sorted(stages, key=log.index) == stages
     changed = r"a run of another recipe:\n  eval\.column: None in the run, overall in the recipe\nGive .* with --set name=NAME,"
     with pytest.raises(ValueError, match=changed):
         run(wrong, fresh=False)

@@ -1,5 +1,6 @@
 """The held-out evaluations of a run: it stores the scores of every task, the baselines and the summary."""
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from retouch.training.evaluation import EvaluationResult, headline_tasks, paired
 from retouch.training.loop import TooManyMissing
 
 REWARD = "reward"
+log = logging.getLogger("retouch")
 
 
 class RunEvaluations:
@@ -35,6 +37,7 @@ class RunEvaluations:
 
         Raises TooManyMissing, on every rank and before anything is stored, if more scores are missing than the recipe allows.
         """
+        log.info("evaluating %d %s tasks", len(self.evaluator.tasks), self._split_label)
         evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
         self._require_scores(evaluated, step)
         if self.parts.ranks.is_main:
@@ -84,6 +87,9 @@ class RunEvaluations:
         else:
             ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
             k = self.recipe.eval.best_of_k
+        if k:
+            tasks = len(self.evaluator.tasks)
+            log.info("baselines: the best of %d samples of the base policy for each of %d %s tasks", k, tasks, self._split_label)
         best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k) if k else None
         if self.parts.ranks.is_main:
             found = {

@@ -281,12 +281,12 @@ class TrainingSession:
         """Evaluate on the held-out tasks; before training also compute the baselines."""
         evaluated = self.evaluations.evaluate(self.done)
         self.listener.evaluated(self.done, evaluated)
-        if baseline:
-            self.evaluations.write_baselines()
         if self.parts.ranks.is_main:
             self.recorder.heldout(self.done, evaluated)
             for line in self.evaluations.format_table(self.done):
                 log.info(line)
+        if baseline:
+            self.evaluations.write_baselines()
 
     def _lacks_evaluation(self) -> bool:
         return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
