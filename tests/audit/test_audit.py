@@ -281,11 +281,13 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
         ("step,group,slot,rating\n1,0,0,3\n1\n", "line 3: `group` is empty"),
         ("sha256,rating\n,3\n", "line 2: `sha256` is empty"),
         ("rating,image\n3\n", "line 2: `image` is empty"),
+        ("image,rating\nratings.csv,3\n", "line 2: ratings.csv cannot be read as an image"),
+        (b"sha256,rating,note\nabc,3,caf\xe9\n", "ratings.csv is not UTF-8 text"),
     ],
 )
 def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
     file = tmp_path / "ratings.csv"
-    file.write_text(text)
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert cli.main(["ledger", str(kept), "agree", "overall", "--ratings", str(file)]) == 2
     assert says in capsys.readouterr().err
 

@@ -282,6 +282,24 @@ def test_functions_with_bound_arguments_have_names_and_hashes_of_their_own() -> 
         FunctionReward.of(partial(lambda images, level: [level] * len(images), level=1.0))
 
 
+def test_bound_arguments_are_not_replaced_by_columns_or_images() -> None:
+    def everything(images: list[Any], *, level: float, masks: object, **rest: Any) -> list[float]:
+        assert masks == "bound"
+        assert {"level", "masks"}.isdisjoint(rest)
+        assert "texts" in rest
+        return [level] * len(images)
+
+    def completed(images: list[Any], *, completions: object) -> list[float]:
+        return [float(completions == "bound")] * len(images)
+
+    samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
+    for function in (partial(above, level=0.5), partial(everything, level=0.5, masks="bound")):
+        assert [each.tolist() for each in scores_of(FunctionReward.of(function), samples).values()] == [[0.5, 0.5]]
+    reward = FunctionReward.of(partial(completed, completions="bound"))
+    assert not reward.reads_completions
+    assert scores_of(reward, samples)["completed"].tolist() == [1.0, 1.0]
+
+
 def test_what_a_reward_function_may_return() -> None:
     samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
 

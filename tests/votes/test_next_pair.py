@@ -1,5 +1,7 @@
 """Which pair a voter is asked next."""
 
+from itertools import pairwise
+
 from retouch.rewards.votes.log import Side, Vote, VotePair, Votes
 from retouch.votes.asking import REPEAT_EVERY, next_pair
 
@@ -24,3 +26,16 @@ def test_a_queue_repeats_a_pair_that_is_still_open() -> None:
     closed = next_pair([pair("new")], votes, "ann", shared=True)
     assert closed is not None
     assert (closed.pair, closed.repeat) == (pair("new"), False)
+
+
+def test_a_queue_does_not_repeat_pairs_one_after_the_other() -> None:
+    """Also after many groups that were closed before a pair of them could be repeated."""
+    given = [pair(f"closed {number}").vote("left", voter="ann") for number in range(10 * REPEAT_EVERY)]
+    waiting = [pair(f"open {number}") for number in range(3 * REPEAT_EVERY)]
+    repeats: list[bool] = []
+    while (found := next_pair(waiting, votes_of(given), "ann", shared=True)) is not None:
+        given.append(found.pair.vote("left", voter="ann", exchanged=found.exchanged, repeat=found.repeat))
+        repeats.append(found.repeat)
+    places = [number for number, repeat in enumerate(repeats) if repeat]
+    assert len(places) == 3
+    assert all(other - one > REPEAT_EVERY for one, other in pairwise(places))

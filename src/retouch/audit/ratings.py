@@ -6,6 +6,7 @@ or to the run's folder), ``sha256`` (the hash of the image in the ledger), or ``
 """
 
 import csv
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,23 +31,29 @@ def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list
         by_image.setdefault(sample.image, []).append(sample)
     by_place = {sample.place: sample for sample in samples}
     given: dict[int, list[float]] = {}
-    with file.open(newline="", encoding="utf-8-sig") as opened:
-        reader = csv.DictReader(opened)
-        key = _key(reader.fieldnames or [], file)
-        for number, line in enumerate(reader, start=2):
-            try:
-                _require_values(line, (*(_PLACE if key == "place" else (key,)), COLUMN))
-                about = _samples_of(key, line, by_image=by_image, by_place=by_place, roots=(file.parent, run))
-                rating = _rating(line[COLUMN])
-            except ValueError as error:
-                raise ValueError(f"{file}, line {number}: {error}") from None
-            for sample in about:
-                given.setdefault(id(sample), []).append(rating)
+    reader = csv.DictReader(io.StringIO(_text(file), newline=""))
+    key = _key(reader.fieldnames or [], file)
+    for number, line in enumerate(reader, start=2):
+        try:
+            _require_values(line, (*(_PLACE if key == "place" else (key,)), COLUMN))
+            about = _samples_of(key, line, by_image=by_image, by_place=by_place, roots=(file.parent, run))
+            rating = _rating(line[COLUMN])
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
+        for sample in about:
+            given.setdefault(id(sample), []).append(rating)
     return [
         replace(sample, scores={**sample.scores, COLUMN: math.fsum(given[id(sample)]) / len(given[id(sample)])})
         for sample in samples
         if id(sample) in given
     ]
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--ratings: {file} is not UTF-8 text ({error}); save it as CSV in UTF-8") from None
 
 
 def _key(header: Sequence[str], file: Path) -> str:
@@ -94,8 +101,11 @@ def _hash_of(image: str, roots: Sequence[Path]) -> str:
     for root in roots:
         path = root / image
         if path.is_file():
-            with Image.open(path) as opened:
-                return image_hash(opened)
+            try:
+                with Image.open(path) as opened:
+                    return image_hash(opened)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                raise ValueError(f"{image} cannot be read as an image: {error}") from None
     raise ValueError(f"there is no file {image} next to the CSV or in the run's folder")
 
 

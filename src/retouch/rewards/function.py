@@ -160,11 +160,11 @@ class FunctionReward(RewardSection):
 
 def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str) -> dict[str, list[Any]]:
     """The keyword arguments for a call of the function, each a list with one entry per sample; all of them if it takes
-    ``**kwargs``.
+    ``**kwargs``. The bound arguments of a partial keep their values.
 
     Raises ValueError for an argument without a default that is neither in ``OWN_ARGUMENTS`` nor a column of the data set.
     """
-    takes = _parameters(function, name)
+    takes, bound = _parameters(function, name), _bound(function)
     own: dict[str, list[Any]] = {
         "images": [sample.image for sample in samples],
         "prompts": [sample.task.instruction for sample in samples],
@@ -175,7 +175,8 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
         "texts": [sample.task.text for sample in samples],
         "tasks": [sample.task for sample in samples],
     }
-    columns = sorted({column for sample in samples for column in (*sample.task.meta, *sample.task.tags)})
+    own = {key: values for key, values in own.items() if key not in bound}
+    columns = sorted({column for sample in samples for column in (*sample.task.meta, *sample.task.tags)} - bound)
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     given = dict(own) if everything else {key: own[key] for key in takes if key in own}
     for key, parameter in takes.items():
@@ -208,7 +209,9 @@ def reward_name(function: object) -> str:
 
 
 def _parameters(function: RewardFunction, name: str) -> Mapping[str, inspect.Parameter]:
-    parameters = inspect.signature(function).parameters
+    """The parameters of the function, without the bound arguments of a partial."""
+    bound = _bound(function)
+    parameters = {key: each for key, each in inspect.signature(function).parameters.items() if key not in bound}
     for parameter in parameters.values():
         if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind is parameter.VAR_POSITIONAL:
             raise ValueError(f"reward function {name}: arguments are given by keyword, so {parameter.name} cannot be positional")
@@ -249,6 +252,11 @@ def _number(score: Any, name: str) -> float:
 def _unwrapped(function: Any) -> Any:
     """The function that a ``functools.partial`` calls; another object unchanged. A partial of a partial is flat."""
     return function.func if isinstance(function, functools.partial) else function
+
+
+def _bound(function: Any) -> frozenset[str]:
+    """The names of the keyword arguments that a ``functools.partial`` binds; empty for another object."""
+    return frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
 
 
 def _source_hash(function: RewardFunction) -> str:

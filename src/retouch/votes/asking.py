@@ -52,8 +52,9 @@ def _repeat(votes: Sequence[Vote], known: Container[str]) -> Vote | None:
     """The vote on the pair of ``known`` that is to be repeated; None if no repeat is due."""
     repeats = {vote.pair for vote in votes if vote.repeat}
     first = [vote for vote in votes if not vote.repeat]
-    due = len(first) // REPEAT_EVERY
-    if len(repeats) >= due:
+    # Counted from the last repeat: in a queue, repeats that were due while no earlier pair was open must not follow each other.
+    since = next((number for number, vote in enumerate(reversed(votes)) if vote.repeat), len(votes))
+    if since < REPEAT_EVERY:
         return None
     recent = {vote.pair for vote in votes[-_LEAST_BETWEEN:]}
     waiting = [vote for vote in first if vote.pair in known and vote.pair not in repeats and vote.pair not in recent]

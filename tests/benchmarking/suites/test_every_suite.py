@@ -20,6 +20,7 @@ from retouch.benchmarks.suites.text_to_image.preference import AestheticSuite, H
 from retouch.config import consent
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.aesthetic import AestheticModel
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Sample, Scores
 
 NAN = math.nan
@@ -258,6 +259,23 @@ def test_missing_and_broken_items_are_named_and_counted_and_are_not_0(name: str,
         if case.broken:
             what = f"{len(case.broken)} item{'s' * (len(case.broken) > 1)} of the data that cannot be used"
             assert f"{what}, left out: {broken[0].id} ({broken[0].reason})" in str(partial)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_another_reward_may_score_the_images(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    (tmp_path / "data").mkdir()
+    data = None if case.write is None else case.write(tmp_path / "data")
+    suite = find_suite(name, case.options)
+    items, _ = suite.items(data)
+    folder = ImageFolder(tmp_path / "images", suite=suite)
+    for place in image_keys(list(enumerate(items)), suite=suite):
+        folder.write(place, numbered(place.number + 1))
+    found = run(suite, judge=ShareReward(channel="green"), data=data, images=folder.root, out=tmp_path / "out")
+    assert found is not None
+    assert not found.missing
+    assert found.table["all"].keys() == {"share"}
+    assert found.headline == pytest.approx((100 / 301 + 100 / 302) / 2)
 
 
 def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path: Path) -> None:

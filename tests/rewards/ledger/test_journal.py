@@ -1,6 +1,7 @@
 """The journal of scores: the same bits again, no judge asked twice, and nothing lost to a kill."""
 
 import os
+import random
 import sqlite3
 import struct
 import subprocess
@@ -466,3 +467,14 @@ def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
     journal.database._connection.execute("PRAGMA max_page_count = 100000")
     journal.record(rows_of(large), {"quality": torch.zeros(400)})
     assert journal.recall(rows_of(large), ["quality"])[0].all()
+
+
+def test_a_damaged_picture_counts_as_missing(tmp_path: Path) -> None:
+    kept, image = KeptImages(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
+    digest = image_hash(image)
+    kept.save(digest, image)
+    damaged = bytearray(kept.path(digest).read_bytes())
+    # The chunk of the pixels seems to be shorter, so the name of the next chunk is read from the middle of the pixels.
+    damaged[33:37] = (int.from_bytes(damaged[33:37]) // 2).to_bytes(4)
+    kept.path(digest).write_bytes(damaged)
+    assert kept.read(digest) is None

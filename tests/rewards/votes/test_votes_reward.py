@@ -327,6 +327,25 @@ def test_a_calibrated_reward_takes_a_list_of_scores(tmp_path: Path, vote) -> Non
     assert scores["win_probability"].isnan().tolist() == scores["share"].isnan().tolist() == [False, True]
 
 
+def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tmp_path: Path, vote) -> None:
+    class Listed:
+        columns = {"share": Column(0.0, 1.0)}  # noqa: RUF012
+
+        def __call__(self, given: list[Sample]) -> dict[str, list[float]]:
+            return {"share": [0.25] * len(given)}
+
+    class Misnamed(Listed):
+        def __call__(self, given: list[Sample]) -> dict[str, list[float]]:
+            return {"shares": [0.25] * len(given)}
+
+    votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
+    made = calibrate(votes, "share", resamples=20)
+    scores = CalibratedScores(Listed(), "share", made)(samples(10, 250))
+    assert scores["win_probability"].tolist() == pytest.approx([made.at(0.25)[0]] * 2)
+    with pytest.raises(ValueError, match=r"Misnamed.*declares the column 'share' but did not return it; it returned shares"):
+        CalibratedScores(Misnamed(), "share", made)(samples(10, 250))
+
+
 def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) -> None:
     queue = tmp_path / "run" / "queue"
     given = samples(10, 200, 90)

@@ -43,6 +43,6 @@ def read_image(path: Path, digest: str) -> Image.Image | None:
         with Image.open(path) as file:
             file.load()
             image = file.copy()
-    except OSError:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # SyntaxError: a damaged chunk of a PNG
         return None
     return image if image_hash(image) == digest else None

@@ -136,9 +136,11 @@ class UniGenSuite(RowSuite):
     def headline(
         self, items: Sequence[SuiteItem], values: Mapping[str, Float[ndarray, " n"]], weights: Float[ndarray, "b n"]
     ) -> dict[str, Float[ndarray, " b"]]:
-        """Compute the pooled share of each dimension, and their mean as ``overall``."""
+        """Compute the pooled share of each dimension, and their mean as ``overall``. The columns of another reward are averaged."""
         import numpy as np
 
+        if not values.keys() >= set(DIMENSIONS.values()):
+            return super().headline(items, values, weights)
         kinds = [[dimension(str(point["kind"])) for point in _points(item.id, item.fields)] for item in items]
         found: dict[str, Float[ndarray, " b"]] = {}
         for name in DIMENSIONS.values():

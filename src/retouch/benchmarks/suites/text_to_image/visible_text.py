@@ -176,5 +176,8 @@ class LongTextSuite(RowSuite):
         """Compute the pooled share of words, and the mean of the other columns."""
         import numpy as np
 
-        counts = np.array([float(str(item.fields["units"])) for item in items])
-        return {**super().headline(items, values, weights), "words": pooled_mean(values["words"], counts, weights)}
+        found = super().headline(items, values, weights)
+        if "words" in values:  # not of another reward that scores the images
+            counts = np.array([float(str(item.fields["units"])) for item in items])
+            found["words"] = pooled_mean(values["words"], counts, weights)
+        return found
