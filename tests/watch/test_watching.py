@@ -130,6 +130,23 @@ def test_an_observation_that_a_spent_budget_left_out_raises_its_alarms_at_the_ne
     assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
 
 
+def test_the_diversity_of_a_step_is_known_even_if_the_budget_is_spent_in_its_observation(watched, tmp_path, monkeypatch):
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
+    observe = Watcher._observe
+
+    def observe_within_budget(self, step):
+        if step:
+            raise BudgetSpent("the budget of the held-out judge is spent")
+        return observe(self, step)
+
+    monkeypatch.setattr(Watcher, "_observe", observe_within_budget)
+    with pytest.raises(BudgetSpent):
+        run(recipe, fresh=False)
+    _, alone, _ = watched
+    known = [line.get("watch/diversity") for line in RunFolder(recipe.folder).read_metrics()]
+    assert known == [line["watch/diversity"] for line in alone.read_metrics()]
+
+
 @pytest.mark.parametrize("gamed", [True, False])
 def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, gamed):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded")

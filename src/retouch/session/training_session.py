@@ -177,7 +177,9 @@ class TrainingSession:
             if self.watcher is not None:
                 self.watching = True
                 with self.parts.clock("watch"):
-                    watch_metrics, alarms = self.watcher.after(self.done, collected)
+                    # Kept if the budget is spent in ``after``: later alarms depend on this measurement of every step.
+                    metrics = {**metrics, **self.watcher.measure(collected)}
+                    watch_metrics, alarms = self.watcher.after(self.done)
                 self.watching = False
                 metrics = {**metrics, **watch_metrics}
             if self.suites is not None:
