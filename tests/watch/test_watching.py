@@ -20,6 +20,7 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
+from retouch.watch import alarm_stop
 from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
 from retouch.watch.watcher import Watcher
@@ -83,6 +84,26 @@ def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
     # Of the look that had the alarm, the line keeps what was raised under the rules of its time.
     lines = [{name: value for name, value in line.items() if "alarm" not in name} for line in on.read_metrics()]
     assert lines == RunFolder(alone.folder).read_metrics()
+
+
+def test_a_run_that_is_killed_before_it_records_the_stop_stops_at_the_next_start(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments, **options):
+        raise Killed
+
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
+    with monkeypatch.context() as patch:
+        patch.setattr(alarm_stop, "write_stop", kill)
+        with pytest.raises(Killed):
+            run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    assert checkpoint.latest(folder.checkpoints).name == "step-000002"
+    assert folder.read_alarm() is None
+    with pytest.raises(AlarmStop, match=r"after step 2:\n  watch\.brightness"):
+        run(recipe, fresh=False)
+    assert folder.read_alarm()["step"] == 2
 
 
 def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):

@@ -228,6 +228,8 @@ class TrainingSession:
         alarms: list[Alarm] = []
         try:
             if self.watcher is not None:
+                # The run may have been killed after it saved this step and before it recorded the stop.
+                alarms += self.watcher.stored_alarms(self.done)
                 alarms += self.watcher.open(self.ledger, self.parts.judge, done=self.done)
             if self.suites is not None:
                 for raised in self.suites.catch_up(self.done):
