@@ -24,6 +24,7 @@ from retouch.session import suites
 from retouch.session.session import run
 from retouch.session.suites import Fall, OpenSuite, RunSuites, fall, open_suites
 from retouch.training import checkpoint
+from retouch.watch import alarm_stop
 from retouch.watch.alarms import AlarmStop
 from tiny_recipes import SMALL
 
@@ -185,6 +186,30 @@ def test_an_alarm_of_a_suite_ends_a_run_as_the_recipe_says(
     assert [line["alarm"] is not None for line in folder.read_suites()] == [False, True, True]
     words = read(write_report(folder.root).read_text()).words
     assert "Alarm: after step 1" in words
+
+
+def test_a_run_that_is_killed_before_it_records_the_stop_of_a_suite_stops_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: Any, **options: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr(suites, "fall", lambda suite, before, now: Fall(5.0, 4.0, 1.0, 9.0))
+    monkeypatch.setattr(RunSuites, "_reward_change", lambda self, since, step, metrics: 0.1)
+    recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"}, checkpoints={"every": 0})
+    with monkeypatch.context() as patch:
+        patch.setattr(alarm_stop, "write_stop", kill)
+        with pytest.raises(Killed):
+            run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    assert checkpoint.latest(folder.checkpoints).name == "step-000001"  # type: ignore[union-attr]
+    assert folder.read_alarm() is None
+    with pytest.raises(AlarmStop, match=r"after step 1:\n  eval\.suites, suite playground"):
+        run(recipe, fresh=False)
+    assert [line["step"] for line in folder.read_suites()] == [0, 1]
 
 
 def judged(url: str, **quota: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
+from retouch.watch import alarm_stop
 from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
 from retouch.watch.watcher import Watcher
@@ -85,6 +86,26 @@ def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
     assert lines == RunFolder(alone.folder).read_metrics()
 
 
+def test_a_run_that_is_killed_before_it_records_the_stop_stops_at_the_next_start(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments, **options):
+        raise Killed
+
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
+    with monkeypatch.context() as patch:
+        patch.setattr(alarm_stop, "write_stop", kill)
+        with pytest.raises(Killed):
+            run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    assert checkpoint.latest(folder.checkpoints).name == "step-000002"
+    assert folder.read_alarm() is None
+    with pytest.raises(AlarmStop, match=r"after step 2:\n  watch\.brightness"):
+        run(recipe, fresh=False)
+    assert folder.read_alarm()["step"] == 2
+
+
 def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"))
     with pytest.raises(AlarmStop, match="back in the state of step 0"):
@@ -128,6 +149,23 @@ def test_an_observation_that_a_spent_budget_left_out_raises_its_alarms_at_the_ne
     assert (folder.read_alarm()["step"], folder.read_alarm()["back_to"]) == (2, back_to)
     assert [line["step"] for line in folder.read_metrics()] == [1, 2]
     assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
+
+
+def test_the_diversity_of_a_step_is_known_even_if_the_budget_is_spent_in_its_observation(watched, tmp_path, monkeypatch):
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
+    observe = Watcher._observe
+
+    def observe_within_budget(self, step):
+        if step:
+            raise BudgetSpent("the budget of the held-out judge is spent")
+        return observe(self, step)
+
+    monkeypatch.setattr(Watcher, "_observe", observe_within_budget)
+    with pytest.raises(BudgetSpent):
+        run(recipe, fresh=False)
+    _, alone, _ = watched
+    known = [line.get("watch/diversity") for line in RunFolder(recipe.folder).read_metrics()]
+    assert known == [line["watch/diversity"] for line in alone.read_metrics()]
 
 
 @pytest.mark.parametrize("gamed", [True, False])

@@ -33,6 +33,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     checkpoint. Raises ValueError if the run could not start (for example, because another process owns its folder), or if it
     stopped because of an error that the message names. If too many scores were missing, a budget was spent or an engine failed, the
     last finished step is saved first; after other errors (such as NonFiniteGradient), the run resumes from its newest checkpoint.
+    So it does if an alarm may roll it back and a budget was spent while ``watch`` or a suite measured the step.
     """
     with open_session(recipe, fresh=fresh, new_judge=new_judge) as session:
         for _ in session.steps():

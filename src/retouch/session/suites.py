@@ -105,9 +105,15 @@ class RunSuites:
             yield found, alarms
 
     def catch_up(self, step: int) -> Iterator[list[Alarm]]:
-        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Yields their alarms."""
-        done = {line["suite"] for line in self._folder.read_suites() if line["step"] == step}
+        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Yields their alarms.
+
+        First yields the alarms of the stored results, because the run may have been killed before it recorded the stop.
+        """
+        lines = [line for line in self._folder.read_suites() if line["step"] == step]
+        done = {line["suite"] for line in lines}
         self._parts.ranks.barrier()  # all ranks read the results before the main rank writes one
+        if any(line["alarm"] is not None for line in lines):
+            yield self.stored_alarms(step)
         for _, alarms in self._after([suite for suite in self._due(step) if suite.name not in done], step, {}):
             yield alarms
 

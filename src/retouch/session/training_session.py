@@ -177,7 +177,9 @@ class TrainingSession:
             if self.watcher is not None:
                 self.watching = True
                 with self.parts.clock("watch"):
-                    watch_metrics, alarms = self.watcher.after(self.done, collected)
+                    # Kept if the budget is spent in ``after``: later alarms depend on this measurement of every step.
+                    metrics = {**metrics, **self.watcher.measure(collected)}
+                    watch_metrics, alarms = self.watcher.after(self.done)
                 self.watching = False
                 metrics = {**metrics, **watch_metrics}
             if self.suites is not None:
@@ -226,6 +228,8 @@ class TrainingSession:
         alarms: list[Alarm] = []
         try:
             if self.watcher is not None:
+                # The run may have been killed after it saved this step and before it recorded the stop.
+                alarms += self.watcher.stored_alarms(self.done)
                 alarms += self.watcher.open(self.ledger, self.parts.judge, done=self.done)
             if self.suites is not None:
                 for raised in self.suites.catch_up(self.done):

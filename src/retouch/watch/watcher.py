@@ -100,17 +100,20 @@ class Watcher:
             return []
         return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
 
-    def after(self, done: int, collected: ScoredRollout) -> tuple[Metrics, list[Alarm]]:
-        """Measure the samples of a step, and make an observation if it is due. Returns metrics of the step, and the alarms."""
-        metrics: Metrics = {}
-        if len(collected.images):
-            self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
-            metrics["watch/diversity"] = self._diversity[-1]
+    def measure(self, collected: ScoredRollout) -> Metrics:
+        """Measure the samples of a step. Returns metrics of the step. Call it before ``after``."""
+        if not len(collected.images):
+            return {}
+        self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
+        return {"watch/diversity": self._diversity[-1]}
+
+    def after(self, done: int) -> tuple[Metrics, list[Alarm]]:
+        """Make an observation if it is due after ``done`` steps. Returns further metrics of the step, and the alarms."""
         if done % self.watch.every:
-            return metrics, []
+            return {}, []
         observation = self._observe(done)
         alarms = self._alarms(done)
-        return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
+        return {**self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
 
     def _alarms(self, step: int) -> list[Alarm]:
         """Return and log the alarms of the newest observation, which was made after ``step`` steps."""
