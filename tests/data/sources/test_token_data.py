@@ -182,6 +182,16 @@ def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
         rows.require(good, grid=(3, 3), codes=10)
 
 
+def test_rows_that_other_processes_read_are_compared_with_the_model_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("retouch.data.examination.PARALLEL_FROM", 4)
+    monkeypatch.setattr("retouch.data.examination.available_cpus", lambda: 2)
+    rows = TokenRows([save(tmp_path / "d", [feature(k) for k in range(4)])], trusted=False)
+    good, _ = accept(rows, on_bad_row="refuse")
+    assert [rows.known(k) for k in good] == [True] * 4
+    with pytest.raises(ValueError, match=r"(?s)1 of 4 .*3\.safetensors: the code 9, and the autoencoder has 9"):
+        rows.require(good, grid=GRID, codes=9)
+
+
 @pytest.mark.parametrize("told", ["[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"])
 def test_a_list_that_is_none_is_refused(tmp_path, told):
     (tmp_path / "list.json").write_text(told)
