@@ -100,6 +100,8 @@ def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
         ({"original_image": np.full(GRID, -1)}, "the code -1"),
         ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
         ({"instruction": " "}, "its instruction is not a text"),
+        ({"task": {"text": 5}}, "a text or a tag of its task is not a text"),
+        ({"task": {"tags": {"level": 5}}}, "a text or a tag of its task is not a text"),
     ],
 )
 def test_what_is_wrong_is_said_by_file(tmp_path, changes, said):
