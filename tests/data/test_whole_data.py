@@ -92,6 +92,23 @@ def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path: Pa
     assert changed == HubData(path="org/name", columns=data["columns"], held_out="all")
 
 
+def test_the_revision_of_the_recipes_data_is_not_that_of_other_data(tmp_path: Path) -> None:
+    other = stream_files.parquet(tmp_path / "other", files=1, rows=ROWS)
+    columns = {"instruction": "instruction", "image": "image"}
+    document = json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())
+    for section in (
+        HubData(path="org/own", revision="abc", columns=columns),
+        StreamData(path="org/own", revision="abc", columns=columns),
+    ):
+        given = {**document, "data": section.model_dump(mode="json")}
+        changed = parse(given, whole_data(str(other), section)).data
+        assert isinstance(changed, HubData)
+        assert len(changed.rows(seed=0)) == ROWS
+        again = parse(given, whole_data("org/own", section)).data
+        assert isinstance(again, HubData)
+        assert again.revision == "abc"
+
+
 def test_fault_3_the_split_dev_of_omniedit_is_a_test_set() -> None:
     assert [str(known) for known in find_test_sets(["TIGER-Lab/OmniEdit-Filtered-1.2M"], split="dev")] == [
         "TIGER-Lab/OmniEdit-Filtered-1.2M is OmniEdit's split dev"

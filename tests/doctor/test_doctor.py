@@ -17,12 +17,12 @@ from PIL import Image
 from published_plans import plan
 from retouch import cli
 from retouch.assembly.assembly import assemble
-from retouch.assembly.phases import build_sets
+from retouch.assembly.phases import build_sets, sets_of, steps_of
 from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.doctor import trial
-from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
+from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers, phase_steps
 from retouch.doctor.device import GPUS, PlannedDevice, check_device
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.doctor.install import check_install, check_playground, check_versions
@@ -530,12 +530,13 @@ def test_a_run_that_cannot_be_built_names_the_key_to_correct(says: str, fix: str
 
 def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     recipe = small(f"out={tmp_path / 'not' / 'there' / 'yet'}")
-    assert check_disk(recipe, 1000).status == "ok"
-    full = check_disk(recipe, 10**18)
+    assert check_disk(recipe, 1000, steps=[1]).status == "ok"
+    full = check_disk(recipe, 10**18, steps=[1])
     assert full.status == "FAILED"
     assert full.text.endswith(f"free under {tmp_path}")
     longer = small(f"out={tmp_path}", "steps=10", "checkpoints.every=1", "checkpoints.keep_every=2")
-    assert check_disk(longer, 1000).text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
+    found = check_disk(longer, 1000, steps=phase_steps(longer, [None]))
+    assert found.text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
 
 
 def test_checkpoints_of_a_run_whose_length_is_in_passes(tmp_path: Path) -> None:
@@ -545,11 +546,22 @@ def test_checkpoints_of_a_run_whose_length_is_in_passes(tmp_path: Path) -> None:
     (phase,) = recipe.resolved_phases()
     kept = 2 + phase.total_steps(len(sets.train)) // 2
     assert kept > 2
-    assert check_disk(recipe, 1000, sets=sets).text.startswith(f"{kept} checkpoints of 0.00 MB")
-    unknown = check_disk(recipe, 1000)
+    assert check_disk(recipe, 1000, steps=phase_steps(recipe, [sets])).text.startswith(f"{kept} checkpoints of 0.00 MB")
+    assert phase_steps(recipe, [None]) is None
+    unknown = check_disk(recipe, 1000, steps=None)
     assert unknown.status == "note"
     assert "and another one for every 2 steps, whose number is not known" in unknown.text
-    assert check_disk(recipe, 10**18).status == "FAILED"
+    assert check_disk(recipe, 10**18, steps=None).status == "FAILED"
+
+
+def test_each_phase_is_as_long_as_the_passes_over_its_own_data() -> None:
+    data = small().document()["data"]
+    phases = [{"name": name, "passes": 1, "data": {**data, "count": count}} for name, count in (("a", 4), ("b", 40), ("c", 4))]
+    recipe = small("steps=null", "tasks_per_step=2", f"phases={json.dumps(phases)}")
+    read = [sets for _, sets in check_data(recipe)]
+    every = sets_of(recipe, recipe.resolved_phases(), size=None)
+    assert phase_steps(recipe, read) == [len(steps) for steps in steps_of(recipe.resolved_phases(), every)] == [2, 20, 2]
+    assert phase_steps(recipe, [read[0], None]) is None
 
 
 @pytest.mark.parametrize(

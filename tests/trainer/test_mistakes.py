@@ -4,6 +4,7 @@ words that say what to do."""
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retouch
 import tiny_pipelines
 import tiny_writers
+from retouch.data.playground.tasks import PlaygroundData
 from retouch.data.sources.table import read_table
 from retouch.data.tasks import Tasks
 from retouch.rewards.function import FunctionReward
@@ -90,6 +92,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a stream for evaluation": (
         {"train_dataset": ROWS, "eval_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
         "eval_dataset: a streaming data set has no length; load it without streaming=True",
+    ),
+    "a table for evaluation beside a data source": (
+        {"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "eval_dataset": ROWS},
+        "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset",
+    ),
+    "a table for evaluation beside a folder": (
+        {"train_dataset": "photos", "eval_dataset": ROWS},
+        "eval_dataset: needs a table or a stream as train_dataset",
+    ),
+    "columns beside a data source": (
+        {"train_dataset": PlaygroundData(count=4, complexity={1: 1.0}), "columns": {"instruction": "level"}},
+        "columns: train_dataset is a PlaygroundData; give the columns to it, if it has such a key",
+    ),
+    "columns of a prompt list": (
+        {"train_dataset": Path(__file__).parents[2] / "recipes/sd3/prompts.txt", "columns": {"instruction": "caption"}},
+        "columns: the columns of a prompt list have fixed names; give the rows of",
     ),
     "a column that is not there": ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
     "an unknown field": ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),

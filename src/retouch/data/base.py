@@ -201,7 +201,9 @@ class StoredData(DataSource):
         return "refuse"
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
-        return {self.path_keys[0]: path, "held_out": "all", "limit": None}
+        # A revision is a commit of one data set, so other data have none.
+        pinned: dict[str, Json] = {"revision": None} if "revision" in type(self).model_fields and path not in self.paths() else {}
+        return {self.path_keys[0]: path, "held_out": "all", "limit": None, **pinned}
 
     @property
     def checked_share(self) -> CheckedShare:

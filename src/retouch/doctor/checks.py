@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,16 @@ def check_folder(recipe: Recipe) -> Finding:
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, DataSets | None]]:
     """Read each data set of the recipe as in training; the data sets are None if this failed."""
     size = recipe.image_size
-    done: list[DataSource] = []
+    yield from (_read_data(recipe, data, size) for data in _data_of(recipe))
+
+
+def _data_of(recipe: Recipe) -> list[DataSource]:
+    """The different data of all phases, in the order of the phases."""
+    found: list[DataSource] = []
     for phase in recipe.resolved_phases():
-        if phase.data not in done:
-            done.append(phase.data)
-            yield _read_data(recipe, phase.data, size)
+        if phase.data not in found:
+            found.append(phase.data)
+    return found
 
 
 def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -> tuple[Finding, DataSets | None]:
@@ -148,24 +153,29 @@ def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     return note("data", "\n".join(lines))
 
 
-def phase_steps(recipe: Recipe, sets: DataSets | None) -> list[int] | None:
-    """The steps of each phase; None if a phase is as long as some passes over data that are not known (``sets`` is None)."""
-    phases = recipe.resolved_phases()
-    if sets is None:
-        known = [phase.steps for phase in phases if phase.steps is not None]
-        return known if len(known) == len(phases) else None
-    return [phase.total_steps(len(examples(sets.train))) for phase in phases]
+def phase_steps(recipe: Recipe, read: Sequence[DataSets | None]) -> list[int] | None:
+    """The steps of each phase; None if a phase is as long as some passes over data that could not be read.
+
+    ``read``: the data sets that ``check_data`` returned, in the same order.
+    """
+    steps = []
+    for phase in recipe.resolved_phases():
+        sets = next(sets for data, sets in zip(_data_of(recipe), read, strict=True) if data == phase.data)
+        if phase.steps is None and sets is None:
+            return None
+        steps.append(phase.total_steps(0 if sets is None else len(examples(sets.train))))
+    return steps
 
 
-def check_disk(recipe: Recipe, bytes_each: int, *, sets: DataSets | None = None) -> Finding:
+def check_disk(recipe: Recipe, bytes_each: int, *, steps: Sequence[int] | None) -> Finding:
     """Check whether the disk has room for the checkpoints that are kept, and for one more while it is written.
 
-    ``bytes_each``: size of a checkpoint. ``sets``: the data sets, if they can be read here.
+    ``bytes_each``: size of a checkpoint. ``steps``: the result of ``phase_steps``.
     """
     folder = recipe.folder.absolute()
     parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(parent).free
-    every, steps = recipe.checkpoints.keep_every, phase_steps(recipe, sets)
+    every = recipe.checkpoints.keep_every
     kept = recipe.checkpoints.keep + (0 if every is None or steps is None else sum(steps) // every)
     needed = (kept + 1) * bytes_each
     each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"

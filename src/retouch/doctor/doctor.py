@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from retouch.data.base import DataSets
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import (
     check_batch,
@@ -26,6 +25,7 @@ from retouch.doctor.checks import (
     check_push,
     check_sharding_settings,
     check_trackers,
+    phase_steps,
 )
 from retouch.doctor.device import (
     DEFAULT_GPU,
@@ -47,6 +47,7 @@ from retouch.doctor.reward import calls_of, check_reward
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writer_memory
 from retouch.models.playground.family import playground_weights
+from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
@@ -194,13 +195,14 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
         from retouch.doctor.estimate import check_estimate
 
         world = report.world or recipe.ranks or 1
-        calls = calls_of(recipe, checked.sets)
         fitting = not any(finding.status == "FAILED" and finding.subject == "memory" for finding in report.found)
         machine = find_machine(checked.gpu)
         if checked.device is not None and checked.gpu != doctor_options.device:
             report.add([note("time", f"estimated for {checked.gpu}, because no GPU was named; --device names one")])
         report.add(
-            check_estimate(checked.recipe, machine, world=world, price=doctor_options.price, calls=calls, planned_to_fit=fitting)
+            check_estimate(
+                checked.recipe, machine, world=world, price=doctor_options.price, calls=checked.calls, planned_to_fit=fitting
+            )
         )
 
 
@@ -208,12 +210,12 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
 class _Checked:
     """The results of the checks that load no weights.
 
-    ``recipe``: the recipe whose memory is planned. ``sets``: the data sets; None if they cannot be read here. ``device``: the
-    device of the trial step; None if weights or device are missing. ``gpu``: the GPU for which time is estimated.
+    ``recipe``: the recipe whose memory is planned. ``calls``: the calls to each judge. ``device``: the device of the trial step;
+    None if weights or device are missing. ``gpu``: the GPU for which time is estimated.
     """
 
     recipe: Recipe
-    sets: DataSets | None
+    calls: Sequence[Calls]
     device: torch.device | None
     gpu: str
 
@@ -224,18 +226,20 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     report.add(check_batch(recipe, world=world))
     report.add(check_sharding_settings(recipe, world=world))
     report.add([check_trackers(recipe), *check_push(recipe), check_folder(recipe)])
-    sets = None
+    read = []
     for finding, data in check_data(recipe):
         report.add([finding])
-        sets = sets or data
-    report.add(check_reward(recipe, sets))
+        read.append(data)
+    sets, steps = next((data for data in read if data is not None), None), phase_steps(recipe, read)
+    calls = calls_of(recipe, steps=steps, sets=sets)
+    report.add(check_reward(recipe, sets, calls=calls))
     report.add(check_engines(recipe))
     report.add(check_prompt_embeddings(recipe))
     planned, missing = _planned(recipe, doctor_options.base)
     gpu = device_name if device_name in GPUS or device_name.endswith(PROFILE) else DEFAULT_GPU
     if planned is None:
         report.add(missing)
-        return _Checked(recipe=recipe, sets=sets, device=None, gpu=gpu)
+        return _Checked(recipe=recipe, calls=calls, device=None, gpu=gpu)
     folder, weights_here = _weights(planned)
     joined = None if report.world is None else group.ranks.device
     target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
@@ -244,10 +248,10 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     findings, checkpoint = _memory(planned, folder, target)
     report.add(findings)
     if checkpoint is not None:
-        report.add([check_disk(recipe, checkpoint, sets=sets)])
+        report.add([check_disk(recipe, checkpoint, steps=steps)])
     report.add(missing or [_weights_finding(recipe, folder, weights_here)])
     trial = weights_here and not missing and target is not None
-    return _Checked(recipe=planned, sets=sets, device=target.device if trial and target is not None else None, gpu=gpu)
+    return _Checked(recipe=planned, calls=calls, device=target.device if trial and target is not None else None, gpu=gpu)
 
 
 def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from PIL import Image
@@ -12,7 +12,6 @@ from retouch.data.base import DataSets
 from retouch.data.sampler import examples
 from retouch.distributed.placement import resolve_device
 from retouch.distributed.ranks import find_device
-from retouch.doctor.checks import phase_steps
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.derived.judge_calls import Calls, judge_calls
 from retouch.recipe.devices import Devices
@@ -26,11 +25,11 @@ from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
 
 
-def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
+def check_reward(recipe: Recipe, sets: DataSets | None, *, calls: Sequence[Calls]) -> Iterator[Finding]:
     """Run all checks of the reward. The reward and the watch are built only if all API keys of judges are set and may be sent."""
     found = [*check_keys(recipe), *check_key_addresses(recipe)]
     yield from found
-    yield from check_calls(recipe, sets)
+    yield from (note("judge calls", str(each)) for each in calls)
     if all(finding.status == "ok" for finding in found):
         yield check_scoring(recipe, sets)
         if recipe.watch is not None:
@@ -59,15 +58,8 @@ def check_key_addresses(recipe: Recipe) -> Iterator[Finding]:
             yield ok("key", f"{variable} goes to {keys.address_of(url)}")
 
 
-def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
-    """The number and cost of the calls to each judge, if the length of the run is known."""
-    for calls in calls_of(recipe, sets):
-        yield note("judge calls", str(calls))
-
-
-def calls_of(recipe: Recipe, sets: DataSets | None) -> list[Calls]:
-    """The calls to each judge; none if the length of the run is not known without its data."""
-    steps = phase_steps(recipe, sets)
+def calls_of(recipe: Recipe, *, steps: Sequence[int] | None, sets: DataSets | None) -> list[Calls]:
+    """The calls to each judge; none if the length of the run is not known without its data. ``steps``: of ``phase_steps``."""
     if steps is None:
         return []
     return judge_calls(recipe, steps=steps, heldout=recipe.eval.tasks if sets is None else len(sets.heldout))

@@ -271,7 +271,14 @@ def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
     """The data source, and the tables that it refers to by name. ``held_out``: whether rows are kept for evaluation."""
+    if evaluation is not None and isinstance(given, DataSource | str | Path):
+        raise ValueError(
+            "eval_dataset: needs a table or a stream as train_dataset; give its rows as a list, or leave out eval_dataset, so that "
+            "rows of train_dataset are held out"
+        )
     if isinstance(given, DataSource):
+        if columns:
+            raise ValueError(f"columns: train_dataset is a {type(given).__name__}; give the columns to it, if it has such a key")
         return given, dict(given.objects())
     if isinstance(given, str | Path):
         section = _data_at(Path(given), columns)
@@ -295,6 +302,8 @@ def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
     from retouch.data.sources.prompts import PromptData
 
     if path.suffix in (".txt", ".jsonl") and path.is_file():
+        if columns:
+            raise ValueError(f"columns: the columns of a prompt list have fixed names; give the rows of {path} as a list")
         return PromptData(path=str(path))
     if not path.is_dir():
         raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)")

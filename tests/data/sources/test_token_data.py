@@ -100,6 +100,8 @@ def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
         ({"original_image": np.full(GRID, -1)}, "the code -1"),
         ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
         ({"instruction": " "}, "its instruction is not a text"),
+        ({"task": {"text": 5}}, "a text or a tag of its task is not a text"),
+        ({"task": {"tags": {"level": 5}}}, "a text or a tag of its task is not a text"),
     ],
 )
 def test_what_is_wrong_is_said_by_file(tmp_path, changes, said):
@@ -180,6 +182,16 @@ def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
         rows.require(good, grid=GRID, codes=9)
     with pytest.raises(ValueError, match=r"2 of 2 .*\n  .*/feature/0\.safetensors: 2x3 codes, and the model's images have 3x3"):
         rows.require(good, grid=(3, 3), codes=10)
+
+
+def test_rows_that_other_processes_read_are_compared_with_the_model_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("retouch.data.examination.PARALLEL_FROM", 4)
+    monkeypatch.setattr("retouch.data.examination.available_cpus", lambda: 2)
+    rows = TokenRows([save(tmp_path / "d", [feature(k) for k in range(4)])], trusted=False)
+    good, _ = accept(rows, on_bad_row="refuse")
+    assert [rows.known(k) for k in good] == [True] * 4
+    with pytest.raises(ValueError, match=r"(?s)1 of 4 .*3\.safetensors: the code 9, and the autoencoder has 9"):
+        rows.require(good, grid=GRID, codes=9)
 
 
 @pytest.mark.parametrize("told", ["[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"])

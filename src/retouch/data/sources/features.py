@@ -83,6 +83,8 @@ def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ())
     task = fields.get("task") or {}
     if not isinstance(task, Mapping) or not all(isinstance(task.get(part, {}), Mapping) for part in ("tags", "meta", "pictures")):
         raise ValueError(f"{path}: its task is not a map; make the file again")
+    if not all(isinstance(text, str) for text in (task.get("text") or "", *task.get("tags", {}).values())):
+        raise ValueError(f"{path}: a text or a tag of its task is not a text; make the file again")
     source = _grid(path, "original_image", fields["original_image"])
     target = None if fields.get("edited_image") is None else _grid(path, "edited_image", fields["edited_image"])
     if target is not None and target.shape != source.shape:

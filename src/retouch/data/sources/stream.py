@@ -156,8 +156,10 @@ class StreamData(StreamedData):
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
         """The keys of ``HubData``, because a stream holds out only its first rows."""
-        kept = {"config", "revision", "split", "columns", "size", "on_bad_row", "tags", "thought_keys"}
-        return {"kind": "hub", "path": path, **self.model_dump(mode="json", include=kept), "held_out": "all"}
+        kept = {"config", "split", "columns", "size", "on_bad_row", "tags", "thought_keys"}
+        revision = self.revision if path == self.path else None  # a commit of one data set
+        keys = self.model_dump(mode="json", include=kept)
+        return {"kind": "hub", "path": path, **keys, "revision": revision, "held_out": "all"}
 
     def open(self) -> datasets.IterableDataset:
         return open_stream(self.path, split=self.split, config=self.config, revision=self.revision)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -192,11 +193,12 @@ class TokenRows:
 
     def __init__(self, lists: Sequence[str | Path], *, trusted: bool, thought_keys: Sequence[str] = ()) -> None:
         """Raises ValueError for a missing list, and for a list without file names."""
+        import numpy as np
+
         self.problems: tuple[Problem, ...] = ()
         self.parts: list[range] = []
         self._trusted, self._thought_keys = trusted, thought_keys
         self._entries: list[tuple[str, Path, str]] = []
-        self._seen: dict[int, tuple[tuple[int, int], int]] = {}
         names: list[str] = []
         for each in lists:
             file = list_file(each)
@@ -208,6 +210,10 @@ class TokenRows:
             self._entries += [(name, root, entry) for entry in entries]
             self.parts.append(range(start, len(self._entries)))
         self._tagged = len({_data_set(name) for name in names}) > 1
+        # Height, width and largest code of each row that was read. Forked processes, which read the rows of a large data set, write
+        # into the same memory.
+        count = len(self._entries)
+        self._seen = np.frombuffer(mmap.mmap(-1, 3 * 8 * count), dtype=np.int64).reshape(count, 3)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -226,22 +232,22 @@ class TokenRows:
             reason = str(error) if entry in str(error) else f"{entry}: {error}"
             raise InvalidRow([Problem(str(root), 0, reason)]) from None
         grids = [grid for grid in (feature.source, feature.target) if grid is not None]
-        self._seen[index] = ((grids[0].shape[0], grids[0].shape[1]), max(int(grid.max()) for grid in grids))
+        self._seen[index] = (*grids[0].shape, max(int(grid.max()) for grid in grids))
         return row
 
     def known(self, index: int) -> bool:
         """Whether the row was read without an error."""
-        return index in self._seen
+        return bool(self._seen[index, 0])
 
     def require(self, indices: Sequence[int], *, grid: tuple[int, int], codes: int) -> None:
         """Check rows that were read. Raises ValueError with the files whose grid is not ``grid``, (height, width), or that have a
         code of ``codes`` or more."""
         wrong = []
         for index in indices:
-            found, highest = self._seen[index]
+            height, width, highest = self._seen[index].tolist()
             _, root, entry = self._entries[index]
-            if found != grid:
-                wrong.append(f"{root / entry}: {found[0]}x{found[1]} codes, and the model's images have {grid[0]}x{grid[1]}")
+            if (height, width) != grid:
+                wrong.append(f"{root / entry}: {height}x{width} codes, and the model's images have {grid[0]}x{grid[1]}")
             elif highest >= codes:
                 wrong.append(f"{root / entry}: the code {highest}, and the autoencoder has {codes}")
         if wrong:
