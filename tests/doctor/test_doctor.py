@@ -564,12 +564,17 @@ def test_each_phase_is_as_long_as_the_passes_over_its_own_data() -> None:
     assert phase_steps(recipe, [read[0], None]) is None
 
 
+TWO_RATES = 'phases=[{"name": "one", "steps": 1}, {"name": "two", "steps": 1, "learning_rate": 0.005}]'
+
+
 @pytest.mark.parametrize(
     ("check", "changes", "fix"),
     [
         ("ratio_before", [], "--set policy.model.dtype=float32"),
         ("moved", [], "--set learning_rate=0.01"),
         ("ratio_after", ['policy.train.targets=["to_q"]'], "--set policy.train.targets=null --set learning_rate=0.01"),
+        ("moved", [TWO_RATES, "steps=null"], "--set learning_rate=0.01 --set phases.1.learning_rate=0.05"),
+        ("gradient", ['policy.train.targets=["to_q"]'], "--set policy.train.targets=null"),
     ],
 )
 def test_what_a_failed_trial_step_suggests_can_be_typed(
@@ -582,6 +587,11 @@ def test_what_a_failed_trial_step_suggests_can_be_typed(
     (found,) = (finding for finding in trial.check_trial(recipe, Ranks()) if finding.status == "FAILED")
     assert found.fix == fix
     parse(recipe.document(), fix.removeprefix("--set ").split(" --set "))
+
+
+@pytest.mark.parametrize(("check", "expected"), [("frozen", "writes to weights"), ("kl_gradient", "do not depend on the trained")])
+def test_what_no_override_can_correct_is_said(check: str, expected: str) -> None:
+    assert expected in trial._suggested_fix(small(), check)
 
 
 # Where weights are found

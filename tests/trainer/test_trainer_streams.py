@@ -49,4 +49,4 @@ def test_a_stream_is_passed_as_it_is_and_evaluated_on_a_table(tmp_path: Path) ->
 
 def test_passes_over_a_stream_are_not_known(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="passes: the number of rows of a stream is not known; give `steps` instead"):
-        trainer(tmp_path, steps=None, passes=1.0).train()
+        trainer(tmp_path, steps=None, passes=1.0)  # before anything is read

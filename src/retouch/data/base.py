@@ -94,6 +94,8 @@ class DataSource(Section):
     these keys."""
     on_hub: ClassVar[bool] = False
     """Whether a path that does not exist on this machine is an id on the Hugging Face Hub."""
+    has_length: ClassVar[bool] = True
+    """Whether the number of training tasks is known before the run. A run over a stream cannot be given in passes."""
 
     allow_test_sets: bool = False
     """Allow training on data that are a known test set; the run records this."""

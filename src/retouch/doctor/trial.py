@@ -54,12 +54,21 @@ def _loaded(parts: Assembly) -> Finding:
 
 
 def _suggested_fix(recipe: Recipe, check: str) -> str:
-    if check == "ratio_before":  # without rounding to 16 bits
-        return "--set policy.model.dtype=float32"
+    """What to do about a failed check of the trial step: overrides that can be typed where the recipe can be the cause."""
     lora = recipe.policy.train.lora
     key = "policy.train.targets" if lora is recipe.policy.train else "policy.train.lora.targets"
     targets = [] if lora is None or lora.targets is None else [f"--set {key}=null"]
-    return " ".join([*targets, f"--set learning_rate={10 * recipe.learning_rate:g}"])
+    match check:
+        case "ratio_before":  # without rounding to 16 bits
+            return "--set policy.model.dtype=float32"
+        case "moved" | "ratio_after":
+            phases = enumerate(recipe.resolved_phases())
+            rates = {recipe.phase_key(index, "learning_rate"): phase.learning_rate for index, phase in phases}
+            return " ".join([*targets, *(f"--set {key}={10 * rate:g}" for key, rate in rates.items())])
+        case "frozen":
+            return "correct the model: its forward pass writes to weights that are not trained"
+        case _:  # a gradient of 0
+            return " ".join(targets) or "correct the model: its outputs do not depend on the trained weights"
 
 
 def _no_scores(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":

@@ -152,6 +152,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         yield from reward_data_problems(recipe, index)
         yield from source_image_problems(recipe, phase, at["data"])
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
+        if phase.passes is not None and not phase.data.has_length:
+            yield f"{recipe.phase_key(index, 'passes')}: the number of rows of a stream is not known; give `steps` instead"
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; use fewer"

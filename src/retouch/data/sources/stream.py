@@ -51,6 +51,8 @@ _WEBDATASET = {"__key__": "id", "txt": "instruction", "jpg": "image", "jpeg": "i
 class StreamedData(DataSource):
     """Rows that are read while the run trains."""
 
+    has_length = False
+
     size: Pixels | None = None
     """Height and width in pixels to which every image is resized; null uses the size of the model."""
     columns: dict[str, str] = Field(default={})
