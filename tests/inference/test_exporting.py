@@ -9,6 +9,7 @@ import torch
 from diffusers import QwenImageEditPipeline, QwenImageTransformer2DModel, SD3Transformer2DModel, StableDiffusion3Pipeline
 from peft import LoraConfig, PeftModel
 
+import retouch
 import tiny_models
 from retouch import cli
 from retouch.inference.exporting import export_target
@@ -18,6 +19,7 @@ from retouch.models.playground.family import playground_weights
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.session.session import run
+from retouch.trainer.trainer import Trainer
 from tiny_recipes import SMALL
 
 FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}
@@ -105,6 +107,26 @@ def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path: Path) -> None:
     pipeline.load_lora_weights(tmp_path)
     assert torch.equal(output(pipeline.transformer), output(module))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 12
+
+
+def test_a_run_with_a_function_as_reward_is_exported_without_its_script(tmp_path: Path) -> None:
+    def brightness(images: Any, **kwargs: Any) -> list[float]:
+        return [image.convert("L").getpixel((0, 0)) / 255 for image in images]
+
+    trainer = Trainer(
+        model=retouch.models.PlaygroundTextToImage(),
+        reward_funcs=brightness,
+        train_dataset=[{"prompt": "a red circle"}, {"prompt": "a blue square"}],
+        peft_config=retouch.Lora(rank=2, alpha=4),
+        rollout={"num_steps": 2, "transition": {"kind": "cps", "noise_level": 0.7}},
+        **{"steps": 1, "tasks_per_step": 1, "group_size": 2, "output_dir": tmp_path, "run_name": "bright"},
+    )
+    trainer.train()
+    of_trainer = {path.name for path in trainer.save_pretrained(tmp_path / "by-trainer")}
+    assert cli.main(["export", str(trainer.folder), "--to", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == of_trainer
+    for name in ("pytorch_lora_weights.safetensors", "adapter_model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "by-trainer" / name).read_bytes()
 
 
 def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -> None:

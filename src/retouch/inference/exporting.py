@@ -12,13 +12,13 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from retouch.assembly.assembly import Assembly
+from retouch.assembly.assembly import PolicyParts
 from retouch.inference.model_card import write_card
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_policy, read_target
 from retouch.models.train import ExportFiles, Format
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.records.libraries import versions
+from retouch.records.libraries import silence_libraries, versions
 
 Which = Literal["average", "current"]
 
@@ -27,21 +27,23 @@ def export_target(target: str, *, to: Path, which: Which | None = None, format: 
     """Write the weights of a run's newest checkpoint to the folder ``to``, and return the files.
 
     ``which``: the weights, ``average`` (which evaluation and `retouch sample` use; the default if the run has an average) or
-    ``current``. ``format``: the format of a LoRA. ``export.json`` contains the recipe and the step. Raises ValueError if ``to`` is
-    not empty, if the target was never trained, if there is no average, or if the model has no such format."""
+    ``current``. ``format``: the format of a LoRA. ``export.json`` contains the recipe and the step. Data and reward are not loaded,
+    so they may be objects of the script that trained the run. Raises ValueError if ``to`` is not empty, if the target was never
+    trained, if there is no average, or if the model has no such format."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: the folder is not empty; name a new one")
-    parts, step = open_target(target)
-    parts.judge.close()
-    if step == 0:
+    recipe, folder = read_target(target)
+    if folder is None:
         raise ValueError(f"{target} is not a run; name the folder of a trained run")
+    silence_libraries()
+    parts, step = open_policy(recipe, folder)
     if which == "average" and "average" not in parts.copies.copies:
         raise ValueError("--weights average: this run kept no average (policy.ema); use current")
-    return write_export(parts, to, step=step, which=which, format=format, run=RunFolder(Path(target)))
+    return write_export(parts, to, step=step, which=which, format=format, run=folder)
 
 
 def write_export(
-    parts: Assembly, to: Path, *, step: int, which: Which | None = None, format: Format = "all", run: RunFolder | None = None
+    parts: PolicyParts, to: Path, *, step: int, which: Which | None = None, format: Format = "all", run: RunFolder | None = None
 ) -> list[Path]:
     """Write the weights of ``parts`` after step ``step``, with ``export.json`` and the model card; returns the files.
 
@@ -58,7 +60,7 @@ def write_export(
     return sorted(path for path in to.rglob("*") if path.is_file())
 
 
-def _check_format(parts: Assembly, format: Format) -> None:
+def _check_format(parts: PolicyParts, format: Format) -> None:
     policy = parts.recipe.policy
     if format == "all":
         return
@@ -69,7 +71,7 @@ def _check_format(parts: Assembly, format: Format) -> None:
         raise ValueError(f"--format {format}: a LoRA of {model.source} has no such format; choose peft or all")
 
 
-def _write_weights(parts: Assembly, to: Path, format: Format) -> None:
+def _write_weights(parts: PolicyParts, to: Path, format: Format) -> None:
     """Write the weights that are loaded: adapters in the formats of ``format``, or the whole transformer."""
     policy = parts.recipe.policy
     model = policy.model

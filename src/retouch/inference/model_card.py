@@ -15,7 +15,7 @@ from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
-    from retouch.assembly.assembly import Assembly
+    from retouch.assembly.assembly import PolicyParts
     from retouch.records.folder import RunFolder
 
 IMAGE = "before-and-after.png"
@@ -50,7 +50,7 @@ _SETTINGS = (
 )
 
 
-def write_card(parts: Assembly, to: Path, run: RunFolder, *, step: int) -> None:
+def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> None:
     """Write the ``README.md`` of the export in the folder ``to``, and the image of held-out samples if the run has samples."""
     policy, document = parts.recipe.policy, parts.recipe.document()
     split = parts.recipe.eval.split
