@@ -51,6 +51,17 @@ def images_of(result: BenchmarkResult) -> Path:
     return result.folder.parents[1] / "images"
 
 
+def test_a_suite_of_edits_refuses_a_policy_that_takes_no_image(tmp_path: Path) -> None:
+    painter = {
+        **{**SMALL, "policy": {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}},
+        "data": {"kind": "playground-paintings", "count": 8, "complexity": {"1": 1}, "known_words": True},
+        **{"reward": {"kind": "share", "combine": {"share": 1}}, "eval": {"tasks": 4}},
+    }
+    (tmp_path / "painter.json").write_text(json.dumps(painter))
+    with pytest.raises(ValueError, match=r"playground edits images, and the model of .*painter\.json takes no image"):
+        run("playground", model=tmp_path / "painter.json", subset=2, out=tmp_path / "bench")
+
+
 def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path: Path) -> None:
     recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "learning_rate": 0.05})
     session.run(recipe, fresh=False)

@@ -100,7 +100,7 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
             raise ValueError(
                 f"{name} is a run or recipe of Retouch, which has its own weights and settings; remove --lora and --call"
             )
-        return _policy_maker(name)
+        return _policy_maker(name, suite=suite)
     return _pipeline_maker(name, lora=lora, call=call, device=device, suite=suite)
 
 
@@ -116,12 +116,15 @@ def is_ours(name: str) -> bool:
         return False
 
 
-def _policy_maker(name: str) -> ImageGenerator:
+def _policy_maker(name: str, *, suite: Suite) -> ImageGenerator:
     from retouch.inference.opening import open_policy, read_target
     from retouch.records.libraries import silence_libraries
 
     silence_libraries()
     recipe, folder = read_target(name, ())
+    takes = recipe.policy.model.takes
+    if suite.task == "editing" and not recipe.policy.is_autoregressive and takes is not None and takes.images[1] == 0:
+        raise ValueError(f"{suite.name} edits images, and the model of {name} takes no image; name a run of an editing model")
     parts, step = open_policy(recipe, folder)
     return PolicyGenerator(parts, {"model": f"{recipe.name}, step {step}", "recipe": dict(recipe.document()), "step": step})
 
