@@ -190,6 +190,21 @@ def test_several_rewards_with_weights_and_a_data_column(tmp_path: Path) -> None:
     assert "reward redness scored from" not in text, "its range is declared"
 
 
+def test_a_run_of_another_recipe_is_refused_in_the_words_of_a_script(tmp_path: Path) -> None:
+    trainer(tmp_path, steps=1).train()
+
+    def redness(images: Any, **kwargs: Any) -> list[float]:
+        return [0.5 for _ in images]
+
+    with pytest.raises(ValueError, match="a run of another recipe") as refused:
+        trainer(tmp_path, steps=1, reward_funcs=redness, train_dataset=prompts()[:-1], learning_rate=0.5).train()
+    lines = str(refused.value).splitlines()
+    assert "  data.rows_: the rows of train_dataset have changed" in lines
+    assert "  reward.source: the source code of the reward function has changed" in lines
+    assert any(line.startswith("  learning_rate: ") and line.endswith("in the run, 0.5 in the recipe") for line in lines)
+    assert lines[-1] == "Give this run another run_name, or call train(fresh=True), which renames the folder of the old one"
+
+
 def test_a_run_of_objects_says_so_when_it_is_opened_without_them(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=1)
     made.train()

@@ -43,7 +43,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
             closing.callback(folder.owner.close)
         if ranks.any(refusal is not None):
             raise refusal or NotOwner(f"{recipe.folder} cannot be used, as the message of rank 0 says")
-        _require_same_recipe(folder, recipe, new_judge=new_judge)
+        _require_same_recipe(folder, recipe, new_judge=new_judge, own_process=own_process)
         ranks.barrier()
         if ranks.is_main:
             folder.create()
@@ -82,7 +82,7 @@ def newest_state(folder: RunFolder, *, every: int) -> TrainState | None:
     return state
 
 
-def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) -> None:
+def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool, own_process: bool) -> None:
     if not folder.recipe.exists():
         if any(folder.checkpoints.glob("step-*")):
             raise ValueError(
@@ -92,21 +92,18 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
         return
     from retouch.recipe.derived.differences import differences
 
+    command = "Give this run another name with --set name=NAME, or rename the old one with --fresh"
+    script = "Give this run another run_name, or call train(fresh=True), which renames the folder of the old one"
+    advice = command if own_process else script
     stored = folder.read_recipe()["recipe"]
     try:
         before = parse(stored)
     except ValueError as error:
-        raise ValueError(
-            f"{folder.root} contains a run whose recipe this version cannot read:\n  {error}\n"
-            "Give this run another name with --set name=NAME, or rename the old one with --fresh"
-        ) from None
+        raise ValueError(f"{folder.root} contains a run whose recipe this version cannot read:\n  {error}\n{advice}") from None
     changed = differences(before, recipe, new_judge=new_judge)
     if changed and folder.has_steps():  # a recipe that failed before its first step may be corrected
         listed = "\n  ".join(changed)
-        raise ValueError(
-            f"{folder.root} contains a run of another recipe:\n  {listed}\n"
-            "Give this run another name with --set name=NAME, or rename the old one with --fresh"
-        )
+        raise ValueError(f"{folder.root} contains a run of another recipe:\n  {listed}\n{advice}")
 
 
 @contextmanager

@@ -17,6 +17,12 @@ _FREE = re.compile(
     r"|eval\.audit|eval\.suites\.\d+\.(every|data|sigmas|on_alarm)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
+_HASHED = {
+    r"reward\.(rewards\.[^.]+\.)?source": "the source code of the reward function has",
+    r"(phases\.\d+\.)?data\.rows_": "the rows of train_dataset have",
+    r"(phases\.\d+\.)?data\.evaluation": "the rows of eval_dataset have",
+}
+"""Keys whose values are hashes, which tell a user nothing, with what the hashes stand for."""
 
 
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
@@ -34,7 +40,8 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
         free = _free(key) or _is_data_path(key, new) or _is_inside(key, changeable) or key in _last_phase_length(new)
         free = free or (new_judge and key.startswith("reward."))
         if was != now and not free:
-            lines.append(f"{key}: {was} in the run, {now} in the recipe")
+            hashed = next((what for form, what in _HASHED.items() if re.fullmatch(form, key)), None)
+            lines.append(f"{key}: {was} in the run, {now} in the recipe" if hashed is None else f"{key}: {hashed} changed")
     return lines
 
 
