@@ -145,6 +145,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a mistyped rollout": ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
     "a run's name with a slash": ({"run_name": "a/b"}, "name: 'a/b' does not match"),
     "a function as callback": ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
+    "no length": ({"steps": None}, "steps: missing: set the length of the run, in steps or in passes"),
     "two lengths": ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
     "an unknown optimizer key": ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
     "a device that does not exist": ({"device": "gpu"}, "device: "),

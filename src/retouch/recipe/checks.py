@@ -72,7 +72,7 @@ def rank_count_warning(recipe: "RecipeKeys", world: int) -> str | None:
 def _length(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.phases is None:
         if (recipe.steps is None) == (recipe.passes is None):
-            yield "steps: set either steps or passes (or phases with either), not both"
+            yield f"steps: {_one_length(recipe.steps)}"
         return
     if not recipe.phases:
         yield "phases: the list is empty; add a phase, or set phases to null and set steps"
@@ -82,13 +82,18 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
     names = [phase.name for phase in recipe.phases]
     for index, phase in enumerate(recipe.phases):
         if (phase.steps is None) == (phase.passes is None):
-            yield f"phases.{index}.steps: set either steps or passes, not both"
+            yield f"phases.{index}.steps: {_one_length(phase.steps)}"
         if phase.name in names[:index]:
             yield f"phases.{index}.name: another phase is also called {phase.name!r}; names must be unique"
     if all(phase.steps == 0 for phase in recipe.phases):
         yield "phases: none of them has a step; set steps for one, or evaluate the untrained model with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
         yield "phases.0.keep_optimizer: there is no phase before the first; remove it"
+
+
+def _one_length(steps: int | None) -> str:
+    """What to do about a run or a phase with both lengths, or with none (``steps`` is None)."""
+    return "missing: set the length of the run, in steps or in passes" if steps is None else "set either steps or passes, not both"
 
 
 def _outputs(recipe: "RecipeKeys") -> Iterator[str]:
