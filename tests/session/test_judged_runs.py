@@ -204,7 +204,9 @@ def test_a_judge_that_is_down_ends_the_run_before_its_first_step_and_nothing_is_
 ) -> None:
     file = write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path / "runs", reward__rewards__judge__judge__attempts=1))
     assert cli.main(["train", file]) == 2
-    assert "100% of the held-out images have no judge/alignment" in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert "100% of the held-out images have no judge/alignment" in printed
+    assert "if the reward leaves images out on purpose, set max_missing to the share that it leaves out" in printed
     folder = tmp_path / "runs" / "judged"
     assert not (folder / "evals.jsonl").exists()
     assert not (folder / "metrics.jsonl").exists()

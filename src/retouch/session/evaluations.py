@@ -75,7 +75,8 @@ class RunEvaluations:
             self.parts.judge.forget_missing("heldout", step, column=None if column is None else self._column)
             raise TooManyMissing(
                 f"{missing:.0%} of the {self._split_label} images have no {self._column}, but the recipe allows only {allowed:.0%} "
-                "(reward.max_missing): the judge is failing. Start the run again when the judge works"
+                "(reward.max_missing). If the judge is failing, start the run again when it works; if the reward leaves images "
+                "out on purpose, set max_missing to the share that it leaves out"
             )
 
     def write_baselines(self) -> None:

@@ -236,8 +236,9 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
     missing = rewards.isnan().double().mean().item()  # in fp32, a fraction that equals the limit could exceed it
     if missing > run.max_missing:
         raise TooManyMissing(
-            f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "
-            "the judge is failing. Nothing was learned from this step; start the run again when the judge answers"
+            f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing). "
+            "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
+            "leaves samples out on purpose, set max_missing to the share that it leaves out"
         )
     advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range)
     valid = rewards[~rewards.isnan()]
