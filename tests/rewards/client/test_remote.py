@@ -115,6 +115,9 @@ def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytes
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
             remote([closed.url])
+        monkeypatch.setenv("RETOUCH_TOKEN", "")  # an empty variable is no token, so the server does reply
+        with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
+            remote([closed.url], wait=0.1)
         with pytest.raises(ValueError, match="has other rewards"):
             remote([blue.url, red.url])
         monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")

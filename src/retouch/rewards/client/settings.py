@@ -67,14 +67,14 @@ class RemoteSettings(Section):
         return self
 
     def keys_sent(self) -> Iterator[tuple[str, str]]:
-        """Yield the token's environment variable with each endpoint, if the variable is set."""
-        yield from ((keys.TOKEN, url) for url in self.endpoints if keys.TOKEN in os.environ)
+        """Yield the token's environment variable with each endpoint, if the variable is set and not empty."""
+        yield from ((keys.TOKEN, url) for url in self.endpoints if os.environ.get(keys.TOKEN))
 
     @property
     def token(self) -> str | None:
         """The token in the environment. Raises ValueError if it must not be sent to one of the endpoints
         (``retouch.config.keys``)."""
-        token = os.environ.get(keys.TOKEN)
+        token = os.environ.get(keys.TOKEN) or None  # an empty variable would be an invalid header
         for variable, url in self.keys_sent():
             keys.require_bound(variable, url)
         return token
