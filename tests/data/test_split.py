@@ -68,7 +68,7 @@ def test_nothing_held_out_when_nothing_is_asked_for():
     [
         (["a"] * 10, 0.5, "leaves nothing to"),
         (["a"] * 10, 3, "nothing to train on: the 10 rows have 1 different source images"),
-        (["a", "b"], 1e-9, "nothing to hold out"),
+        (["a", "b"], 1e-9, r"nothing to hold out.*; add rows, or hold out a number of rows in place of a share, as held_out: 1"),
         (["a", "b"], 1.0, "must be a share"),
         (["a", "b"], -1, "must be a share"),
     ],

@@ -51,7 +51,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
         side = "train on" if not split.train else "hold out"
         raise ValueError(
             f"held_out {held_out} leaves nothing to {side}: the {len(sources)} rows have {len(places)} different source images (or "
-            "prompts), and rows of one stay together; add rows, hold out another number, or evaluate on other data"
+            "prompts), and rows of one stay together; add rows, or hold out a number of rows in place of a share, as held_out: 1"
         )
     return split
 
