@@ -90,7 +90,7 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
 
 
 class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
-    """The built-in tiny text-to-image model, for ``renderer.kind: prompt``."""
+    """The built-in tiny text-to-image model: as a policy, or as the image model behind a writer (``renderer.kind: prompt``)."""
 
     kind: Literal["playground-text-to-image"] = "playground-text-to-image"  # type: ignore[assignment]
 
