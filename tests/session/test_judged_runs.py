@@ -12,7 +12,7 @@ from judge_double import KEY, Double
 from retouch import cli
 from retouch.assembly.phases import build_sets
 from retouch.doctor.findings import Finding
-from retouch.doctor.reward import check_calls, check_keys, check_scoring
+from retouch.doctor.reward import calls_of, check_keys, check_scoring
 from retouch.recipe.derived.judge_calls import judge_calls
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
@@ -175,8 +175,8 @@ def tried(url: str) -> Finding:
 
 
 def test_an_estimate_has_calls_tokens_and_dollars() -> None:
-    (finding,) = check_calls(recipe(), None)
-    assert finding.text.startswith("reward.rewards.judge asks m at http://127.0.0.1:9/v1 108 questions in training and 90 in")
+    (planned,) = calls_of(recipe(), steps=[3], sets=None)
+    assert str(planned).startswith("reward.rewards.judge asks m at http://127.0.0.1:9/v1 108 questions in training and 90 in")
     (calls,) = judge_calls(recipe(), steps=[3], heldout=3)
     assert calls.dollars == pytest.approx((2 * calls.input_tokens + 8 * calls.output_tokens) / 1e6, rel=1e-6)
     assert calls.output_tokens == 150 * 198
