@@ -81,7 +81,7 @@ def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
     (edited,) = loaded.policy.sample(["make it red"], images=[source])
     assert edited.size == source.size
     assert len(loaded.ledger) > 8
-    with pytest.raises(ValueError, match=r"diffusers has no pipeline for this policy; use run.policy.sample"):
+    with pytest.raises(ValueError, match=r"built-in model of the playground is not opened as a pipeline; use run\.policy\.sample"):
         loaded.pipeline()
 
 

@@ -136,7 +136,9 @@ class LoadedRun:
                 "the policy of this run is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
             )
         own_layout = isinstance(section, PlaygroundFamily)
-        if not isinstance(section, DiffusersModel) or own_layout or isinstance(self.recipe.policy.train, IpAdapter):
+        if own_layout:
+            raise ValueError("a built-in model of the playground is not opened as a pipeline; use run.policy.sample(...)")
+        if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
         if section.path not in self._objects and not section.path.startswith(LIVE):
             self._load_pipeline(section)
