@@ -1,12 +1,15 @@
 """Open sets of kinds: the table, plugins, imported classes, their errors, and the way back to a document."""
 
+import json
+import re
 import sys
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import Annotated, Literal
 
 import pytest
-from pydantic import ValidationError
+import rjsonnet
+from pydantic import TypeAdapter, ValidationError
 
 from retouch.config import consent
 from retouch.config.consent import GROUP
@@ -14,6 +17,9 @@ from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.kinds import Imported, Kinds
 from retouch.config.schema import alternatives, annotation_of, keys_of
 from retouch.config.section import Count, Section
+from retouch.objectives.advantages import Advantage
+from retouch.objectives.base import Objective
+from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.recipe.recipe import load
 
 
@@ -144,3 +150,17 @@ def test_renamed_keys_and_kinds_of_recipes(change: str, present: str) -> None:
 def test_the_schema_knows_every_alternative() -> None:
     assert alternatives(annotation_of(keys_of(Drawing)["shape"])) == (Circle, Imported)
     assert alternatives(annotation_of(keys_of(Drawing)["more"])) == (Circle, Imported)
+
+
+def test_the_name_of_an_algorithm_is_an_error_that_states_what_a_recipe_has_in_its_place() -> None:
+    for name in OBJECTIVES.other_names:
+        with pytest.raises(ValidationError) as caught:
+            TypeAdapter(Annotated[Objective, OBJECTIVES]).validate_python({"kind": name.upper().replace("_", "-")})
+        (message,) = re.findall(r"is not a kind; write (.*?)(?: \[type|$)", str(caught.value), re.MULTILINE)
+        assert message == OBJECTIVES.other_names[name]
+        own, *others = re.split(r"(?:, and|;) advantage: ", message)
+        keys = json.loads(rjsonnet.evaluate_snippet("own", f"{{{own}}}"))
+        assert type(TypeAdapter(Annotated[Objective, OBJECTIVES]).validate_python(keys)) is OBJECTIVES.load(keys["kind"])
+        for other in others:
+            section = json.loads(rjsonnet.evaluate_snippet("other", other.removesuffix(" adds a value head")))
+            assert TypeAdapter(Annotated[Advantage, ADVANTAGES]).validate_python(section) is not None

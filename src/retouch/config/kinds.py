@@ -41,7 +41,8 @@ class Kinds:
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
     kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but
     that recipes may import by name. ``renamed``: former kind to present kind; a former kind is an error that states the
-    present one.
+    present one. ``other_names``: a name that is not a kind, in lower case with underscores, to what a recipe has in its place; such
+    a name is an error that states it.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
@@ -56,10 +57,12 @@ class Kinds:
         tag: str = "kind",
         named: Collection[str] = (),
         renamed: Mapping[str, str] | None = None,
+        other_names: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.tag = tag
         self.renamed = dict(renamed or {})
+        self.other_names = dict(other_names or {})
         self._table = dict(table)
         self._own = frozenset([*table.values(), *named])
 
@@ -139,6 +142,9 @@ class Kinds:
         found = self.load(kind)
         if found is None and kind in self.renamed:
             raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is now called {self.renamed[kind]!r}"})
+        written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
+        if found is None and written is not None:
+            raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is not a {self.tag}; write {written}"})
         if found is None:
             expected = ", ".join(repr(known) for known in self)
             raise PydanticCustomError(

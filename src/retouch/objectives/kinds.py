@@ -2,6 +2,12 @@
 
 from retouch.config.kinds import Kinds
 
+_CLIP = "kind: 'policy_gradient', surrogate: 'clip'"
+_REINFORCE = "kind: 'policy_gradient', surrogate: 'reinforce'"
+_NFT = "kind: 'nft'"
+_BEST_OF_N = "kind: 'awm', and advantage: { kind: 'best' }"
+_REWARD_WEIGHTED = "kind: 'awm', and advantage: { kind: 'exponential' }"
+
 OBJECTIVES = Kinds(
     "objective",
     {
@@ -13,6 +19,21 @@ OBJECTIVES = Kinds(
         "dpo": "retouch.objectives.dpo:DPO",
         "supervised": "retouch.objectives.supervised:Supervised",
         "sft": "retouch.objectives.cross_entropy:CrossEntropy",
+    },
+    other_names={
+        "grpo": _CLIP,
+        "flow_grpo": _CLIP,
+        "ppo": f"{_CLIP}; advantage: {{ kind: 'gae' }} adds a value head",
+        "gspo": "kind: 'policy_gradient', surrogate: 'gspo'",
+        "cispo": "kind: 'policy_gradient', surrogate: 'cispo'",
+        "reinforce": _REINFORCE,
+        "rloo": f"{_REINFORCE}, and advantage: {{ kind: 'group', baseline: 'leave_one_out', scale: 'none' }}",
+        "diffusion_nft": _NFT,
+        "diffusionnft": _NFT,
+        "raft": _BEST_OF_N,
+        "best_of_n": _BEST_OF_N,
+        "rwr": _REWARD_WEIGHTED,
+        "reward_weighted_regression": _REWARD_WEIGHTED,
     },
 )
 
