@@ -10,7 +10,8 @@ from retouch.benchmarks.statistics import Interval, bootstrap_interval
 
 RESAMPLES = 1000
 FEWEST = 5
-"""Pairs of worlds with fewer algorithms in common have no rank correlation."""
+"""Pairs of worlds with fewer algorithms in common have no rank correlation. Neither have pairs in which one world has less than
+half of the algorithms of the other, such as a world of denoising policies and one of token policies."""
 Scores = Mapping[str, float]
 """The share of the gap of each algorithm in a world, by name of the algorithm."""
 
@@ -31,7 +32,7 @@ def _mean_ranks(scores: ndarray) -> ndarray:
 def agreement(first: Scores, second: Scores) -> tuple[float, Interval | None] | None:
     """The rank correlation of two worlds with a 95 % interval from a bootstrap that draws algorithms; None if there are too few."""
     names = [name for name in first if name in second]
-    if len(names) < FEWEST:
+    if len(names) < max(FEWEST, len(first) / 2, len(second) / 2):
         return None
     pairs = np.array([(first[name], second[name]) for name in names])
     drawn = np.random.default_rng(0)
@@ -56,15 +57,17 @@ def section(worlds: Sequence[tuple[str, Scores]]) -> Iterator[str]:
     for one, other, (value, interval) in known:
         shown = "" if interval is None else f" ({interval.low:.2f} to {interval.high:.2f})"
         yield f"| {one}; {other} | {value:.2f}{shown} |"
-    titles = [title for title, scores in worlds if scores]
+    compared = {title for one, other, _ in known for title in (one, other)}
+    worlds = [(title, scores) for title, scores in worlds if title in compared]
+    titles = [title for title, _ in worlds]
     yield f"\n| algorithm | {' | '.join(titles)} |\n| --- |{' --- |' * len(titles)}"
-    places = [_places(scores) for _, scores in worlds if scores]
+    places = [_places(scores) for _, scores in worlds]
     names = list(dict.fromkeys(name for each in places for name in each))
     for name in sorted(names, key=lambda name: np.mean([each[name] for each in places if name in each])):
         yield f"| {name} | {' | '.join(str(each.get(name, '-')) for each in places)} |"
     for third, chosen in (("first", lambda place, count: 3 * place <= count), ("last", lambda place, count: 3 * place > 2 * count)):
         always = [name for name in names if all(name in each and chosen(each[name], len(each)) for each in places)]
-        yield f"\nIn the {third} third of every world: {'; '.join(always) or 'none'}."
+        yield f"\nIn the {third} third of each of these worlds: {'; '.join(always) or 'none'}."
     yield ""
 
 

@@ -302,11 +302,17 @@ def test_worlds_are_compared_over_the_algorithms_that_both_have(league: SimpleNa
     assert "Empty" not in text
     assert "| only here | 1 | - |" in text
     assert "| A7 | 2 | 8 |" in text
-    assert "In the first third of every world: none." in text
+    assert "In the first third of each of these worlds: none." in text
     same = "\n".join(league.agreement.section([("One", one), ("Same", {name: 2 * score for name, score in one.items()})]))
-    assert "In the first third of every world: only here; A7; A6." in same
-    assert "In the last third of every world: A2; A1; A0." in same
+    assert "In the first third of each of these worlds: only here; A7; A6." in same
+    assert "In the last third of each of these worlds: A2; A1; A0." in same
     assert not [*league.agreement.section([("One", one), ("Empty", {})])]
+    wide = {f"A{k}": float(k) for k in range(16)}
+    of_tokens = {f"A{k}": float(k) for k in range(6)}
+    assert league.agreement.agreement(wide, of_tokens) is None, "less than half of the algorithms are in both worlds"
+    text = "\n".join(league.agreement.section([("Wide", wide), ("Tokens", of_tokens), ("Other", wide)]))
+    assert "Tokens" not in text
+    assert "| Wide; Other | 1.00 (1.00 to 1.00) |" in text
 
 
 def test_every_kept_file_belongs_to_a_row(league: SimpleNamespace) -> None:
