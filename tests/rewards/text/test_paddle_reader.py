@@ -108,7 +108,7 @@ def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
     monkeypatch.setattr(assembly, "assemble_policy", lambda *_: pytest.fail("loaded the models first"))
     with pytest.raises(ValueError, match=r"retouch\[paddle\]"):
         assembly.assemble(recipe, Ranks())
-    (finding,) = check_reward_of(recipe, None)
+    (finding,) = check_reward_of(recipe, None, calls=[])
     assert (finding.subject, finding.status) == ("reward", "FAILED")
     assert "retouch[paddle]" in finding.text
 
