@@ -142,10 +142,10 @@ class Kinds:
         found = self.load(kind)
         if found is None and kind in self.renamed:
             raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is now called {self.renamed[kind]!r}"})
-        written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
-        if found is None and written is not None:
-            raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is not a {self.tag}; write {written}"})
         if found is None:
+            written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
+            if written is not None:
+                raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is not a {self.tag}; write {written}"})
             expected = ", ".join(repr(known) for known in self)
             raise PydanticCustomError(
                 "union_tag_invalid", "unknown kind", {**discriminator, "tag": kind, "expected_tags": expected}

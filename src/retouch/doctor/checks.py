@@ -158,9 +158,9 @@ def phase_steps(recipe: Recipe, read: Sequence[DataSets | None]) -> list[int] | 
 
     ``read``: the data sets that ``check_data`` returned, in the same order.
     """
-    steps = []
+    steps, pairs = [], list(zip(_data_of(recipe), read, strict=True))
     for phase in recipe.resolved_phases():
-        sets = next(sets for data, sets in zip(_data_of(recipe), read, strict=True) if data == phase.data)
+        sets = next(sets for data, sets in pairs if data == phase.data)
         if phase.steps is None and sets is None:
             return None
         steps.append(phase.total_steps(0 if sets is None else len(examples(sets.train))))

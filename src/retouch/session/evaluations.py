@@ -88,10 +88,11 @@ class RunEvaluations:
         else:
             ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
             k = self.recipe.eval.best_of_k
+        best = None
         if k:
             tasks = len(self.evaluator.tasks)
             log.info("baselines: the best of %d samples of the base policy for each of %d %s tasks", k, tasks, self._split_label)
-        best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k) if k else None
+            best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k)
         if self.parts.ranks.is_main:
             found = {
                 "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),
