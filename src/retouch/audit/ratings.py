@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from retouch.audit.ledger_view import LedgerSample
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 
 COLUMN = "rating"
 _PLACE = ("step", "group", "slot")
@@ -104,7 +104,7 @@ def _hash_of(image: str, roots: Sequence[Path]) -> str:
             try:
                 with Image.open(path) as opened:
                     return image_hash(opened)
-            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            except UNREADABLE as error:
                 raise ValueError(f"{image} cannot be read as an image: {error}") from None
     raise ValueError(f"there is no file {image} next to the CSV or in the run's folder")
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from retouch.rewards.ledger.hashing import UNREADABLE
+
 EDGE = 192
 _MOST_BYTES = 64 * 2**20
 
@@ -47,5 +49,5 @@ def _make(path: Path) -> bytes | None:
             content = io.BytesIO()
             opened.convert("RGB").save(content, "PNG", compress_level=1)
             return content.getvalue()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except UNREADABLE:
         return None

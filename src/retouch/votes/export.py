@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from retouch.records import files
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 from retouch.rewards.votes.log import Vote, VoteLog
 
 
@@ -90,5 +90,5 @@ def _open(root: Path, file: str) -> Image.Image | None:
         with Image.open(path) as opened:
             opened.load()
             return opened
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except UNREADABLE:
         return None

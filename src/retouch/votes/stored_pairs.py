@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 from retouch.rewards.votes.log import Side, VotePair
 
 
@@ -57,7 +57,7 @@ class StoredPairs:
                 with Image.open(path) as opened:
                     self._hashes[path] = stamp, image_hash(opened)
             return self._hashes[path][1]
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        except UNREADABLE:
             return None
 
     def _relative(self, path: Path) -> str:

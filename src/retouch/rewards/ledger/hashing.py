@@ -4,9 +4,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from PIL.Image import Image
+from PIL.Image import DecompressionBombError, Image
 
 from retouch.types import Json, Sample
+
+UNREADABLE = (OSError, ValueError, SyntaxError, DecompressionBombError)
+"""The errors of PIL for a file that is not an intact image; a damaged chunk of a PNG is a SyntaxError."""
 
 
 def image_hash(image: Image | None) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 
 
 class KeptImages:
@@ -43,6 +43,6 @@ def read_image(path: Path, digest: str) -> Image.Image | None:
         with Image.open(path) as file:
             file.load()
             image = file.copy()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # SyntaxError: a damaged chunk of a PNG
+    except UNREADABLE:
         return None
     return image if image_hash(image) == digest else None
