@@ -87,6 +87,7 @@ def test_a_document_of_it_is_read_back() -> None:
         ({"kind": "circle", "radius": 1, "radios": 2}, r"shape.radios: unknown key; did you mean shape.radius\?"),
         ({"kind": "circle", "radius": 0}, "shape.radius: should be greater than or equal to 1, not 0"),
         (3, "shape: should be an object with a kind, not 3"),
+        ({"kind": [], "radius": 1}, r"shape.kind: \[\] is not one of 'circle', 'disc', 'import'"),
         (imported("Mine", side=0), "shape.args.side: should be greater than or equal to 1, not 0"),
         (imported("Mine", sides=1), r"shape.args.sides: unknown key; did you mean shape.args.side\?"),
         (imported("Stranger"), "shape: .*Stranger is no shape: derive the class from .*Shape"),

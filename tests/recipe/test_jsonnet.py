@@ -196,3 +196,32 @@ def test_a_recipe_reads_recipes_and_json_beside_it(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.jsonnet"
     recipe.write_text("(import 'quickstart.jsonnet') + { name: (import 'lib/mine.libsonnet').name }")
     assert load(recipe).name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("{\n  steps: 3\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
+        ("{\n  steps: 3  // three\n\n  // the seed\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
+        ("{\n  path: 'http://a.b'\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
+        ("{ complexity: [1 2] }", "perhaps a comma is missing after the value that ends in line 1"),
+        ('{\n  name: "x,\n  steps: 3\n}', "perhaps a closing quote is missing"),
+        ("{\n  steps: 3,\n", "perhaps a closing bracket or the semicolon after a `local` is missing"),
+        ("local a = 3\n{ steps: a }", "perhaps a closing bracket or the semicolon after a `local` is missing"),
+    ],
+)
+def test_a_syntax_error_says_what_may_be_missing(text: str, advice: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonnet"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="syntax error") as caught:
+        evaluate(str(file))
+    assert str(caught.value).splitlines()[-1].strip() == advice
+
+
+@pytest.mark.parametrize("text", ["{ steps: , }", "{\n  a: 1,\n  = 3,\n}", "{ a: missing }"])
+def test_other_mistakes_get_no_advice_about_a_comma(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonnet"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.jsonnet") as caught:
+        evaluate(str(file))
+    assert "perhaps" not in str(caught.value)

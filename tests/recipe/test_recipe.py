@@ -107,6 +107,12 @@ def test_every_key_is_documented() -> None:
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),
         ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
+        ({"objective__clip": 0.2}, "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?"),
+        (
+            {"reward__combine": [0.7, 0.3]},
+            "reward.combine: should be a weight for each column, such as {overall: 1}, or a formula, such as 'sqrt(IF * PQ)', "
+            "not [0.7, 0.3]",
+        ),
         ({"steps": 2.5}, "steps: should be a valid integer, not 2.5"),
         ({"steps": "3"}, "steps: should be a valid integer, not '3'"),
         ({"steps": True}, "steps: should be a valid integer, not True"),

@@ -68,13 +68,16 @@ def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Sectio
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
-    """The hint for an unknown key: the present name of a renamed key; else the kinds that have the key; else the nearest key of the
-    section and the other places where the key is known; else the keys that are known here."""
+    """The hint for an unknown key: the present name of a renamed key; else the kinds that have the key; else the keys of the section
+    that start with it (``clip_low`` and ``clip_high`` for ``clip``); else the nearest key of the section and the other places where
+    the key is known; else the keys that are known here."""
     if key in section.renamed_keys:
         return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}"
+    if longer := [known for known in keys_of(section) if known.startswith(f"{key}_")]:
+        return f"; did you mean {_listed([dotted((*path, known)) for known in longer])}?"
     hints = []
     if near := nearest(key, keys_of(section)):
         hints.append(f"did you mean {dotted((*path, near))}?")

@@ -140,7 +140,7 @@ class Kinds:
             raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
         kind = value[self.tag]
         found = self.load(kind)
-        if found is None and kind in self.renamed:
+        if found is None and isinstance(kind, str) and kind in self.renamed:
             raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is now called {self.renamed[kind]!r}"})
         if found is None:
             written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))

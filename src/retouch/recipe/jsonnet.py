@@ -1,6 +1,7 @@
 """Evaluates Jsonnet in a child process, because an endless recursion in a recipe overflows the stack of the evaluating process."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,10 @@ SECONDS = 60
 SUFFIXES = (".jsonnet", ".libsonnet", ".json")
 BYTES = 4 << 30
 _MOST_LINES = 24
+_SYNTAX_ERROR = re.compile(
+    r'^syntax error: expected (?P<expected>.*), got "(?P<token>.*)"\n +(?P<file>.+):(?P<line>\d+):(?P<column>\d+)$', re.MULTILINE
+)
+_COMMENT = re.compile(r"^\s*(//|#).*|\s+(//|#) .*")
 _PROGRAM = """
 import json, os, resource, sys
 asked = json.load(sys.stdin)
@@ -73,7 +78,8 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
         raise JsonnetError(f"evaluating the recipe failed, perhaps because memory ran out: {_last_line(done.stderr)}")
     answer = json.loads(done.stdout)
     if "error" in answer:
-        raise JsonnetError(_shortened(answer["error"].replace("import_callback error: RuntimeError: ", "")))
+        message = _shortened(answer["error"].replace("import_callback error: RuntimeError: ", ""))
+        raise JsonnetError(message + _syntax_advice(message))
     text: str = answer["text"]
     return text
 
@@ -83,6 +89,25 @@ def _shortened(message: str) -> str:
     lines = message.strip().splitlines()
     more = len(lines) - _MOST_LINES
     return "\n".join([*lines[:_MOST_LINES], f"    ... and {more} more lines"] if more > 0 else lines)
+
+
+def _syntax_advice(message: str) -> str:
+    """What may be missing at the place of a syntax error; empty for other errors. The parser only lists all tokens that could follow
+    there, and the comma is one of many."""
+    found = _SYNTAX_ERROR.search(message)
+    if found is None:
+        return ""
+    if found["token"] == "EOF":
+        missing = "a closing quote" if '"\\\\u"' in found["expected"] else "a closing bracket or the semicolon after a `local`"
+        return f"\n    perhaps {missing} is missing"
+    lines = Path(found["file"]).read_text(encoding="utf-8").splitlines()[: int(found["line"])]
+    before = [*lines[:-1], lines[-1][: int(found["column"]) - 1]]
+    for number in range(len(before), 0, -1):
+        code = _COMMENT.sub("", before[number - 1]).rstrip()
+        if code:
+            ends_a_value = code[-1].isalnum() or code[-1] in "_'\")]}"
+            return f"\n    perhaps a comma is missing after the value that ends in line {number}" if ends_a_value else ""
+    return ""
 
 
 def _last_line(output: bytes) -> str:

@@ -26,13 +26,17 @@ if TYPE_CHECKING:
     from retouch.rewards.vlm.base import JudgeClients
 
 
-def _form(value: Any) -> str:
-    return "formula" if isinstance(value, str) else UNTAGGED
+def _form(value: Any) -> str | None:
+    return "formula" if isinstance(value, str) else UNTAGGED if isinstance(value, Mapping) else None
 
 
 Combine: TypeAlias = Annotated[
     Annotated[dict[str, float], Tag(UNTAGGED)] | Annotated[str, Tag("formula")],
-    Discriminator(_form),
+    Discriminator(
+        _form,
+        custom_error_type="combine",
+        custom_error_message="Input should be a weight for each column, such as {overall: 1}, or a formula, such as 'sqrt(IF * PQ)'",
+    ),
 ]
 
 

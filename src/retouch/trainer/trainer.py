@@ -213,6 +213,8 @@ class Trainer:
         if not self.is_main:
             return []
         to = Path(folder)
+        if to.exists() and not to.is_dir():
+            raise ValueError(f"{to} is a file; give a new folder")
         if to.exists() and any(to.iterdir()) and not (to / "export.json").is_file():
             raise ValueError(f"{to} is not empty; give a new folder")
         parts = self._assembled()

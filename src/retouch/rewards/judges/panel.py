@@ -54,7 +54,7 @@ class Panel:
         if repeats < 1 or not 0 <= temperature <= 2 or not 0 <= seed < 2**30:
             raise ValueError(
                 f"repeats {repeats}, temperature {temperature}, seed {seed}: give at least one repeat, a temperature from 0 to 2, "
-                "and a seed from 0 to 2^30"
+                "and a seed from 0 to 2^30 - 1"
             )
         self.client = client
         self.repeats = repeats
