@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_what_a_judge_fails_at_is_missing_column_by_column_and_the_log_says_why(
         return "400" if int(digest[:8], 16) % 8 == 0 else None  # whose answer says the key
 
     with Double(fault) as double:
-        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs")), "--debug"]) == 0
+        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs", eval__tasks=6)), "--debug"]) == 0
     said = capfd.readouterr()
     assert "HTTP 400" in said.out
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -133,6 +134,15 @@ def test_what_a_judge_fails_at_is_missing_column_by_column_and_the_log_says_why(
         assert max(parts) <= line["reward/missing_fraction"] <= sum(parts) + 1e-9
         assert line["missing/exact/overall"] == 0
         assert not any(name.startswith("missing/exact/success") for name in line)
+    evals = lines(tmp_path / "runs" / "judged" / "evals.jsonl")
+    counts = [line.get("missing", 0) for line in evals]
+    stored = [tmp_path / "runs" / "judged" / "evals" / f"step-{line['step']:06d}.json" for line in evals]
+    assert counts == [json.loads(path.read_text())["scores"]["judge/alignment"].count(None) for path in stored]
+    assert sum(counts) > 0
+    told = [int(count) for count in re.findall(r"(\d+) of the 6 tasks have no judge/alignment; the means are those", said.out)]
+    assert set(told) == set(counts) - {0}
+    page = (tmp_path / "runs" / "judged" / "report.html").read_text()
+    assert (f"{counts[-1]} of 6 tasks have no score" in page) == (counts[-1] > 0)
 
 
 # Before a run

@@ -128,18 +128,23 @@ class RunFolder:
         self.require_owner()
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
-    def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = ()) -> None:
+    def write_eval(
+        self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = (), missing: int = 0
+    ) -> None:
         """Store an evaluation. It replaces an evaluation of the same step and split.
 
         ``table``: by row name, the column means and ``n``, the number of tasks. The rows are ``all`` and, for each tag by which
         results are broken down, ``tag=value``. ``ci95``: by row name and column, [low, high] of the mean; rows and columns may be
-        missing. ``lower_is_better``: the columns in which a lower score is better.
+        missing. ``lower_is_better``: the columns in which a lower score is better. ``missing``: how many of the tasks have no score
+        in the reported column; the means are those of the others.
         """
         self.require_owner()
         others = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
         line = {"step": step, "split": split, "table": table, "ci95": ci95}
         if lower_is_better:
             line["lower_is_better"] = list(lower_is_better)
+        if missing:
+            line["missing"] = missing
         files.write_lines(self.evals, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_suite(self, step: int, suite: str, result: Mapping[str, Any], *, alarm: str | None) -> None:

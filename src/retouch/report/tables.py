@@ -137,7 +137,8 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
             if name:
                 body.append(tag("tr", tag("th", name, colspan=width, scope="colgroup"), class_="group"))
             body += lines(rows)
-    caption = tag("p", tag("b", title), f" · {steps}", class_="caption")
+    missing = f" · {after['missing']} of {after['table']['all']['n']} tasks have no score" if after.get("missing") else ""
+    caption = tag("p", tag("b", title), f" · {steps}{missing}", class_="caption")
     return join(
         [caption, tag("div", tag("table", tag("thead", head), tag("tbody", body), class_="scores"), class_="scroll"), *folded]
     )

@@ -66,7 +66,8 @@ class RunEvaluations:
     def _write_line(self, step: int, evaluated: EvaluationResult) -> None:
         means, intervals = score_table(evaluated, self.headline)
         lower = [name for name, column in self.parts.judge.reward.columns.items() if not column.higher_is_better]
-        self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower)
+        missing = int(self._values(evaluated).isnan().sum())
+        self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower, missing=missing)
 
     def _require_scores(self, evaluated: EvaluationResult, step: int) -> None:
         column = self.parts.judge.reward.columns.get(self._column)
@@ -104,8 +105,8 @@ class RunEvaluations:
 
     def format_table(self, step: int) -> Iterator[str]:
         """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""
-        lines = {line["step"]: line["table"] for line in self.folder.read_evals()}
-        now, start = lines[step], lines.get(0, lines[step])
+        lines = {line["step"]: line for line in self.folder.read_evals()}
+        now, start = (lines.get(at, lines[step])["table"] for at in (step, 0))
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
         combined = (self._column, *self.parts.judge.combination.columns)
         shown = [name for name in columns if "/" not in name or name in combined]
@@ -122,6 +123,8 @@ class RunEvaluations:
         for name in columns:
             if name not in shown:
                 yield f"  {name:<25}" + f"{_cell(start['all'].get(name), now['all'].get(name), step):>16}"
+        if missing := lines[step].get("missing"):
+            yield f"  {missing} of the {now['all']['n']} tasks have no {self._column}; the means are those of the others"
 
     def write_summary(self, step: int) -> None:
         """Write the summary of a finished run."""
