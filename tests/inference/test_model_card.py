@@ -35,7 +35,9 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert data["tags"] == ["retouch", "reinforcement-learning", "lora"]
     assert "base_model" not in data, "a folder on this machine is no model on the Hub"
     assert str(tmp_path) not in card.content
-    assert f"`BASE_MODEL` is the model from which training started: {Path(recipe.policy.model.source).name}." in card.text
+    assert "BASE_MODEL" not in card.text, "diffusers cannot open a playground model"
+    assert f"a playground model of Retouch ({Path(recipe.policy.model.source).name})" in card.text
+    assert "`retouch sample RUN`" in card.text
     first, last = RunFolder(recipe.folder).read_evals()
     row = next(line for line in card.text.splitlines() if line.startswith("| overall |"))
     assert [float(cell) for cell in row.split("|")[2:4]] == [

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from retouch.config.live import LIVE
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
+from retouch.models.playground.family import PlaygroundFamily
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
@@ -63,10 +64,14 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
         text += ["## Evaluation", table]
     if _write_image(run, to / IMAGE, step=step):
         text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
-    text += [
-        "## Use",
-        *_use(to, policy.model.pipeline, type(parts.model.module).__name__, base=base if is_hub_id else _BASE),
-    ]
+    # diffusers cannot open the playground's models, whose tokenizers are their own.
+    pipeline = None if isinstance(policy.model, PlaygroundFamily) else policy.model.pipeline
+    text += ["## Use", *_use(to, pipeline, type(parts.model.module).__name__, base=base if is_hub_id else _BASE)]
+    if isinstance(policy.model, PlaygroundFamily):
+        text.append(
+            f"The base model is a playground model of Retouch ({base}), which diffusers cannot open. `retouch sample RUN`, with the "
+            "folder of the run, makes images with the trained weights."
+        )
     if any(_BASE in part for part in text):
         text.append(f"`{_BASE}` is the model from which training started: {base}.")
     text += ["## Training settings", _settings(document, step), "`export.json` has the whole recipe."]
@@ -116,7 +121,7 @@ def _use(to: Path, pipeline: str | None, module: str, *, base: str) -> list[str]
     """The instructions for loading each of the files."""
     made = []
     dtype = "torch_dtype=torch.bfloat16"
-    if (to / "pytorch_lora_weights.safetensors").is_file():
+    if (to / "pytorch_lora_weights.safetensors").is_file() and pipeline is not None:
         made.append(
             _code(
                 f"import torch\nfrom diffusers import {pipeline}\n",

@@ -135,8 +135,7 @@ class LoadedRun:
             raise ValueError(
                 "the policy of this run is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
             )
-        own_layout = isinstance(section, PlaygroundFamily)
-        if own_layout:
+        if isinstance(section, PlaygroundFamily):
             raise ValueError("a built-in model of the playground is not opened as a pipeline; use run.policy.sample(...)")
         if not isinstance(section, DiffusersModel) or isinstance(self.recipe.policy.train, IpAdapter):
             raise ValueError("diffusers has no pipeline for this policy; use run.policy.sample(...), or `retouch export`")
