@@ -198,13 +198,16 @@ def test_a_recipe_reads_recipes_and_json_beside_it(tmp_path: Path) -> None:
     assert load(recipe).name == "mine"
 
 
+COMMA = "perhaps a comma is missing after the value that ends in line {}"
+
+
 @pytest.mark.parametrize(
     ("text", "advice"),
     [
-        ("{\n  steps: 3\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
-        ("{\n  steps: 3  // three\n\n  // the seed\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
-        ("{\n  path: 'http://a.b'\n  seed: 2,\n}", "perhaps a comma is missing after the value that ends in line 2"),
-        ("{ complexity: [1 2] }", "perhaps a comma is missing after the value that ends in line 1"),
+        ("{\n  steps: 3\n  seed: 2,\n}", COMMA.format(2)),
+        ("{\n  steps: 3  // three\n\n  // the seed\n  seed: 2,\n}", COMMA.format(2)),
+        ("{\n  path: 'http://a.b'\n  seed: 2,\n}", COMMA.format(2)),
+        ("{ complexity: [1 2] }", COMMA.format(1)),
         ('{\n  name: "x,\n  steps: 3\n}', "perhaps a closing quote is missing"),
         ("{\n  steps: 3,\n", "perhaps a closing bracket or the semicolon after a `local` is missing"),
         ("local a = 3\n{ steps: a }", "perhaps a closing bracket or the semicolon after a `local` is missing"),

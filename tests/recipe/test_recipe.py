@@ -110,7 +110,7 @@ def test_every_key_is_documented() -> None:
         ({"objective__clip": 0.2}, "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?"),
         (
             {"reward__combine": [0.7, 0.3]},
-            "reward.combine: should be a weight for each column, such as {overall: 1}, or a formula, such as 'sqrt(IF * PQ)', "
+            "reward.combine: should be a weight for each column, such as {overall: 1}, or a formula, such as 'a * b', "
             "not [0.7, 0.3]",
         ),
         ({"steps": 2.5}, "steps: should be a valid integer, not 2.5"),

@@ -68,9 +68,12 @@ def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Sectio
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
-    """The hint for an unknown key: the present name of a renamed key; else the kinds that have the key; else the keys of the section
-    that start with it (``clip_low`` and ``clip_high`` for ``clip``); else the nearest key of the section and the other places where
-    the key is known; else the keys that are known here."""
+    """The hint for an unknown key.
+
+    The present name of a renamed key; else the kinds that have the key; else the keys of the section that start with it
+    (``clip_low`` and ``clip_high`` for ``clip``); else the nearest key of the section and the other places where the key is known;
+    else the keys that are known here.
+    """
     if key in section.renamed_keys:
         return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:

@@ -69,8 +69,8 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
     text += ["## Use", *_use(to, pipeline, type(parts.model.module).__name__, base=base if is_hub_id else _BASE)]
     if isinstance(policy.model, PlaygroundFamily):
         text.append(
-            f"The base model is a playground model of Retouch ({base}), which diffusers cannot open. `retouch sample RUN`, with the "
-            "folder of the run, makes images with the trained weights."
+            f"The base model is a playground model of Retouch ({base}), which diffusers cannot open. `retouch sample RUN`, with "
+            "the folder of the run, makes images with the trained weights."
         )
     if any(_BASE in part for part in text):
         text.append(f"`{_BASE}` is the model from which training started: {base}.")

@@ -92,8 +92,10 @@ def _shortened(message: str) -> str:
 
 
 def _syntax_advice(message: str) -> str:
-    """What may be missing at the place of a syntax error; empty for other errors. The parser only lists all tokens that could follow
-    there, and the comma is one of many."""
+    """What may be missing at the place of a syntax error; empty for other errors.
+
+    The parser only lists all tokens that could follow there, and the comma is one of many.
+    """
     found = _SYNTAX_ERROR.search(message)
     if found is None:
         return ""

@@ -35,7 +35,7 @@ Combine: TypeAlias = Annotated[
     Discriminator(
         _form,
         custom_error_type="combine",
-        custom_error_message="Input should be a weight for each column, such as {overall: 1}, or a formula, such as 'sqrt(IF * PQ)'",
+        custom_error_message="Input should be a weight for each column, such as {overall: 1}, or a formula, such as 'a * b'",
     ),
 ]
 
