@@ -42,7 +42,8 @@ judge and the same number of network evaluations. `make league` makes this page,
 - **Diverged**: the trials that ended with an error or with a share of the gap below -0.1.
 
 With one optimizer step per rollout, the ratio of current to old probability is 1, so a clipped ratio, GSPO, CISPO and REINFORCE
-have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here.
+have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here. On policies that write
+tokens, GRPO and PPO with a value head take four too.
 """
 LIMITS = """## What this page does not show
 

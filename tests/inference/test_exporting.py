@@ -77,13 +77,14 @@ def test_peft_and_diffusers_load_an_adapter(tmp_path: Path, which: Any) -> None:
 
 
 def test_diffusers_loads_full_weights(tmp_path: Path) -> None:
-    folder = trained(tmp_path, **FULL)
+    folder = trained(tmp_path, **FULL, attention="native")
     assert cli.main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
     wanted = expected(folder, "average")
     assert not torch.equal(wanted, expected(folder, "current"))
     assert torch.equal(qwen_output(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")), wanted)
     about = read_json(tmp_path / "out" / "export.json")
     assert (about["step"], about["weights"], about["recipe"]["name"]) == (2, "average", "small")
+    assert about["recipe"]["policy"]["attention"] == "native", "the recipe of the run, not the one that opened it for the export"
 
 
 def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from retouch.assembly.assembly import PolicyParts
 from retouch.inference.model_card import write_card
 from retouch.inference.opening import open_policy, read_target
 from retouch.models.train import ExportFiles, Format
+from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries, versions
@@ -39,22 +40,30 @@ def export_target(target: str, *, to: Path, which: Which | None = None, format: 
     parts, step = open_policy(recipe, folder)
     if which == "average" and "average" not in parts.copies.copies:
         raise ValueError("--weights average: this run kept no average (policy.ema); use current")
-    return write_export(parts, to, step=step, which=which, format=format, run=folder)
+    return write_export(parts, to, step=step, which=which, format=format, run=folder, recipe=recipe)
 
 
 def write_export(
-    parts: PolicyParts, to: Path, *, step: int, which: Which | None = None, format: Format = "all", run: RunFolder | None = None
+    parts: PolicyParts,
+    to: Path,
+    *,
+    step: int,
+    which: Which | None = None,
+    format: Format = "all",
+    run: RunFolder | None = None,
+    recipe: Recipe | None = None,
 ) -> list[Path]:
     """Write the weights of ``parts`` after step ``step``, with ``export.json`` and the model card; returns the files.
 
-    ``run``: the run's folder, if it is not the folder in the recipe. Raises ValueError if the model has no such format.
+    ``run``: the run's folder, if it is not the folder in the recipe. ``recipe``: the recipe of the run, if ``parts`` were built from
+    another one. Raises ValueError if the model has no such format.
     """
     _check_format(parts, format)
     chosen = which or ("average" if "average" in parts.copies.copies else "current")
     to.mkdir(parents=True, exist_ok=True)
     with parts.copies.using("average") if chosen == "average" else nullcontext():
         _write_weights(parts, to, format)
-    about = {"recipe": parts.recipe.document(), "step": step, "weights": chosen, "versions": versions(to)}
+    about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
     write_card(parts, to, run or RunFolder(parts.recipe.folder), step=step)
     return sorted(path for path in to.rglob("*") if path.is_file())
