@@ -105,3 +105,9 @@ def test_all_mistakes_are_listed(folder) -> None:
     write(folder, "")
     with pytest.raises(ValueError, match="has no items"):
         read_ladders(folder)
+
+
+def test_a_file_that_is_not_utf_8_is_named(tmp_path) -> None:
+    (tmp_path / "ladder.jsonl").write_bytes('{"instruction": "Türen rot"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"ladder\.jsonl: not UTF-8 at byte 18; save the file as UTF-8"):
+        read_ladders(tmp_path)

@@ -57,7 +57,11 @@ def read_ladders(folder: Path) -> list[Item]:
         raise ValueError(f"{file}: no such file; write one JSON object with instruction, source and rungs per line into {FILE}")
     items: list[Item] = []
     wrong: list[str] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028, which a JSON string may contain
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
