@@ -295,6 +295,20 @@ def test_a_schedule_ends_at_its_final_share(schedule: str, half: float) -> None:
     assert [to_zero(step) for step in (12, 17, 22)] == pytest.approx([2.0, 1.0, 0.0])
 
 
+def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
+    share = Optimizer(warmup_steps=0.1)
+    rates = share.learning_rate(peak=2.0, steps=range(10, 55))
+    assert [share.warmup_of(steps) for steps in (1, 2, 20, 45)] == [1, 1, 2, 5]
+    assert [rates(step) for step in range(10, 16)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
+    for whole in (0, 1, 5):
+        kept = parse(changed(optimizer={"warmup_steps": whole})).optimizer
+        assert kept.warmup_of(45) == whole
+        assert json.dumps(kept.model_dump(mode="json")["warmup_steps"]) == str(whole)
+    assert parse(changed(steps=1, optimizer={"warmup_steps": 0.5})).document()["optimizer"]["warmup_steps"] == 0.5
+    (line,) = refusal(optimizer={"warmup_steps": 2.5})
+    assert line == "optimizer.warmup_steps: give a whole number of steps, or a share of the phase's steps below 1"
+
+
 def test_one_phase_is_made_of_the_top() -> None:
     (phase,) = parse(BASE).resolved_phases()
     assert (phase.name, phase.steps, phase.rows, phase.total_steps(100)) == ("main", 10, 24, 10)

@@ -55,8 +55,8 @@ def write_export(
 ) -> list[Path]:
     """Write the weights of ``parts`` after step ``step``, with ``export.json`` and the model card; returns the files.
 
-    ``run``: the run's folder, if it is not the folder in the recipe. ``recipe``: the recipe of the run, if ``parts`` were built from
-    another one. Raises ValueError if the model has no such format.
+    ``run``: the run's folder, if it is not the folder in the recipe. ``recipe``: the recipe of the run, if ``parts`` were built
+    from another one. Raises ValueError if the model has no such format.
     """
     _check_format(parts, format)
     chosen = which or ("average" if "average" in parts.copies.copies else "current")

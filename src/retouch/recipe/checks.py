@@ -161,7 +161,10 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
             yield f"{recipe.phase_key(index, 'passes')}: the number of rows of a stream is not known; give `steps` instead"
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
-            yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; use fewer"
+            yield (
+                f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; give fewer steps, or a "
+                "share of them below 1"
+            )
 
 
 def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

@@ -5,9 +5,18 @@ import operator
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, PlainSerializer
 
 from retouch.config.section import NonNegative, Positive, Section, Share
+
+
+def _steps_or_share(value: float) -> int | float:
+    """A number of steps as int, so that recipes contain 5 and not 5.0. Raises ValueError for a fraction above 1."""
+    if value == int(value):
+        return int(value)
+    if value > 1:
+        raise ValueError("give a whole number of steps, or a share of the phase's steps below 1")
+    return value
 
 
 class Optimizer(Section):
@@ -34,8 +43,8 @@ class Optimizer(Section):
     """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
     final_share: Share = Field(default=0.0, exclude_if=operator.not_)
     """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps over which the learning rate rises from 0."""
+    warmup_steps: Annotated[float, Field(ge=0), AfterValidator(_steps_or_share), PlainSerializer(_steps_or_share)] = 0
+    """Steps over which the learning rate rises from 0: a whole number, or a share of the phase's steps below 1, rounded up."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -45,15 +54,20 @@ class Optimizer(Section):
             found["fused"] = self.fused == "always"
         return {**found, "moments": self.moments} if self.moments else found
 
+    def warmup_of(self, steps: int) -> int:
+        """The number of warm-up steps of a phase with this number of steps; a share is rounded up, as in transformers."""
+        return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
+
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
         """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a
         pure function of the step, so checkpoints contain no state of it."""
+        warmup = self.warmup_of(len(steps))
 
         def at(step: int) -> float:
             done = step - steps.start
-            if done < self.warmup_steps:
-                return peak * (done + 1) / self.warmup_steps
-            progress = (done - self.warmup_steps) / max(1, len(steps) - self.warmup_steps)
+            if done < warmup:
+                return peak * (done + 1) / warmup
+            progress = (done - warmup) / max(1, len(steps) - warmup)
             match self.schedule:
                 case "constant":
                     return peak
