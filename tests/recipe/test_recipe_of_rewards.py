@@ -148,7 +148,7 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         ({"kind": "import", "class": "mine:Own", "combine": "a +"}, {}, "reward.combine: 'a +': the formula ends"),
         ({"kind": "import", "class": "mine:Own", "combine": {"a": 0}}, {}, "reward.combine: all weights are 0"),
         ({"kind": "import", "class": "mine:Own", "combine": ""}, {}, "reward.combine: empty"),
-        (ASPECTS, {"reward__combine": 3}, "reward.combine: should be an object, not 3"),
+        (ASPECTS, {"reward__combine": 3}, "reward.combine: should be a weight for each column, such as {overall: 1}, or a formula"),
         (ASPECTS, {"reward__combine": {"alignment": "x"}}, "reward.combine.alignment: should be a valid number, not 'x'"),
         ({"kind": "clip", "combine": {"truncated": 1}}, {}, "reward.combine: names 'truncated', which is a diagnostic"),
         ({"kind": "aspects", "judge": JUDGE}, {}, "reward.combine: empty; name at least one column"),
