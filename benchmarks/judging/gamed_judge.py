@@ -2,7 +2,7 @@
 
     python benchmarks/judging/gamed_judge.py [--steps 40] [--seeds 0] [--gentle]
 
-Makes three runs of the quickstart's policy on the playground, with an observation every 5 steps. The held-out judge is the
+Makes three runs of the policy of `playground/grpo` on the playground, with an observation every 5 steps. The held-out judge is the
 ``exact`` column of the exact judge. The run `honest` is trained on the ``overall`` score of the exact judge; `gamed` on the mean of
 this score and the image's luminance; `drifting` on this score, which is one point lower after 400 images. A run ends after its
 last step or by an alarm; with --gentle, only the alarm of the held-out judge ends a run. Prints a table, and writes all
@@ -49,7 +49,7 @@ def watched(name: str, seed: int, steps: int, *, gentle: bool) -> dict[str, obje
     sets |= {"tasks_per_step": 4, "group_size": 8, "microbatch": 32}
     sets |= {"eval.tasks": 48, "eval.best_of_k": 0, "eval.column": None, "eval.headline": None, "trackers": [], "samples.every": 0}
     Drifting.seen = 0
-    recipe = load("recipes/quickstart.jsonnet", [f"{key}={json.dumps(value)}" for key, value in sets.items()])
+    recipe = load("recipes/playground/grpo.jsonnet", [f"{key}={json.dumps(value)}" for key, value in sets.items()])
     try:
         run(recipe, fresh=False)
     except AlarmStop as alarm:

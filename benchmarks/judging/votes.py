@@ -5,7 +5,7 @@
     python benchmarks/judging/votes.py dpo --seed 0        # after `votes`, from its votes
     python benchmarks/judging/votes.py table
 
-The task is that of the quickstart: the playground's editor learns instructions with several edits. DPO makes no rollouts. A
+The task is that of `playground/grpo`: the playground's editor learns instructions with several edits. DPO makes no rollouts. A
 simulated voter (`retouch votes simulate`, a separate process) prefers the left image with probability sigmoid(difference / 0.5),
 where the difference is that of the exact scores, and votes for a tie if it is below 0.1. Each result is kept in `votes.json` next
 to this file.
@@ -42,14 +42,14 @@ def main() -> None:
     parser.add_argument("way", choices=("votes", "exact", "dpo", "table"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/votes"))
-    parser.add_argument("--learning-rate", type=float, help="default: that of the quickstart")
+    parser.add_argument("--learning-rate", type=float, help="default: that of playground/grpo")
     parser.add_argument("--beta", type=float, default=10.0, help="beta of DPO")
     parser.add_argument("--steps", type=int, default=100, help="training steps of DPO, with 32 pairs each")
     given = parser.parse_args()
     if given.way == "table":
         print(table())
         return
-    base = load("quickstart", [f"seed={given.seed}", "device=cpu", "eval.best_of_k=0", "samples.every=0"])
+    base = load("playground/grpo", [f"seed={given.seed}", "device=cpu", "eval.best_of_k=0", "samples.every=0"])
     name = f"dpo-{given.beta:g}-{given.seed}" if given.way == "dpo" else f"{given.way}-{given.seed}"
     rate = {} if given.learning_rate is None else {"learning_rate": given.learning_rate}
     document = {**base.document(), **rate, "name": name, "out": str(given.out), "trackers": []}

@@ -3,7 +3,7 @@
     python benchmarks/league/quickstart_trials.py             # the table of all trials
     python benchmarks/league/quickstart_trials.py --repeat 5  # the command that repeats one trial
 
-The trials are in quickstart_trials.json: the settings that differ from recipes/quickstart.jsonnet, and the results on tasks of
+The trials are in quickstart_trials.json: the settings that differ from recipes/playground/grpo.jsonnet, and the results on tasks of
 the `validation` split. The table on the page is the output of this file (`tests/benchmarks/test_quickstart_trials.py`).
 """
 
@@ -25,13 +25,13 @@ def read() -> list[dict[str, Any]]:
 
 
 def overrides(trial: dict[str, Any]) -> list[str]:
-    """The arguments of ``--set`` with which ``retouch train recipes/quickstart.jsonnet`` repeats the trial."""
+    """The arguments of ``--set`` with which ``retouch train recipes/playground/grpo.jsonnet`` repeats the trial."""
     return [f"{key}={json.dumps(value)}" for key, value in trial["settings"].items()]
 
 
 def command(trial: dict[str, Any]) -> str:
     """The shell command that repeats the trial."""
-    words = ["retouch", "train", "recipes/quickstart.jsonnet"]
+    words = ["retouch", "train", "recipes/playground/grpo.jsonnet"]
     for override in overrides(trial):
         words += ["--set", override]
     return shlex.join(words)

@@ -160,20 +160,20 @@ def curve(kept: Path) -> Iterator[str]:
         "`retouch doctor --estimate` uses this interval."
     )
     yield ""
-    outside, reached = quickstart()
+    outside, reached = longer_run()
     predicted = [f"{fit(form, images, means).at([outside])[0]:.2f} by the {form.name}" for form in FORMS]
     yield (
-        f"Further outside: [the quickstart](results.md) trains {outside:,} images, in steps of twice as many and with another\n"
+        f"Further outside: [`playground/grpo`](results.md) trains {outside:,} images, in steps of twice as many and with another\n"
         f"average of the weights, and closes {reached:.2f}. The fits to all rows predict {', '.join(predicted)}."
     )
     yield ""
     yield "![Share of the gap over images, and the fitted curves](pictures/scaling.svg)"
 
 
-def quickstart() -> tuple[int, float]:
-    """The number of images in the quickstart's training, and the share of the gap that it closes (mean of the kept seeds)."""
-    found = [json.loads(file.read_text())["result"]["summary"] for file in sorted(RESULTS.glob("quickstart-seed-*.json"))]
-    recipe = load(str(ROOT / "recipes" / "quickstart.jsonnet"))
+def longer_run() -> tuple[int, float]:
+    """The number of images in a run of ``playground/grpo``, and the share of the gap that it closes (mean of the kept seeds)."""
+    found = [json.loads(file.read_text())["result"]["summary"] for file in sorted(RESULTS.glob("playground-grpo-seed-*.json"))]
+    recipe = load(str(ROOT / "recipes" / "playground" / "grpo.jsonnet"))
     (phase,) = recipe.resolved_phases()
     return phase.rows * (recipe.steps or 0), statistics.fmean(each["gap_closed"] for each in found)
 

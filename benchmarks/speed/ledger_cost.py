@@ -1,4 +1,4 @@
-"""`python benchmarks/speed/ledger_cost.py`: how much time the ledger of scores adds to a step of the quickstart.
+"""`python benchmarks/speed/ledger_cost.py`: how much time the ledger of scores adds to a step of `playground/grpo`.
 
 A step runs through the normal training loop. The work of the ledger (hashing images, looking up scores, writing scores to the disk)
 is timed on the threads that do it, and counts in full even where it overlaps with sampling. CPU seconds are reported next to
@@ -24,7 +24,7 @@ from retouch.training.loop import collect, update
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recipe", default="quickstart.jsonnet")
+    parser.add_argument("--recipe", default="playground/grpo.jsonnet")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

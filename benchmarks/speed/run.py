@@ -16,7 +16,7 @@ import torch
 PARTS = ["step", "one-file", "trl"]
 STEPS = {
     "tiny SD3, GRPO": ("tiny-sd3.jsonnet", []),
-    "playground, GRPO": ("quickstart.jsonnet", []),
+    "playground, GRPO": ("playground/grpo.jsonnet", []),
     "playground, NFT": ("playground/nft.jsonnet", []),
 }
 

@@ -24,7 +24,7 @@ from retouch.records.folder import RunFolder
 from retouch.rewards.votes.queue import VoteQueue
 from retouch.types import Task
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
+RECIPE = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 SMALL = (
     "tasks_per_step=2",
     "group_size=4",

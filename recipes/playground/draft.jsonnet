@@ -1,10 +1,10 @@
-// DRaFT-K on the playground, to compare with the quickstart: same tasks, judge and number of samples. It follows the gradient of
+// DRaFT-K on the playground, to compare with grpo.jsonnet: same tasks, judge and number of samples. It follows the gradient of
 // the distance to the target image, which the other algorithms never see, so its score is an upper reference.
+local grpo = import 'grpo.jsonnet';
 local objectives = import '../lib/objectives.libsonnet';
-local quickstart = import '../quickstart.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 
-quickstart {
+grpo {
   name: 'playground-draft',
   rollout: sampling.pictures(6),
   objective: objectives.draft(steps=2, reward={ kind: 'target' }),

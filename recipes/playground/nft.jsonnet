@@ -1,10 +1,10 @@
-// DiffusionNFT on the playground, to compare with the quickstart: same tasks, judge and number of samples, with another sampler and
+// DiffusionNFT on the playground, to compare with grpo.jsonnet: same tasks, judge and number of samples, with another sampler and
 // objective.
+local grpo = import 'grpo.jsonnet';
 local objectives = import '../lib/objectives.libsonnet';
-local quickstart = import '../quickstart.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 
-quickstart {
+grpo {
   name: 'playground-nft',
   learning_rate: 2e-4,
   rollout: sampling.pictures(6),

@@ -1,8 +1,8 @@
-// PPO with a learned value head on the playground, to compare with the quickstart: same model, judge and samples per step, but
+// PPO with a learned value head on the playground, to compare with grpo.jsonnet: same model, judge and samples per step, but
 // every sample has its own task, because its baseline is the prediction of the value head.
-local quickstart = import '../quickstart.jsonnet';
+local grpo = import 'grpo.jsonnet';
 
-quickstart {
+grpo {
   name: 'playground-ppo-value',
   tasks_per_step: super.tasks_per_step * super.group_size,
   group_size: 1,

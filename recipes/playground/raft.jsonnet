@@ -1,10 +1,10 @@
-// RAFT (best-of-n fine-tuning) on the playground, to compare with the quickstart: same tasks, judge and number of samples. The
+// RAFT (best-of-n fine-tuning) on the playground, to compare with grpo.jsonnet: same tasks, judge and number of samples. The
 // policy imitates the best two of twelve images of each task. Only these two are evaluated in the update, so four noised
 // versions of each cost less than one noised version of all twelve.
-local quickstart = import '../quickstart.jsonnet';
+local grpo = import 'grpo.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 
-quickstart {
+grpo {
   name: 'playground-raft',
   learning_rate: 2e-4,
   rollout: sampling.pictures(6),

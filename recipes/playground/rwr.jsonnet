@@ -1,4 +1,4 @@
-// Reward-weighted regression on the playground, to compare with the quickstart: same tasks, judge and number of samples. The policy
+// Reward-weighted regression on the playground, to compare with grpo.jsonnet: same tasks, judge and number of samples. The policy
 // imitates all its images, each with a weight that grows exponentially with its reward.
 local raft = import 'raft.jsonnet';
 

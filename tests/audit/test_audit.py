@@ -34,7 +34,7 @@ CALL = {"content": "c", "judge": "gpt, typed", "image": "p", "input_tokens": 100
 def recipe(out: Path) -> Recipe:
     changes = {"name": "judged", "out": str(out), "device": "cpu", "tasks_per_step": 2, "group_size": 4, "steps": STEPS}
     changes |= {"eval.tasks": 6, "eval.headline": None, "eval.complexity": [1, 2], "minibatches": 1}
-    return load("recipes/quickstart.jsonnet", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    return load("recipes/playground/grpo.jsonnet", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
 def attempt(sample_of: Any, *key: int) -> Image.Image:

@@ -29,7 +29,7 @@ def trials() -> Iterator[Any]:
 def test_every_trial_is_a_recipe_on_validation_tasks_with_a_seed_for_tuning(trials: Any) -> None:
     for trial in trials.read():
         words = shlex.split(trials.command(trial))
-        assert words[:3] == ["retouch", "train", "recipes/quickstart.jsonnet"]
+        assert words[:3] == ["retouch", "train", "recipes/playground/grpo.jsonnet"]
         assert words[4::2] == trials.overrides(trial)
         recipe = load(words[2], words[4::2])
         assert recipe.eval.split == "validation"

@@ -42,7 +42,7 @@ class Number:
     def __init__(self, *args, **kwargs):
         Path(__file__).with_suffix(".built").touch()
 """
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
+GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 SMALL = ["steps=1", "tasks_per_step=2", "eval.tasks=4", "eval.best_of_k=0", "eval.column=null", "trackers=[]"]
 
 
@@ -60,7 +60,7 @@ class Project:
 
     def write(self, reward: dict[str, Any]) -> None:
         small = "steps: 1, tasks_per_step: 2, trackers: [], eval+: { tasks: 4, best_of_k: 0, column: null }"
-        self.recipe.write_text(f"(import '{QUICKSTART}') + {{ name: 'theirs', {small}, reward: {json.dumps(reward)} }}")
+        self.recipe.write_text(f"(import '{GRPO}') + {{ name: 'theirs', {small}, reward: {json.dumps(reward)} }}")
 
     def run_folder(self) -> Path:
         """A run's folder as it might be received: with a recipe, and nothing else."""
@@ -172,7 +172,7 @@ def test_a_module_is_allowed_by_flag_environment_argument_or_its_own_name_on_the
     with pytest.raises(ValueError, match=r"in Python: allow_imports=\['stranger'\]"):
         load(project.recipe)
     typed = json.dumps(project.section("stranger:Zero", note="typed"))
-    assert isinstance(load(QUICKSTART, [f"reward={typed}", *SMALL]).reward, ImportedReward)
+    assert isinstance(load(GRPO, [f"reward={typed}", *SMALL]).reward, ImportedReward)
     assert isinstance(load(project.recipe, ["reward.class=stranger:Zero"]).reward, ImportedReward)
     monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "another, stranger")
     assert isinstance(load(project.recipe).reward, ImportedReward)
@@ -284,8 +284,7 @@ def test_a_run_of_ones_own_is_opened_without_further_consent(project: Project) -
 )
 def test_every_key_that_names_a_class_needs_consent(project: Project, key: str) -> None:
     section = {"kind": "import", "class": "stranger:Zero", "args": {"unknown": 1}}
-    quickstart = evaluate(QUICKSTART)
-    document = apply(quickstart, [f"{key}={json.dumps(section)}"])
+    document = apply(evaluate(GRPO), [f"{key}={json.dumps(section)}"])
     with pytest.raises(ValueError, match=rf"{key}\.class: stranger:Zero is code from outside Retouch"):
         parse(document)
     assert not project.ran
@@ -314,7 +313,7 @@ def test_a_class_that_is_no_reward_is_not_called(project: Project, path: str) ->
 def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
     marker = project.folder / "called"
     section = {"kind": "import", "class": "subprocess:Popen", "args": {"args": ["touch", str(marker)]}}
-    image_model = load(QUICKSTART, [f"policy.model={json.dumps(section)}"]).policy.model
+    image_model = load(GRPO, [f"policy.model={json.dumps(section)}"]).policy.model
     with pytest.raises(ValueError, match="subprocess:Popen is no image model: its class has no encode, "):
         image_model.build(device=torch.device("cpu"))
     with pytest.raises(ValueError, match="subprocess:Popen is no language model: its class has no encode, "):

@@ -24,7 +24,7 @@ from retouch.rewards.vlm.forms import ChoiceForm
 from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import Question
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
+GRPO = Path(__file__).parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 SECRET = "sk-0123456789abcdef"
 
 
@@ -238,7 +238,7 @@ def test_a_file_of_bindings_that_cannot_be_read_is_named(nothing_bound: Path, te
 def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(url: str) -> list[tuple[str, str, str]]:
         reward = {"kind": "aspects", "judge": {"kind": "endpoint", "model": "m", "base_url": url}, "combine": {"alignment": 1}}
-        recipe = load(QUICKSTART, [f"reward={json.dumps(reward)}", "eval.column=null"])
+        recipe = load(GRPO, [f"reward={json.dumps(reward)}", "eval.column=null"])
         return [(finding.status, finding.text, finding.fix) for finding in check_key_addresses(recipe)]
 
     assert found("https://api.openai.com/v1") == [("ok", "OPENAI_API_KEY goes to https://api.openai.com", "")]

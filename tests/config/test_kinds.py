@@ -145,7 +145,7 @@ def test_a_former_kind_and_a_former_key_are_errors_that_name_the_present_ones() 
 )
 def test_renamed_keys_and_kinds_of_recipes(change: str, present: str) -> None:
     with pytest.raises(ValueError, match=f"now called {present}"):
-        load("recipes/quickstart.jsonnet", [change])
+        load("recipes/playground/grpo.jsonnet", [change])
 
 
 def test_the_schema_knows_every_alternative() -> None:

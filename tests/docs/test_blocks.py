@@ -130,7 +130,7 @@ def test_python_that_is_not_run_is_valid(page: str) -> None:
 
 # Recipes
 
-EDITOR, WRITER = "quickstart.jsonnet", "qwen-image-edit/writer-grpo-frozen-playground.jsonnet"
+EDITOR, WRITER = "playground/grpo.jsonnet", "qwen-image-edit/writer-grpo-frozen-playground.jsonnet"
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("jsonnet") if not block.file], ids=lambda block: block.place)

@@ -9,10 +9,10 @@ EMU3 = ("sft_s", "sft_s__rl_s", "sft_s__rl_sc", "sft_s__rl_sc-published", "sft_s
 
 
 def test_only_recipes_of_the_same_model_task_and_algorithm_have_a_target() -> None:
-    names = [*OTHERS, "quickstart", "sd3/ocr-grpo", *(f"emu3/{name}" for name in EMU3)]
+    names = [*OTHERS, "playground/grpo", "sd3/ocr-grpo", *(f"emu3/{name}" for name in EMU3)]
     found = {name: each.target for name in names for each in TARGETS if each.fits(load(name))}
     assert found == {
-        "quickstart": "a quarter of the gap on the playground's compound edits",
+        "playground/grpo": "a quarter of the gap on the playground's compound edits",
         "sd3/ocr-grpo": "OCR correctness of 0.90, from 0.59",
         "emu3/sft_s__rl_sc": "VIEScore of 4.80 on six benchmarks, from 3.88",
         "emu3/sft_s__rl_sc-published": "VIEScore of 4.80 on six benchmarks, from 3.88",
@@ -20,8 +20,8 @@ def test_only_recipes_of_the_same_model_task_and_algorithm_have_a_target() -> No
 
 
 def test_other_tasks_of_the_playground_and_several_phases_have_no_target() -> None:
-    single = load("quickstart", ['data.complexity={"1": 1}'])
-    phases = load("quickstart", ["steps=null", 'phases=[{"name": "one", "steps": 2}, {"name": "two", "steps": 2}]'])
+    single = load("playground/grpo", ['data.complexity={"1": 1}'])
+    phases = load("playground/grpo", ["steps=null", 'phases=[{"name": "one", "steps": 2}, {"name": "two", "steps": 2}]'])
     assert not any(each.fits(recipe) for recipe in (single, phases) for each in TARGETS)
 
 

@@ -42,7 +42,7 @@ def test_help_imports_neither_torch_nor_the_schema(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def shape() -> Iterator[Any]:
-    """``benchmarks/structure/shape.py``, which says which modules are those of the quickstart's model family."""
+    """``benchmarks/structure/shape.py``, which says which modules are those of the recipe's model family."""
     folder = str(ROOT / "benchmarks" / "structure")
     sys.path.insert(0, folder)
     try:
@@ -53,7 +53,7 @@ def shape() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def first_step(shape: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``retouch train recipes/quickstart.jsonnet`` has imported and run at the first call of its model."""
+    """What ``retouch train recipes/playground/grpo.jsonnet`` has imported and run at the first call of its model."""
     out = str(tmp_path_factory.mktemp("run"))
     words = ["train", "retouch.cli:main", shape.RECIPE, out, str(time.time()), "--calls"]
     done = subprocess.run([sys.executable, str(shape.PROBE), *words], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -79,7 +79,7 @@ def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(
         *("records.trackers", "recipe.derived.judge_calls", "renderers.prompts", "renderers.responses", "config.errors"),
     ],
 )
-def test_the_first_step_of_the_quickstart_does_not_import(first_step: dict[str, Any], package: str) -> None:
+def test_the_first_step_does_not_import(first_step: dict[str, Any], package: str) -> None:
     name = f"retouch.{package}"
     assert importlib.util.find_spec(name) is not None
     assert [module for module in first_step["modules"] if module == name or module.startswith(f"{name}.")] == []

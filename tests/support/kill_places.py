@@ -84,7 +84,7 @@ OF_REFILL = (
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     """Return a recipe of four steps of GRPO on a few rows, with a moving average and a checkpoint every other step."""
-    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
+    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
     document |= {
         "name": name,
         "out": str(out),

@@ -54,7 +54,7 @@ class Sinking:
 
 def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:
     """Return a recipe of four steps on a few rows, watched every two steps. ``limit``: of the brightness rule; None: no rule."""
-    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
+    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
     document |= {
         "name": "watched",
         "out": str(out),

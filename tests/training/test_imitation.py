@@ -153,14 +153,14 @@ def test_a_step_without_any_preference_learns_nothing():
 )
 def test_what_does_not_go_together_is_refused(overrides, line):
     with pytest.raises(ValueError, match=line):
-        load("recipes/quickstart.jsonnet", overrides)
+        load("recipes/playground/grpo.jsonnet", overrides)
 
 
 @pytest.mark.parametrize("kind", ["best", "exponential"])
 def test_recipes_of_images_and_of_tokens(kind):
     advantage = f'advantage={{"kind":"{kind}"}}'
     images, tokens = 'objective={"kind":"awm"}', 'objective={"kind":"policy_gradient","surrogate":"reinforce"}'
-    load("recipes/quickstart.jsonnet", [advantage, images])
+    load("recipes/playground/grpo.jsonnet", [advantage, images])
     load("recipes/playground/writer-blind.jsonnet", [advantage, tokens])
     with pytest.raises(ValueError, match=r"objective.kind: awm trains velocities, and a policy that writes tokens has none"):
         load("recipes/playground/writer-blind.jsonnet", [advantage, images])

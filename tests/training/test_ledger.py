@@ -288,12 +288,12 @@ def test_judges_of_a_runs_benchmarks_count_and_a_damaged_ledger_of_one_ends_noth
 
 
 def test_keeping_pictures_may_be_turned_on_and_judges_changed_where_that_is_said() -> None:
-    one = load("recipes/quickstart.jsonnet")
+    one = load("recipes/playground/grpo.jsonnet")
     assert "ledger" not in one.document()
-    keeping = load("recipes/quickstart.jsonnet", ["ledger.keep_images=true"])
+    keeping = load("recipes/playground/grpo.jsonnet", ["ledger.keep_images=true"])
     assert keeping.document()["ledger"] == {"keep_images": True}
     assert differences(one, keeping) == differences(keeping, one) == []
-    other = load("recipes/quickstart.jsonnet", ['reward.combine={"IF": 1}'])
+    other = load("recipes/playground/grpo.jsonnet", ['reward.combine={"IF": 1}'])
     assert differences(one, other)
     assert differences(one, other, new_judge=True) == []
-    assert differences(one, load("recipes/quickstart.jsonnet", ["seed=3"]), new_judge=True)
+    assert differences(one, load("recipes/playground/grpo.jsonnet", ["seed=3"]), new_judge=True)

@@ -180,7 +180,7 @@ def test_further_tasks_are_not_those_of_the_step_and_come_once():
 )
 def test_what_does_not_go_together_is_refused(overrides, line):
     with pytest.raises(ValueError, match=line):
-        load("recipes/quickstart.jsonnet", ['rollout.refill={"rounds":2}', *overrides])
+        load("recipes/playground/grpo.jsonnet", ['rollout.refill={"rounds":2}', *overrides])
 
 
 class Stream:
@@ -209,9 +209,9 @@ def test_streamed_tasks_are_refused():
 
 
 def test_recipes_without_refill_are_as_they_were():
-    plain = load("recipes/quickstart.jsonnet")
+    plain = load("recipes/playground/grpo.jsonnet")
     assert "refill" not in plain.document()["rollout"]
-    assert load("recipes/quickstart.jsonnet", ['rollout.refill={"rounds":2}']).document()["rollout"]["refill"] == {"rounds": 2}
+    assert load("recipes/playground/grpo.jsonnet", ['rollout.refill={"rounds":2}']).document()["rollout"]["refill"] == {"rounds": 2}
 
 
 def test_the_ledger_of_a_run_has_every_sample_that_was_made(tmp_path):

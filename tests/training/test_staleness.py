@@ -166,4 +166,4 @@ def test_completions_are_weighted_too():
 )
 def test_what_cannot_be_weighted_is_refused(changes, told):
     with pytest.raises(ValueError, match=rf"rollout\.staleness: .*{told}"):
-        load("recipes/quickstart.jsonnet", ["rollout.staleness=1", *changes])
+        load("recipes/playground/grpo.jsonnet", ["rollout.staleness=1", *changes])

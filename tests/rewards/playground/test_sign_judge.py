@@ -127,7 +127,7 @@ def test_a_recipe_takes_it_for_words_alone() -> None:
     recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.style_from_reference=true", "eval.column=style"])
     assert isinstance(recipe.reward.build(), SignReward)
     with pytest.raises(ValueError, match="playground-signs scores only tasks of playground-words"):
-        load("recipes/quickstart.jsonnet", [reward])
+        load("recipes/playground/grpo.jsonnet", [reward])
 
 
 def colours(task: Task) -> tuple[tuple[int, ...], ...]:

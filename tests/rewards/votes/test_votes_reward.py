@@ -185,13 +185,13 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
 def test_the_recipe_is_checked() -> None:
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
+        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
     several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
     several["combine"] = {"votes/preference": 1}
-    recipe = load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
+    recipe = load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
     assert recipe.reward.known_columns()["votes/preference"].high == 1
     with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups"):
-        load("quickstart", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
+        load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
 
 def test_where_and_how_long_may_change_when_a_run_is_resumed() -> None:
@@ -275,7 +275,7 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
         parse_reward({**section, "map": str(tmp_path / "none.json")}).build()
     other = {"kind": "calibrated", "of": {"kind": "playground"}, "column": "overal", "map": "m", "combine": {"win_probability": 1}}
     with pytest.raises(ValueError, match=r"reward\.column: the reward has no column 'overal'"):
-        load("quickstart", [f"reward={json.dumps(other)}"])
+        load("playground/grpo", [f"reward={json.dumps(other)}"])
 
 
 def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
@@ -299,16 +299,16 @@ def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
     ):
         faulty = {**several, "rewards": {**parts, "red": {**red, key: value}}}
         with pytest.raises(ValueError, match=words):
-            load("quickstart", [f"reward={json.dumps(faulty)}"])
+            load("playground/grpo", [f"reward={json.dumps(faulty)}"])
 
 
 def test_a_calibrated_reward_that_compares_groups_is_checked() -> None:
     votes = {"kind": "calibrated", "of": {"kind": "votes", "queue": "q"}, "column": "preference", "map": "m"}
     votes["combine"] = {"win_probability": 1}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
-        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null"])
+        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
     with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups") as raised:
-        load("quickstart", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
+        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
     assert str(raised.value).count("rollout.chunk: 40 splits") == 1
 
 
