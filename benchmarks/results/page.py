@@ -278,8 +278,8 @@ def page(found: dict[Entry, list[dict]]) -> str:
         "training. `make results` makes this page.",
         "",
         "A run repeats to the bit on the same kind of CPU. Another kind rounds differently, and training amplifies the difference: "
-        "seed 0 of GRPO on the editor ends at 8.33 on the Intel CPU of this page and at 8.40 on an AMD EPYC of the third generation "
-        "(AVX2), which is less than the difference between seeds. The quickstart was measured on the AMD EPYC.",
+        "seed 0 of GRPO on the editor ends at 8.33 on the Intel CPU of this page and at 8.40 on an AMD EPYC of the third "
+        "generation (AVX2), which is less than the difference between seeds. The quickstart was measured on the AMD EPYC.",
         "",
         "The columns of the first table of each section:",
         "",
