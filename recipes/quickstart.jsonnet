@@ -1,5 +1,5 @@
 // The main task of the playground: a flow-matching editor that makes single edits learns to follow instructions with several edits,
-// in two minutes on two CPU cores. Many tasks with few samples each, four denoising steps in rollouts, and sigmas close to 1; the
+// in a few minutes on two CPU cores. Many tasks with few samples each, four denoising steps in rollouts, and sigmas close to 1; the
 // trials behind these values are in docs/quickstart-trials.md.
 //
 //   retouch train recipes/quickstart.jsonnet
