@@ -44,6 +44,9 @@ judge and the same number of network evaluations. `make league` makes this page,
 With one optimizer step per rollout, the ratio of current to old probability is 1, so a clipped ratio, GSPO, CISPO and REINFORCE
 have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here. On policies that write
 tokens, GRPO and PPO with a value head take four too.
+
+DRaFT and ReFL are upper references: they follow the gradient of the distance to the correct image, which the other algorithms
+never see, and which is the same with an exact judge and with one that errs.
 """
 LIMITS = """## What this page does not show
 
