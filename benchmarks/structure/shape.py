@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("shape_probe.py")
 RECIPE = "recipes/playground/grpo.jsonnet"
 OWN_FAMILY = ("playground", "qwen")
-"""Words in the paths of the modules of its model family: the playground's model is a small Qwen-Image-Edit."""
+"""Words in the paths of the modules of the recipe's model family: the playground's model is a small Qwen-Image-Edit."""
 OTHER_FAMILIES = ("sd3", "flux", "z_image", "emu3", "janus", "ip_adapter")
 Rows = dict[str, Any]
 """A table: the first column of each row, mapped to a value or to a list of values."""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 
 def _form(value: Any) -> str | None:
-    return "formula" if isinstance(value, str) else UNTAGGED if isinstance(value, Mapping) else None
+    if isinstance(value, str):
+        return "formula"
+    return UNTAGGED if isinstance(value, Mapping) else None
 
 
 Combine: TypeAlias = Annotated[

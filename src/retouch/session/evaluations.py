@@ -106,7 +106,7 @@ class RunEvaluations:
     def format_table(self, step: int) -> Iterator[str]:
         """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""
         lines = {line["step"]: line for line in self.folder.read_evals()}
-        now, start = (lines.get(at, lines[step])["table"] for at in (step, 0))
+        now, start = lines[step]["table"], lines.get(0, lines[step])["table"]
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
         combined = (self._column, *self.parts.judge.combination.columns)
         shown = [name for name in columns if "/" not in name or name in combined]
