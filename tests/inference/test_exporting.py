@@ -8,6 +8,8 @@ import pytest
 import torch
 from diffusers import QwenImageEditPipeline, QwenImageTransformer2DModel, SD3Transformer2DModel, StableDiffusion3Pipeline
 from peft import LoraConfig, PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 import retouch
 import tiny_models
@@ -108,6 +110,28 @@ def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path: Path) -> None:
     pipeline.load_lora_weights(tmp_path)
     assert torch.equal(output(pipeline.transformer), output(module))
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 12
+
+
+def test_the_same_weights_are_exported_as_the_same_bytes(tmp_path: Path) -> None:
+    """Ten exports, since safetensors writes the entries of its metadata in random order."""
+    module: SD3Transformer2DModel = tiny_models.sd3_transformer()
+    module.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_out.0", "to_k", "to_v"]))
+    for number in range(10):
+        write_lora(module, tmp_path / str(number), pipeline="StableDiffusion3Pipeline")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "0").iterdir()}
+    assert sorted(files) == ["adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors"]
+    for number in range(1, 10):
+        assert {path.name: path.read_bytes() for path in (tmp_path / str(number)).iterdir()} == files
+    written = tmp_path / "0" / "pytorch_lora_weights.safetensors"
+    with safe_open(written, "pt") as opened:
+        metadata = opened.metadata()
+    targets = ["to_k", "to_out.0", "to_q", "to_v"]  # a set in PEFT: its order differs between processes
+    assert json.loads(metadata["lora_adapter_metadata"])["transformer.target_modules"] == targets
+    assert json.loads(files["adapter_config.json"])["target_modules"] == targets
+    assert metadata["format"] == "pt"
+    assert load_file(written).keys() == {
+        name.replace("base_model.model", "transformer") for name in load_file(tmp_path / "0" / "adapter_model.safetensors")
+    }
 
 
 def test_a_run_with_a_function_as_reward_is_exported_without_its_script(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT, diffusers and ComfyUI."""
 
+import json
 import logging
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakSet
@@ -101,7 +103,7 @@ def write_lora(
     ``format``: ``all`` writes PEFT's format, diffusers' if ``pipeline`` is given, and ComfyUI's if ``comfyui`` is given. If an
     adapted module has no name in ComfyUI, ``all`` skips ComfyUI's file with a warning, and ``comfyui`` raises ValueError.
     """
-    config = module.peft_config["default"]
+    config = _with_sorted_targets(module.peft_config["default"])
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
     if format in ("all", "peft"):
         config.save_pretrained(to)
@@ -109,6 +111,7 @@ def write_lora(
     if pipeline is not None and format in ("all", "diffusers"):
         pipeline_class: Any = getattr(diffusers, pipeline)
         pipeline_class.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
+        _sort_metadata(to / "pytorch_lora_weights.safetensors")
     if comfyui is not None and format in ("all", "comfyui"):
         try:
             named = comfyui_tensors(tensors, module, comfyui, alpha=config.lora_alpha)
@@ -118,3 +121,28 @@ def write_lora(
             log.warning("no file for ComfyUI was written: %s", error)
             return
         save_file(named, to / FILE, metadata={"format": "pt"})
+
+
+def _with_sorted_targets(config: LoraConfig) -> LoraConfig:
+    """The configuration with its target modules in alphabetical order; as a set, their order differs between processes."""
+    config = copy(config)
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)
+    return config
+
+
+def _sort_metadata(file: Path) -> None:
+    """Put the metadata of a safetensors file in alphabetical order.
+
+    Safetensors writes it in random order, so that two exports of the same weights would differ.
+
+    The file starts with the length of its header, eight bytes little-endian, and the header, JSON padded with spaces:
+    https://huggingface.co/docs/safetensors.
+    """
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    written += b" " * (-len(written) % 8)
+    file.write_bytes(len(written).to_bytes(8, "little") + written + content[end:])
