@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.assembly import assemble
+from retouch.assembly.parts import Assembly
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
 from retouch.training.ledger import Ledger

@@ -27,8 +27,8 @@ from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.rehearsal.machines import find_machine
-from retouch.rehearsal.meter import Stage, Work
 from retouch.rehearsal.report import hours
+from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import RehearsedPhase
 
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME")

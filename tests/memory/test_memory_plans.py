@@ -20,10 +20,10 @@ from retouch.memory.peak import peak_bytes
 from retouch.memory.plan import LoraShape, MemoryPlan
 from retouch.memory.sizes import build_meta, parts, reward_model, stored_count
 from retouch.memory.tokens import WriterSetup, writer_plan
-from retouch.models.base import ImageBatch
 from retouch.models.common.recompute import recomputing
 from retouch.models.language import published_language_model, read_description
 from retouch.models.sd3.family import SD3Model
+from retouch.models.shapes import ImageBatch
 from retouch.models.z_image.family import ZImageModel
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -24,11 +24,12 @@ from retouch.inference.opening import open_target
 from retouch.memory.images import image_model_plan
 from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import lora_count
-from retouch.models.base import DiffusersModel, ImageBatch
+from retouch.models.base import DiffusersModel
 from retouch.models.flux2.family import Flux2KleinModel
 from retouch.models.flux2.model import Flux2Klein
 from retouch.models.qwen_image_2.family import QwenImage2Model
 from retouch.models.qwen_image_2.model import QwenImage2
+from retouch.models.shapes import ImageBatch
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.recipe.recipe import load, parse

@@ -65,7 +65,7 @@ VALUES = (
     ),
     Mutant(
         "missing rows teach the head",
-        "objectives/policy_gradient.py",
+        "objectives/actor_critic.py",
         "value = (minibatch.weights[part.rows, part.actions] * loss).sum()",
         "value = loss.mean()",
         f"{_LOSSES}::test_rows_without_a_weight_teach_the_head_nothing",

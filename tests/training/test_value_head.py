@@ -19,8 +19,9 @@ from retouch.doctor.memory import footprint
 from retouch.inference.exporting import export_target
 from retouch.memory.sizes import parts_in
 from retouch.models.playground.family import playground_weights
+from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.advantages import GAEAdvantage
-from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
+from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.value_heads import LatentValues, channels_of, summary
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse

@@ -16,10 +16,11 @@ from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
 from retouch.memory.plan import MemoryPlan, Setup, moment_bytes, plan_parts
 from retouch.memory.sizes import image_encoder, parts_in, stored_count
-from retouch.models.base import DiffusersModel, PartConfigs, Shape
+from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel, read_description
+from retouch.models.shapes import PartConfigs, Shape
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.weights import copy_dtype
 from retouch.recipe.devices import Devices

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 import torch
 from safetensors import SafetensorError
 
-from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.assembly import assemble
+from retouch.assembly.parts import Assembly
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe

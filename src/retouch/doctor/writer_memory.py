@@ -19,8 +19,9 @@ from retouch.memory.plan import MemoryPlan, MemoryRow, moment_bytes
 from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
-from retouch.models.base import DiffusersModel, PartConfigs
+from retouch.models.base import DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
+from retouch.models.shapes import PartConfigs
 from retouch.recipe.derived.out_of_memory import suggestions
 from retouch.recipe.devices import Devices
 from retouch.recipe.policy import AutoregressivePolicyKeys

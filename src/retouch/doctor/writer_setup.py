@@ -9,8 +9,9 @@ from retouch.doctor.memory import copies_on_device
 from retouch.memory.plan import LoraShape
 from retouch.memory.tokens import WriterSetup
 from retouch.models import train as recipe_train
-from retouch.models.base import DiffusersModel, ImageBatch, PartConfigs
+from retouch.models.base import DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
+from retouch.models.shapes import ImageBatch, PartConfigs
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe

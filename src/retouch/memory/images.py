@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from retouch.memory.peak import cast_parameters, peak_bytes
 from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, stored_count
-from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs
+from retouch.models.base import DiffusersModel
+from retouch.models.shapes import ImageBatch, Part, PartConfigs
 
 _META = torch.device("meta")
 

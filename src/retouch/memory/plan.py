@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
-from retouch.models.base import Part, PartConfigs, Shape
+from retouch.models.shapes import Part, PartConfigs, Shape
 
 Moments: TypeAlias = Literal["8bit", "cpu"] | None
 """How AdamW's two moments are stored: None is fp32 on the device."""

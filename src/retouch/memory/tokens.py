@@ -19,8 +19,8 @@ from retouch.core.tokens import log_prob, sample_tokens, warp_logits
 from retouch.memory.peak import FusedAttention, PeakMemory, cast_parameters, peak_bytes
 from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow, Moments, moment_bytes
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
-from retouch.models.base import Part
 from retouch.models.common.sharded import whole_weights
+from retouch.models.shapes import Part
 
 Sharding: TypeAlias = Literal["replicated", "zero2", "fsdp2"]
 _META = torch.device("meta")

@@ -1,15 +1,13 @@
-"""Base classes of the recipe's sections of image models: how a model is built, and what the memory plan needs to know about it.
+"""Base classes of the recipe's sections of image models.
 
-Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A model is
-*described* part by part: ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, from its folder or from a published
-configuration, so that its memory can be planned before any weight is loaded.
+Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,6 +20,18 @@ from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Pixels, Section
 from retouch.models.common.comfyui_lora import ComfyUINames
+from retouch.models.shapes import (
+    INSTRUCTION_TOKENS,
+    MEGAPIXEL,
+    ONE_STREAM,
+    TWO_STREAMS,
+    Blocks,
+    ImageBatch,
+    Part,
+    PartConfigs,
+    Shape,
+    Size,
+)
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
@@ -32,19 +42,8 @@ if TYPE_CHECKING:
     from retouch.protocols import AutoregressiveModel
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
-Size: TypeAlias = tuple[int, int]
 Area: TypeAlias = Annotated[int, Field(ge=32 * 32)]
 """Area in px of a resized image, whose sides are multiples of 32."""
-Part: TypeAlias = Mapping[str, Any]
-PartConfigs: TypeAlias = Mapping[str, Part]
-
-MEGAPIXEL = (1024, 1024)
-INSTRUCTION_TOKENS = 256
-"""Length in tokens that the memory plan assumes for an instruction if the model does not set one."""
-# Bytes that autograd saves for one block per token and channel, for each dtype's number of bytes (2 or 4). They were measured on
-# these families with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in fp32 for both dtypes).
-TWO_STREAMS = {2: 60, 4: 100}
-ONE_STREAM = {2: 50, 4: 85}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,52 +62,6 @@ class TaskInputs:
         least, most = self.images
         images = "no image" if most == 0 else "one image" if most == 1 else f"{least} to {most} images"
         return f"{images} and a mask" if self.mask else images
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """``count`` equal blocks. ``saved``: bytes that autograd saves for one block per token and channel, by bytes of the dtype."""
-
-    count: int
-    saved: Mapping[int, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """A transformer's shape. ``width``: channels of a token in a block. ``latents``, ``text``: channels of these two inputs."""
-
-    blocks: tuple[Blocks, ...]
-    width: int
-    latents: int
-    text: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageBatch:
-    """A batch of images to sample.
-
-    ``rows``: number of images, each of ``size`` (height, width) px. ``sources``: number of source images per row, each of
-    ``source`` px. ``text``: number of text tokens per row.
-    """
-
-    rows: int
-    size: Size
-    source: Size
-    sources: int
-    text: int
-    dtype: torch.dtype
-
-    def empty(self, *shape: int) -> Tensor:
-        """A tensor (rows, *shape) of the batch's dtype, on the meta device."""
-        import torch
-
-        return torch.empty(self.rows, *shape, dtype=self.dtype, device="meta")
-
-    def times(self) -> Tensor:
-        """A tensor (rows,) of fp32, on the meta device: one timestep per row."""
-        import torch
-
-        return torch.empty(self.rows, device="meta")
 
 
 class ImageModel(Section):

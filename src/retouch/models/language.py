@@ -19,7 +19,8 @@ from pydantic import Field, JsonValue
 from retouch.config.imports import build_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Section
-from retouch.models.base import INSTRUCTION_TOKENS, Dtype, PartConfigs, Size, TaskInputs
+from retouch.models.base import Dtype, TaskInputs
+from retouch.models.shapes import INSTRUCTION_TOKENS, PartConfigs, Size
 from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:

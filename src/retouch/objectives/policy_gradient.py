@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
 from retouch.config.section import Count, NonNegative, Positive, Section
+from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.base import Objective, ObjectiveContext, ValueHead
+from retouch.objectives.clip_range import check_clip
 from retouch.protocols import Policy, SupportsLosses
 from retouch.types import Evaluation, Kind, Loss, Minibatch, Needs, Slice
 
@@ -294,66 +295,3 @@ class PolicyGradient(Objective):
     def _check_whole_rows(self, actions: int, of: int) -> None:
         if self.surrogate == "gspo" and actions < of:
             raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActorCritic:
-    """PPO with a value head: the loss of ``actor`` plus the value loss, both from one evaluation (arXiv 1707.06347).
-
-    ``clip``: the largest change of a value from its prediction during the rollout; None does not clip. The policy, which owns the
-    value head, determines how much of the value loss reaches its own weights.
-    """
-
-    actor: PolicyGradient
-    clip: float | None = None
-
-    def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
-        from retouch.core.gae import clipped_value_loss
-
-        trajectory = minibatch.trajectory
-        assert trajectory.values is not None, "the policy has a value head"
-        assert minibatch.returns is not None, "the advantage computes returns for the value head"
-        needs = replace(self.actor.needs, values=True)
-        for part in policy.microbatches(trajectory):
-            evaluation = policy.evaluate(trajectory, part, needs)
-            assert evaluation.values is not None
-            loss = clipped_value_loss(
-                evaluation.values,
-                trajectory.values[part.rows, part.actions],
-                minibatch.returns[part.rows, part.actions],
-                clip=self.clip,
-                mask=trajectory.mask[part.rows, part.actions],
-            )
-            value = (minibatch.weights[part.rows, part.actions] * loss).sum()
-            acted = self.actor.loss(evaluation, minibatch, part)
-            yield Loss(acted.value + value, {**acted.sums, "value/loss": value.detach()}, acted.maxima)
-
-    def after_step(self, policy: Any, step: int) -> None:
-        """Do nothing: the current weights sample the rollouts, so there are no old weights to update."""
-
-
-def check_clip(reduction: Literal["mean", "sum", "token"], low: float | None, high: float) -> None:
-    """Raises ValueError if a clip range does not fit the scale of the log-probabilities; the message says what to do.
-
-    ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum
-    corresponds to 0.2 / D on the mean, so a range chosen for one reduction clips never or always with the other. ``low``: None if
-    the ratio has no lower bound.
-    """
-    if low is not None and not 0 <= low < 1:
-        raise ValueError(f"clip range low {low}: the ratio is kept above 1 - low, so give 0 <= low < 1")
-    if not 0 <= high < math.inf:
-        raise ValueError(f"clip range high {high}: the ratio is kept below 1 + high, so give a finite high >= 0")
-    if reduction not in ("mean", "sum", "token"):
-        raise ValueError(f"reduction {reduction!r}: choose 'mean', 'sum' or 'token'")
-    bounds = [high] if low is None else [low, high]
-    shown = ", ".join(map(str, bounds))
-    if reduction == "mean" and max(bounds) > 1e-2:
-        raise ValueError(
-            f"clip range {shown} on log-probabilities averaged over a transition's elements would never clip; "
-            "use 1e-6 to 1e-4, or reduction 'sum'"
-        )
-    if reduction == "sum" and min(bounds) < 1e-3:
-        raise ValueError(
-            f"clip range {shown} on log-probabilities summed over a transition's elements would always clip; "
-            "use about 0.2, or reduction 'mean'"
-        )

@@ -20,12 +20,13 @@ from transformers import Emu3VQVAE
 
 from retouch.memory.ip_adapter import vision_part
 from retouch.memory.sizes import image_encoder
-from retouch.models.base import DiffusersModel, PartConfigs
+from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
 from retouch.models.emu3.family import Emu3Model
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
+from retouch.models.shapes import PartConfigs
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks
 from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor, on_host

@@ -16,7 +16,8 @@ from retouch.policies.autoregressive.demonstrations import TokenizesTargets, Tok
 from retouch.policies.engines.base import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.rehearsal.fake.tensors import FakeTensor
-from retouch.rehearsal.meter import Meter, Rise, Work
+from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.stages import Rise, Work
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
 
 PARTS = 2

@@ -4,7 +4,8 @@ import traceback
 from collections.abc import Iterator
 
 from retouch.rehearsal.machines import TFLOPS, Machine
-from retouch.rehearsal.meter import OURS, Stage, Work
+from retouch.rehearsal.meter import OURS
+from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import Rehearsed
 
 FREE_SHARE = 0.1

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from retouch.assembly.assembly import Assembly, connect
+from retouch.assembly.assembly import connect
+from retouch.assembly.parts import Assembly
 from retouch.assembly.state import capture
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import plan_placement
@@ -34,8 +35,9 @@ from retouch.rehearsal.fake.tensors import DEVICE, active
 from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, scores
 from retouch.rehearsal.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.meter import Meter, Stage, Work
+from retouch.rehearsal.meter import Meter
 from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
+from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight

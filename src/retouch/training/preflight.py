@@ -16,8 +16,9 @@ from torch import Tensor
 
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
+from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.base import Objective
-from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
+from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.training.checkpoint import restore_rng, rng_state
 from retouch.training.loop import Phase, Run, ScoredRollout, accumulate, make_minibatch
 from retouch.types import Kind, Minibatch, Needs

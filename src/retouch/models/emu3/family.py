@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import INSTRUCTION_TOKENS, PartConfigs, Size, TaskInputs
+from retouch.models.base import TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
+from retouch.models.shapes import INSTRUCTION_TOKENS, PartConfigs, Size
 
 if TYPE_CHECKING:
     import torch

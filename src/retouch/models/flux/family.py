@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from retouch.config.section import NonNegative
-from retouch.models.base import DiffusersModel, ImageBatch, PartConfigs, TaskInputs
+from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
+from retouch.models.shapes import ImageBatch, PartConfigs
 
 
 class FluxFamily(DiffusersModel):

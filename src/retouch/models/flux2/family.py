@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from retouch.models.base import Blocks, DiffusersModel, ImageBatch, Part, PartConfigs, Shape, TaskInputs
+from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
+from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape
 
 
 class Flux2KleinModel(DiffusersModel):

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import DiffusersModel, Dtype, PartConfigs, Size
+from retouch.models.base import DiffusersModel, Dtype
 from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel, vision_pixels
+from retouch.models.shapes import PartConfigs, Size
 
 if TYPE_CHECKING:
     import torch

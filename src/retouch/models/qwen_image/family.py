@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs, TaskInputs
+from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
+from retouch.models.shapes import ImageBatch, Part, PartConfigs
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

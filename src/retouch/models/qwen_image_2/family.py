@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from retouch.models.base import Area, Blocks, DiffusersModel, ImageBatch, Part, PartConfigs, Shape, TaskInputs
+from retouch.models.base import Area, DiffusersModel, TaskInputs
+from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor

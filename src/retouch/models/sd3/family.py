@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from retouch.models.base import DiffusersModel, ImageBatch, Part, PartConfigs
+from retouch.models.base import DiffusersModel
 from retouch.models.common.comfyui_lora import ComfyUINames
+from retouch.models.shapes import ImageBatch, Part, PartConfigs
 
 
 class SD3Model(DiffusersModel):
