@@ -71,7 +71,7 @@ def test_images_without_a_source_have_no_order(folder) -> None:
     ("row", "told"),
     [
         ("{", "line 1: not JSON"),
-        ("[1]", "line 1: not a JSON object"),
+        ("[1]", "line 1: should be a JSON object, not list"),
         ({**GOOD, "instruction": ""}, "instruction: .*at least 1"),
         ({**GOOD, "rungs": GOOD["rungs"][:1]}, "rungs: .*at least 2"),
         ({**GOOD, "rungs": [{"image": "best.png"}] * 2}, "rungs.0.truth: missing"),
@@ -80,7 +80,7 @@ def test_images_without_a_source_have_no_order(folder) -> None:
             {**GOOD, "rungs": [{"image": "best.png", "truth": 1}, {"image": "bad.png", "truth": 1}]},
             "at least two images with different values of truth",
         ),
-        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}, {"image": "best.png", "truth": 1}]}', "rungs.0.truth"),
+        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}, {"image": "best.png", "truth": 1}]}', "NaN is not a JSON number"),
         ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two have the name 'one'"),
         ({**GOOD, "sources": "x"}, "sources: unknown key; did you mean source"),
         ({**GOOD, "source": "gone.png"}, "gone.png: no such file in"),
@@ -109,5 +109,5 @@ def test_all_mistakes_are_listed(folder) -> None:
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path) -> None:
     (tmp_path / "ladder.jsonl").write_bytes('{"instruction": "Türen rot"}'.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"ladder\.jsonl: not UTF-8 at byte 18; save the file as UTF-8"):
+    with pytest.raises(ValueError, match=r"ladder\.jsonl line 1: not UTF-8 at byte 18 of the line; save the file as UTF-8"):
         read_ladders(tmp_path)

@@ -3,7 +3,6 @@
 ``{"id": "barn", "instruction": "paint the barn red", "source": "barn.png", "rungs": [{"image": "red.png", "truth": 1}, ...]}``
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from pydantic import Field, JsonValue
 from retouch.benchmarks.judges.ladders import Item, Probe, item_of
 from retouch.config.section import Section
 from retouch.data.images import load_image
+from retouch.data.tables import Entry, read_table
 from retouch.types import Sample, Task
 
 FILE = "ladder.jsonl"
@@ -53,43 +53,32 @@ class LadderRow(Section):
 def read_ladders(folder: Path) -> list[Item]:
     """Read the items in the folder. Raises ValueError if the file is missing or empty, or with a line for each mistake in it."""
     file = folder / FILE
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; write one JSON object with instruction, source and rungs per line into {FILE}")
+    if not file.is_file() or not file.read_bytes().strip():
+        state = " has no items" if file.is_file() else ": no such file"
+        raise ValueError(f"{file}{state}; write one JSON object with instruction, source and rungs per line into {FILE}")
     items: list[Item] = []
     wrong: list[str] = []
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # splitlines also splits at U+2028, which a JSON string may contain
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for entry in read_table(file).entries:
         try:
-            item = _item(folder, number, line)
+            item = _item(folder, entry)
             if any(item.id == known.id for known in items):
                 raise ValueError(f"an earlier line has the same id {item.id!r}; give each item a different id")
             items.append(item)
         except ValueError as error:
-            wrong += [f"{FILE} line {number}: {part}" for part in str(error).splitlines()]
+            wrong += [f"{FILE} line {entry.line}: {part}" for part in str(error).splitlines()]
     if wrong:
         more = [f"... and {len(wrong) - _MOST_ERRORS} more"] if len(wrong) > _MOST_ERRORS else []
         raise ValueError("\n".join([*wrong[:_MOST_ERRORS], *more]))
-    if not items:
-        raise ValueError(f"{file} has no items; write one JSON object with instruction, source and rungs per line")
     return items
 
 
-def _item(folder: Path, number: int, line: str) -> Item:
-    try:
-        document = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError("not a JSON object; give instruction, source and rungs")
-    row = LadderRow(**document)
+def _item(folder: Path, entry: Entry) -> Item:
+    if entry.fields is None:
+        raise ValueError(entry.what)
+    row = LadderRow(**entry.fields)
     source = () if row.source is None else (_image(folder, row.source),)
     target = None if row.target is None else _image(folder, row.target)
-    task = Task(row.id or str(number), row.instruction, source, target=target, text=row.text, meta=row.meta)
+    task = Task(row.id or str(entry.line), row.instruction, source, target=target, text=row.text, meta=row.meta)
     return item_of([Probe(name, Sample(task, _image(folder, rung.image)), rung.truth) for name, rung in _named(row.rungs)])
 
 
