@@ -80,7 +80,7 @@ def test_images_without_a_source_have_no_order(folder) -> None:
             {**GOOD, "rungs": [{"image": "best.png", "truth": 1}, {"image": "bad.png", "truth": 1}]},
             "at least two images with different values of truth",
         ),
-        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}, {"image": "best.png", "truth": 1}]}', "NaN is not a JSON number"),
+        ('{"instruction": "x", "rungs": [{"image": "bad.png", "truth": NaN}]}', "NaN is not a JSON number"),
         ({**GOOD, "rungs": [{**rung, "name": "one"} for rung in GOOD["rungs"]]}, "two have the name 'one'"),
         ({**GOOD, "sources": "x"}, "sources: unknown key; did you mean source"),
         ({**GOOD, "source": "gone.png"}, "gone.png: no such file in"),
