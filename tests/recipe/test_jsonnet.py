@@ -208,9 +208,17 @@ COMMA = "perhaps a comma is missing after the value that ends in line {}"
         ("{\n  steps: 3  // three\n\n  // the seed\n  seed: 2,\n}", COMMA.format(2)),
         ("{\n  path: 'http://a.b'\n  seed: 2,\n}", COMMA.format(2)),
         ("{ complexity: [1 2] }", COMMA.format(1)),
+        ("{ name: 'äöü€' seed: 2 }", COMMA.format(1)),
+        ("{\n  steps: 3,//three\n  a: 1 b: 2 }", COMMA.format(3)),
         ('{\n  name: "x,\n  steps: 3\n}', "perhaps a closing quote is missing"),
-        ("{\n  steps: 3,\n", "perhaps a closing bracket or the semicolon after a `local` is missing"),
-        ("local a = 3\n{ steps: a }", "perhaps a closing bracket or the semicolon after a `local` is missing"),
+        ("{\n  steps: 3,\n", "perhaps a closing bracket is missing"),
+        ("{\n  steps: [3\n", "perhaps a closing bracket is missing"),
+        ("", "perhaps the file is empty"),
+        ("local a = 3\n{ steps: a }", "perhaps the semicolon after a `local` is missing"),
+        ("local a = 3\nlocal b = 4;\n{ steps: a }", "perhaps the semicolon after a `local` is missing"),
+        ("{ steps = 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
+        ("{ learning-rate: 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
+        ("{ steps 3 }", "perhaps the colon after a key is missing, or the key needs quotes"),
     ],
 )
 def test_a_syntax_error_says_what_may_be_missing(text: str, advice: str, tmp_path: Path) -> None:
@@ -221,8 +229,10 @@ def test_a_syntax_error_says_what_may_be_missing(text: str, advice: str, tmp_pat
     assert str(caught.value).splitlines()[-1].strip() == advice
 
 
-@pytest.mark.parametrize("text", ["{ steps: , }", "{\n  a: 1,\n  = 3,\n}", "{ a: missing }"])
-def test_other_mistakes_get_no_advice_about_a_comma(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["{ steps: , }", "{\n  a: 1, //one\n  = 3,\n}", "{ a: missing }", "{ a: 1 } }", "steps: 3", "{ a: [1, 2 }"]
+)
+def test_other_mistakes_get_no_advice(text: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonnet"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"mine\.jsonnet") as caught:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from retouch.protocols import Policy
 from retouch.types import Evaluation, Loss, Minibatch, Needs, Slice
 
 
+@runtime_checkable
 class Actor(Protocol):
     """The policy gradient of an actor-critic."""
 

@@ -14,7 +14,7 @@ _MOST_LINES = 24
 _SYNTAX_ERROR = re.compile(
     r'^syntax error: expected (?P<expected>.*), got "(?P<token>.*)"\n +(?P<file>.+):(?P<line>\d+):(?P<column>\d+)$', re.MULTILINE
 )
-_COMMENT = re.compile(r"^\s*(//|#).*|\s+(//|#) .*")
+_BLANK = re.compile(rb"\s*((//|#).*)?")
 _PROGRAM = """
 import json, os, resource, sys
 asked = json.load(sys.stdin)
@@ -94,21 +94,30 @@ def _shortened(message: str) -> str:
 def _syntax_advice(message: str) -> str:
     """What may be missing at the place of a syntax error; empty for other errors.
 
-    The parser only lists all tokens that could follow there, and the comma is one of many.
+    The parser lists every token that could follow there, so the list shows where in a recipe the error is.
     """
     found = _SYNTAX_ERROR.search(message)
     if found is None:
         return ""
-    if found["token"] == "EOF":
-        missing = "a closing quote" if '"\\\\u"' in found["expected"] else "a closing bracket or the semicolon after a `local`"
-        return f"\n    perhaps {missing} is missing"
-    lines = Path(found["file"]).read_text(encoding="utf-8").splitlines()[: int(found["line"])]
-    before = [*lines[:-1], lines[-1][: int(found["column"]) - 1]]
-    for number in range(len(before), 0, -1):
-        code = _COMMENT.sub("", before[number - 1]).rstrip()
-        if code:
-            ends_a_value = code[-1].isalnum() or code[-1] in "_'\")]}"
-            return f"\n    perhaps a comma is missing after the value that ends in line {number}" if ends_a_value else ""
+    missing = _missing(found["expected"], found["token"], Path(found["file"]), int(found["line"]), int(found["column"]))
+    return f"\n    perhaps {missing}" if missing else ""
+
+
+def _missing(expected: str, token: str, file: Path, line: int, column: int) -> str:
+    """``column`` counts bytes, from 1."""
+    if r'"\\u"' in expected:
+        return "a closing quote is missing"
+    if '":::"' in expected:
+        return "the colon after a key is missing, or the key needs quotes"
+    if '";"' in expected:
+        return "the semicolon after a `local` is missing"
+    if token == "EOF":
+        return "a closing bracket is missing" if file.read_bytes().strip() else "the file is empty"
+    if "<binary op>" in expected and "EOF" not in expected and (token.isalnum() or token in "_'\" "):
+        lines = file.read_bytes().splitlines()[:line]
+        lines[-1] = lines[-1][: column - 1]
+        ends = max(number for number, each in enumerate(lines, start=1) if not _BLANK.fullmatch(each))
+        return f"a comma is missing after the value that ends in line {ends}"
     return ""
 
 
