@@ -64,13 +64,11 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
         text += ["## Evaluation", table]
     if _write_image(run, to / IMAGE, step=step):
         text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
-    # diffusers cannot open the playground's models, whose tokenizers are their own.
-    pipeline = None if isinstance(policy.model, PlaygroundFamily) else policy.model.pipeline
-    text += ["## Use", *_use(to, pipeline, type(parts.model.module).__name__, base=base if is_hub_id else _BASE)]
+    text += ["## Use", *_use(to, _pipeline(policy.model), type(parts.model.module).__name__, base=base if is_hub_id else _BASE)]
     if isinstance(policy.model, PlaygroundFamily):
         text.append(
-            f"The base model is a playground model of Retouch ({base}), which diffusers cannot open. `retouch sample RUN`, with "
-            "the folder of the run, makes images with the trained weights."
+            f"The base model is a playground model of Retouch ({base}). The pipelines of diffusers do not make its images as in "
+            "training. `retouch sample RUN`, with the folder of the run, makes images with the trained weights."
         )
     if any(_BASE in part for part in text):
         text.append(f"`{_BASE}` is the model from which training started: {base}.")
@@ -88,6 +86,12 @@ def _base_model(path: str) -> tuple[str, bool]:
     return (Path(name).name if Path(name).exists() else name), False
 
 
+def _pipeline(model: Any) -> str | None:
+    """The diffusers pipeline that makes images with the model as in training, by its name; None if there is none."""
+    pipeline: str | None = model.pipeline
+    return None if isinstance(model, PlaygroundFamily) else pipeline
+
+
 def _metadata(to: Path, base: str | None, model: Any) -> dict[str, Any]:
     is_adapter = not any(path.is_dir() for path in to.iterdir())
     made: dict[str, Any] = {}
@@ -98,7 +102,7 @@ def _metadata(to: Path, base: str | None, model: Any) -> dict[str, Any]:
             made["license"] = licence
         if name is not None:
             made |= {"license_name": name, "license_link": f"https://huggingface.co/{base}"}
-    if model.pipeline is not None:
+    if _pipeline(model) is not None:
         edits = model.takes is not None and model.takes.images[0] > 0
         made |= {"library_name": "diffusers", "pipeline_tag": "image-to-image" if edits else "text-to-image"}
     elif is_adapter and (to / "adapter_config.json").is_file():
