@@ -135,14 +135,18 @@ def test_what_a_judge_fails_at_is_missing_column_by_column_and_the_log_says_why(
         assert line["missing/exact/overall"] == 0
         assert not any(name.startswith("missing/exact/success") for name in line)
     evals = lines(tmp_path / "runs" / "judged" / "evals.jsonl")
-    counts = [line.get("missing", 0) for line in evals]
-    stored = [tmp_path / "runs" / "judged" / "evals" / f"step-{line['step']:06d}.json" for line in evals]
-    assert counts == [json.loads(path.read_text())["scores"]["judge/alignment"].count(None) for path in stored]
-    assert sum(counts) > 0
-    told = [int(count) for count in re.findall(r"(\d+) of the 6 tasks have no judge/alignment; the means are those", said.out)]
-    assert set(told) == set(counts) - {0}
     page = (tmp_path / "runs" / "judged" / "report.html").read_text()
-    assert (f"{counts[-1]} of 6 tasks have no score" in page) == (counts[-1] > 0)
+    captions = re.findall(r'<p class="caption"><b>(?:held-out, )?([^<]*)</b>([^<]*)', page)
+    for column in ("judge/alignment", "judge/quality"):
+        stored = [tmp_path / "runs" / "judged" / "evals" / f"step-{line['step']:06d}.json" for line in evals]
+        counts = [json.loads(path.read_text())["scores"][column].count(None) for path in stored]
+        assert [line.get("missing", {}).get(column, 0) for line in evals] == counts
+        assert sum(counts) > 0
+        told = [f"{counts[0]}", *(f"{counts[0]} -> {count}" for count in counts[1:])]
+        expected = [f"no {column} for {each} of 6 tasks; its means are those of the others" for each in told]
+        assert all((line in said.out) == (re.search("[1-9]", line.partition(" of ")[0]) is not None) for line in expected)
+        note = f"no {column} for {counts[0]} → {counts[-1]} of 6 tasks"
+        assert [family for family, text in captions if note in text] == (["judge"] if counts[0] or counts[-1] else [])
 
 
 # Before a run

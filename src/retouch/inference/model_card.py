@@ -166,8 +166,9 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
     before, after = lines[min(lines)], lines[max(lines)]
     first, last = before["table"]["all"], after["table"]["all"]
     better_low = set(after.get("lower_is_better", ()))
+    left_out = "; tasks without a score are left out" if before.get("missing") or after.get("missing") else ""
     rows = [
-        f"Means over {last['n']} {split_label(split)} tasks.\n",
+        f"Means over {last['n']} {split_label(split)} tasks{left_out}.\n",
         f"| score | before | after {max(lines)} steps | 95 % interval |",
     ]
     rows.append("| --- | --- | --- | --- |")

@@ -129,14 +129,21 @@ class RunFolder:
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
     def write_eval(
-        self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = (), missing: int = 0
+        self,
+        step: int,
+        split: str,
+        *,
+        table: Table,
+        ci95: Intervals,
+        lower_is_better: Sequence[str] = (),
+        missing: Mapping[str, int] | None = None,
     ) -> None:
         """Store an evaluation. It replaces an evaluation of the same step and split.
 
         ``table``: by row name, the column means and ``n``, the number of tasks. The rows are ``all`` and, for each tag by which
         results are broken down, ``tag=value``. ``ci95``: by row name and column, [low, high] of the mean; rows and columns may be
-        missing. ``lower_is_better``: the columns in which a lower score is better. ``missing``: how many of the tasks have no score
-        in the reported column; the means are those of the others.
+        missing. ``lower_is_better``: the columns in which a lower score is better. ``missing``: by column, the number of tasks
+        without a score; the column's means are those of the other tasks.
         """
         self.require_owner()
         others = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
@@ -144,7 +151,7 @@ class RunFolder:
         if lower_is_better:
             line["lower_is_better"] = list(lower_is_better)
         if missing:
-            line["missing"] = missing
+            line["missing"] = dict(missing)
         files.write_lines(self.evals, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_suite(self, step: int, suite: str, result: Mapping[str, Any], *, alarm: str | None) -> None:

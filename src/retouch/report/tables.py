@@ -137,11 +137,21 @@ def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[s
             if name:
                 body.append(tag("tr", tag("th", name, colspan=width, scope="colgroup"), class_="group"))
             body += lines(rows)
-    missing = f" · {after['missing']} of {after['table']['all']['n']} tasks have no score" if after.get("missing") else ""
-    caption = tag("p", tag("b", title), f" · {steps}{missing}", class_="caption")
+    caption = tag("p", tag("b", title), f" · {steps}", _without_score(before, after, columns), class_="caption")
     return join(
         [caption, tag("div", tag("table", tag("thead", head), tag("tbody", body), class_="scores"), class_="scroll"), *folded]
     )
+
+
+def _without_score(before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """For each of the columns, the number of tasks without a score."""
+    counts = [line.get("missing", {}) for line in ([after] if before is after else [before, after])]
+    made = ""
+    for column in columns:
+        found = [each.get(column, 0) for each in counts]
+        if any(found):
+            made += f" · no {column} for {' → '.join(map(str, found))} of {after['table']['all']['n']} tasks"
+    return made
 
 
 def _row_name(row: str) -> str:

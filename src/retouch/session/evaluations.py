@@ -66,7 +66,9 @@ class RunEvaluations:
     def _write_line(self, step: int, evaluated: EvaluationResult) -> None:
         means, intervals = score_table(evaluated, self.headline)
         lower = [name for name, column in self.parts.judge.reward.columns.items() if not column.higher_is_better]
-        missing = int(self._values(evaluated).isnan().sum())
+        scores = {self._column: self._values(evaluated)}
+        scores |= {name: evaluated.scores[name] for name in self.parts.judge.combination.columns}
+        missing = {name: count for name, values in scores.items() if (count := int(values.isnan().sum()))}
         self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower, missing=missing)
 
     def _require_scores(self, evaluated: EvaluationResult, step: int) -> None:
@@ -123,8 +125,10 @@ class RunEvaluations:
         for name in columns:
             if name not in shown:
                 yield f"  {name:<25}" + f"{_cell(start['all'].get(name), now['all'].get(name), step):>16}"
-        if missing := lines[step].get("missing"):
-            yield f"  {missing} of the {now['all']['n']} tasks have no {self._column}; the means are those of the others"
+        absent, absent_before = (lines.get(at, lines[step]).get("missing", {}) for at in (step, 0))
+        for name in {**absent_before, **absent}:
+            counts = f"{absent_before.get(name, 0)} -> {absent.get(name, 0)}" if step else absent[name]
+            yield f"  no {name} for {counts} of {now['all']['n']} tasks; its means are those of the others"
 
     def write_summary(self, step: int) -> None:
         """Write the summary of a finished run."""
