@@ -71,19 +71,18 @@ def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple
     """The hint for an unknown key.
 
     The present name of a renamed key; else the kinds that have the key; else the keys of the section that start with it
-    (``clip_low`` and ``clip_high`` for ``clip``); else the nearest key of the section and the other places where the key is known;
-    else the keys that are known here.
+    (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other places where the key is known; else the keys
+    that are known here.
     """
     if key in section.renamed_keys:
         return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}"
-    if longer := [known for known in keys_of(section) if known.startswith(f"{key}_")]:
-        return f"; did you mean {_listed([dotted((*path, known)) for known in longer])}?"
     hints = []
-    if near := nearest(key, keys_of(section)):
-        hints.append(f"did you mean {dotted((*path, near))}?")
+    longer = [known for known in keys_of(section) if known.startswith(f"{key}_")]
+    if meant := longer or [known for known in keys_of(section) if known == nearest(key, keys_of(section))]:
+        hints.append(f"did you mean {_listed([dotted((*path, known)) for known in meant])}?")
     if elsewhere := [place for place in places(root).get(key, ()) if place != dotted((*path, key))]:
         hints.append(f"there is {_listed(elsewhere)}")
     if not hints and (near := nearest(key, places(root))):
@@ -126,7 +125,7 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "string_pattern_mismatch":
             return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
         case "kind_value":
-            return f"{dotted(path)}: {context['message']}"
+            return f"{dotted((*path, context['key']) if 'key' in context else path)}: {context['message']}"
         case "value_error":
             return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
     return f"{dotted(path)}: {expected(error)}"

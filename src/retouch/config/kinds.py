@@ -141,11 +141,13 @@ class Kinds:
         kind = value[self.tag]
         found = self.load(kind)
         if found is None and isinstance(kind, str) and kind in self.renamed:
-            raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is now called {self.renamed[kind]!r}"})
+            message = f"{kind!r} is now called {self.renamed[kind]!r}"
+            raise PydanticCustomError("kind_value", "{message}", {"message": message, "key": self.tag})
         if found is None:
             written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
             if written is not None:
-                raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is not a {self.tag}; write {written}"})
+                message = f"{kind!r} is not a {self.tag}; write {written}"
+                raise PydanticCustomError("kind_value", "{message}", {"message": message, "key": self.tag})
             expected = ", ".join(repr(known) for known in self)
             raise PydanticCustomError(
                 "union_tag_invalid", "unknown kind", {**discriminator, "tag": kind, "expected_tags": expected}

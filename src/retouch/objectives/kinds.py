@@ -2,11 +2,12 @@
 
 from retouch.config.kinds import Kinds
 
-_CLIP = "kind: 'policy_gradient', surrogate: 'clip'"
+_CLIP = "kind: 'policy_gradient', surrogate: 'clip', and clip_low and clip_high"
 _REINFORCE = "kind: 'policy_gradient', surrogate: 'reinforce'"
 _NFT = "kind: 'nft'"
-_BEST_OF_N = "kind: 'awm', and advantage: { kind: 'best' }"
-_REWARD_WEIGHTED = "kind: 'awm', and advantage: { kind: 'exponential' }"
+_WEIGHTED = f"kind: 'awm' (for tokens, {_REINFORCE})"
+_BEST_OF_N = f"{_WEIGHTED}, and advantage: {{ kind: 'best' }}"
+_REWARD_WEIGHTED = f"{_WEIGHTED}, and advantage: {{ kind: 'exponential' }}"
 
 OBJECTIVES = Kinds(
     "objective",
@@ -24,8 +25,8 @@ OBJECTIVES = Kinds(
         "grpo": _CLIP,
         "flow_grpo": _CLIP,
         "ppo": f"{_CLIP}; advantage: {{ kind: 'gae' }} adds a value head",
-        "gspo": "kind: 'policy_gradient', surrogate: 'gspo'",
-        "cispo": "kind: 'policy_gradient', surrogate: 'cispo'",
+        "gspo": "kind: 'policy_gradient', surrogate: 'gspo', and clip_low and clip_high",
+        "cispo": "kind: 'policy_gradient', surrogate: 'cispo', and clip_high",
         "reinforce": _REINFORCE,
         "rloo": f"{_REINFORCE}, and advantage: {{ kind: 'group', baseline: 'leave_one_out', scale: 'none' }}",
         "diffusion_nft": _NFT,
