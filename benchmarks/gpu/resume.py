@@ -15,7 +15,7 @@ from pathlib import Path
 from findings import Finding, at_most, measured
 from target import Target
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.jsonnet"
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 STEPS, SAVE_EVERY = 6, 2
 POLL_SECONDS = 0.02
 TENSORS = ("weights", "optimizer")

@@ -54,7 +54,7 @@ LIMITS = """## What this page does not show
 - Runs are short. Algorithms that learn slowly and end higher are placed too low; the curves show which ones are still rising.
 - A few trials do not tune an algorithm well. The tables of settings show how much the results depend on them. Where the best trial
   is near the edge of its range, a wider search may change the order. The second trial's learning rate is close to that of the
-  first, so with two trials the learning rate is not tuned.
+  first, so with one or two trials the learning rate is not tuned.
 - Network evaluations stand for floating-point operations. They do not contain memory, nor the cost of the reward.
 - The noise of the second judge is assumed, not measured on a vision-language model.
 """

@@ -53,7 +53,7 @@ def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
             "-m",
             "retouch.cli",
             *launch,
-            str(ROOT / "recipes/quickstart.jsonnet"),
+            str(ROOT / "recipes/playground/grpo.jsonnet"),
             *words,
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

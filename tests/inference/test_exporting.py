@@ -160,6 +160,8 @@ def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(ValueError, match="not empty"):
         export_target(str(folder), to=tmp_path / "taken")
+    with pytest.raises(ValueError, match="this is a file; name a new folder"):
+        export_target(str(folder), to=tmp_path / "taken" / "file")
     with pytest.raises(ValueError, match="kept no average"):
         export_target(str(folder), to=tmp_path / "out", which="average")
     with pytest.raises(ValueError, match="is not a run"):

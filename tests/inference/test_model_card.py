@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 
 from retouch.inference.exporting import export_target
-from retouch.inference.model_card import _base_model, _metadata, _use
+from retouch.inference.model_card import _base_model, _metadata, _scores, _use
 from retouch.models.flux.family import FluxKontextModel, FluxModel
 from retouch.models.flux2.family import Flux2KleinModel
 from retouch.models.qwen_image.family import QwenImageModel
@@ -49,6 +49,15 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert "comfyui_lora.safetensors" in card.text
     for code in re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL):
         ast.parse(code)
+
+
+def test_the_card_says_that_tasks_have_no_score(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step, missing in ((0, {}), (1, {}), (2, {"overall": 1})):
+        folder.write_eval(step, "heldout", table={"all": {"n": 6, "overall": 5.0}}, ci95={}, missing=missing)
+    at_1, at_2 = (_scores(folder, step, split="heldout") or "" for step in (1, 2))
+    assert at_1.startswith("Means over 6 held-out tasks.")
+    assert at_2.startswith("Means over 6 held-out tasks; tasks without a score are left out.")
 
 
 def test_a_run_without_images_and_with_one_evaluation(tmp_path: Path) -> None:

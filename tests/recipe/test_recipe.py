@@ -107,7 +107,10 @@ def test_every_key_is_documented() -> None:
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),
         ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
-        ({"objective__clip": 0.2}, "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?"),
+        (
+            {"objective__clip": 0.2},
+            "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or reward.of.clip or advantage.clip or ...",
+        ),
         (
             {"reward__combine": [0.7, 0.3]},
             "reward.combine: should be a weight for each column, such as {overall: 1}, or a formula, such as 'a * b', "
@@ -299,6 +302,7 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
     share = Optimizer(warmup_steps=0.1)
     rates = share.learning_rate(peak=2.0, steps=range(10, 55))
     assert [share.warmup_of(steps) for steps in (1, 2, 20, 45)] == [1, 1, 2, 5]
+    assert [Optimizer(warmup_steps=part).warmup_of(100) for part in (0.07, 0.28, 0.55, 0.551)] == [7, 28, 55, 56]
     assert [rates(step) for step in range(10, 16)] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0, 2.0])
     for whole in (0, 1, 5):
         kept = parse(changed(optimizer={"warmup_steps": whole})).optimizer

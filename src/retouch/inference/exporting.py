@@ -29,9 +29,11 @@ def export_target(target: str, *, to: Path, which: Which | None = None, format: 
 
     ``which``: the weights, ``average`` (which evaluation and `retouch sample` use; the default if the run has an average) or
     ``current``. ``format``: the format of a LoRA. ``export.json`` contains the recipe and the step. Data and reward are not loaded,
-    so they may be objects of the script that trained the run. Raises ValueError if ``to`` is not empty, if the target was never
-    trained, if there is no average, or if the model has no such format."""
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+    so they may be objects of the script that trained the run. Raises ValueError if ``to`` is a file or not empty, if the target was
+    never trained, if there is no average, or if the model has no such format."""
+    if to.exists() and not to.is_dir():
+        raise ValueError(f"--to {to}: this is a file; name a new folder")
+    if to.exists() and any(to.iterdir()):
         raise ValueError(f"--to {to}: the folder is not empty; name a new one")
     recipe, folder = read_target(target)
     if folder is None:

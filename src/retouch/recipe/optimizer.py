@@ -44,7 +44,8 @@ class Optimizer(Section):
     final_share: Share = Field(default=0.0, exclude_if=operator.not_)
     """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
     warmup_steps: Annotated[float, Field(ge=0), AfterValidator(_steps_or_share), PlainSerializer(_steps_or_share)] = 0
-    """Steps over which the learning rate rises from 0: a whole number, or a share of the phase's steps below 1, rounded up."""
+    """Steps over which the learning rate rises from 0: a whole number, or a share of the phase's steps below 1, rounded up. If a
+    run is extended, a share is one of the new number of steps."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -55,8 +56,9 @@ class Optimizer(Section):
         return {**found, "moments": self.moments} if self.moments else found
 
     def warmup_of(self, steps: int) -> int:
-        """The number of warm-up steps of a phase with this number of steps; a share is rounded up, as in transformers."""
-        return math.ceil(self.warmup_steps * steps) if self.warmup_steps < 1 else int(self.warmup_steps)
+        """The number of warm-up steps of a phase with this number of steps; a share is rounded up."""
+        share = round(self.warmup_steps * steps, 6)  # 0.07 * 100 is 7.000000000000001
+        return math.ceil(share) if self.warmup_steps < 1 else int(self.warmup_steps)
 
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
         """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a

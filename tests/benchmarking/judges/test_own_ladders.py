@@ -102,9 +102,10 @@ def test_all_mistakes_are_listed(folder) -> None:
     assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [
         f"ladder.jsonl line {number}" for number in (2, 3, 4)
     ]
-    write(folder, "")
-    with pytest.raises(ValueError, match="has no items"):
-        read_ladders(folder)
+    for nothing in ("", "\ufeff", "\u3000\n"):
+        write(folder, nothing)
+        with pytest.raises(ValueError, match="has no items; write one JSON object"):
+            read_ladders(folder)
 
 
 def test_a_file_that_is_not_utf_8_is_named(tmp_path) -> None:

@@ -53,7 +53,7 @@ class LadderRow(Section):
 def read_ladders(folder: Path) -> list[Item]:
     """Read the items in the folder. Raises ValueError if the file is missing or empty, or with a line for each mistake in it."""
     file = folder / FILE
-    if not file.is_file() or not file.read_bytes().strip():
+    if not file.is_file() or not file.read_text(encoding="utf-8-sig", errors="replace").strip():
         state = " has no items" if file.is_file() else ": no such file"
         raise ValueError(f"{file}{state}; write one JSON object with instruction, source and rungs per line into {FILE}")
     items: list[Item] = []
