@@ -109,7 +109,11 @@ def test_every_key_is_documented() -> None:
         ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
         (
             {"objective__clip": 0.2},
-            "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or reward.of.clip or advantage.clip or ...",
+            (
+                {"objective__clip": 0.2},
+                "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or "
+                "reward.of.clip or advantage.clip or ...",
+            ),
         ),
         (
             {"reward__combine": [0.7, 0.3]},
