@@ -109,11 +109,8 @@ def test_every_key_is_documented() -> None:
         ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
         (
             {"objective__clip": 0.2},
-            (
-                {"objective__clip": 0.2},
-                "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or "
-                "reward.of.clip or advantage.clip or ...",
-            ),
+            "objective.clip: unknown key; did you mean objective.clip_low or objective.clip_high?; there is reward.clip or "
+            "reward.of.clip or advantage.clip or ...",
         ),
         (
             {"reward__combine": [0.7, 0.3]},
