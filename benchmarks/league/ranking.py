@@ -7,7 +7,7 @@ stratified bootstrap. Because there are few seeds, the bootstrap also draws the 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,15 +44,22 @@ class Finals:
         """The number of tasks in each stratum."""
         return tuple(len(tasks) for tasks in self.before)
 
-    def shares(self, seeds: ndarray | None = None, tasks: Sequence[ndarray] | None = None) -> ndarray:
-        """The share of the gap that was closed, (seeds, strata), for the given indices of seeds and tasks; by default for all."""
-        columns = []
-        for stratum, (before, after) in enumerate(zip(self.before, self.after, strict=True)):
-            rows = slice(None) if seeds is None else seeds
-            chosen = slice(None) if tasks is None else tasks[stratum]
-            base = before[chosen].mean()
-            columns.append((after[rows][:, chosen].mean(axis=1) - base) / (self.ceiling - base))
-        return np.stack(columns, axis=1)
+    def shares(self) -> ndarray:
+        """The share of the gap that was closed, (seeds, strata)."""
+        (found,) = shares_of([self], [np.arange(size) for size in self.sizes])
+        return found
+
+
+def shares_of(contestants: Sequence[Finals], tasks: Sequence[ndarray]) -> list[ndarray]:
+    """The share of the gap that each contestant closed on tasks, given by their indices in each stratum, (seeds, strata) each."""
+    seeds = [each.seeds for each in contestants]
+    ceiling = np.repeat([each.ceiling for each in contestants], seeds)
+    columns = []
+    for stratum, chosen in enumerate(tasks):
+        base = np.repeat(np.array([each.before[stratum] for each in contestants])[:, chosen].mean(axis=1), seeds)
+        after = np.concatenate([each.after[stratum] for each in contestants])[:, chosen].mean(axis=1)
+        columns.append((after - base) / (ceiling - base))
+    return np.split(np.stack(columns, axis=1), np.cumsum(seeds)[:-1])
 
 
 def interquartile_mean(scores: ndarray) -> float:
@@ -67,8 +74,13 @@ def probability_of_improvement(scores: ndarray, others: ndarray) -> float:
 
     A tie counts one half (Mann and Whitney 1947).
     """
+    return float(_wins(scores, others).mean())
+
+
+def _wins(scores: ndarray, others: ndarray) -> ndarray:
+    """1 where a run of ``scores`` (n, strata) beats a run of ``others`` (m, strata), 0.5 for a tie, else 0: (n, m, strata)."""
     pairs = scores[:, None] - others[None]
-    return float(((pairs > 0) + 0.5 * (pairs == 0)).mean())
+    return (pairs > 0) + 0.5 * (pairs == 0)
 
 
 def time_to(curve: Sequence[Sequence[float]], share: float, *, ceiling: float) -> float | None:
@@ -91,8 +103,10 @@ def resampled(contestants: Sequence[Finals], measure: Callable[[Sequence[ndarray
     found = []
     for _ in range(RESAMPLES):
         tasks = [drawn.integers(size, size=size) for size in sizes]
-        found.append(measure([each.shares(drawn.integers(each.seeds, size=each.seeds), tasks) for each in contestants]))
-    return [bootstrap_interval(np.array(estimates), clusters=sum(sizes)) for estimates in zip(*found, strict=True)]
+        shares = shares_of(contestants, tasks)
+        found.append(measure([each[drawn.integers(len(each), size=len(each))] for each in shares]))
+    # Rounded, so that a score between two printed digits is the same on every CPU.
+    return [bootstrap_interval(estimates, clusters=sum(sizes)) for estimates in np.array(found).T.round(9)]
 
 
 @dataclass(frozen=True)
@@ -121,9 +135,9 @@ def ranking(contestants: Sequence[Finals]) -> list[Rank]:
 
 def _improvements(shares: Sequence[ndarray]) -> list[float]:
     """The mean probability of improvement of each contestant over the other contestants; 0.5 if there is only one."""
+    seeds = [len(each) for each in shares]
+    starts = np.cumsum([0, *seeds[:-1]])
+    wins = _wins(np.concatenate(shares), np.concatenate(shares)).mean(axis=2)
+    pairs = np.add.reduceat(np.add.reduceat(wins, starts, axis=0), starts, axis=1) / np.outer(seeds, seeds)
     count = len(shares)
-    pairs = np.full((count, count), 0.5)
-    for k, j in combinations(range(count), 2):
-        pairs[k, j] = probability_of_improvement(shares[k], shares[j])
-        pairs[j, k] = 1 - pairs[k, j]
     return [float((row.sum() - 0.5) / (count - 1)) if count > 1 else 0.5 for row in pairs]

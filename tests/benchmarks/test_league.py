@@ -92,7 +92,8 @@ def record(after: list[float], **more: Any) -> dict[str, Any]:
 def test_shares_of_the_gap_are_those_of_each_seed_and_stratum(league: SimpleNamespace) -> None:
     found = league.ranking.Finals.of("a", [record([2.0, 10.0, 5.0]), record([0.0, 4.0, 10.0])])
     assert found.shares() == pytest.approx(np.array([[(6 - 2) / 8, 0.0], [0.0, 1.0]]))
-    assert found.shares(np.array([1, 1]), [np.array([1, 1]), np.array([0])]) == pytest.approx(np.array([[0.0, 1.0]] * 2))
+    chosen = league.ranking.shares_of([found, found], [np.array([1, 1]), np.array([0])])
+    assert [each[1] for each in chosen] == pytest.approx(np.array([[0.0, 1.0]] * 2))
     assert league.runs.share_of_gap(record([2.0, 10.0, 5.0])) == pytest.approx((17 - 9) / (30 - 9))
 
 

@@ -1,5 +1,7 @@
 """Decoding with fixed shapes and few questions of the host: the same tokens and log-probabilities."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,12 +64,18 @@ def made(request):
     return MODELS[request.param]()
 
 
-def decode(made, *, length=None, greedy=False, sampling=None, **options):
+def decode(made, *, length=None, greedy=False, sampling=None, counted_by=None, **options):
     model, tasks, longest = made
     batch, prompts = tiny_writing.batch(tasks, GROUP), model.encode(tasks)
     how = TokenRollout(**{"max_new_tokens": length or longest, **(sampling or {})})
-    with Calls() as calls:
-        return CachedDecoding(model, **options)(batch, prompts, how, greedy=greedy), calls
+    with counted_by or nullcontext():
+        return CachedDecoding(model, **options)(batch, prompts, how, greedy=greedy)
+
+
+def calls(made, **options):
+    counted = Calls()
+    decode(made, counted_by=counted, **options)
+    return counted
 
 
 def same(one, other):
@@ -84,19 +92,19 @@ def same(one, other):
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"])
 def test_fixed_shapes_write_what_growing_ones_write(made, sampling):
-    same(decode(made, sampling=sampling)[0], decode(made, sampling=sampling, static=True, check_every=4)[0])
+    same(decode(made, sampling=sampling), decode(made, sampling=sampling, static=True, check_every=4))
 
 
 def test_greedy_completions_too(made):
-    assert torch.equal(decode(made, greedy=True)[0].ids, decode(made, greedy=True, static=True)[0].ids)
+    assert torch.equal(decode(made, greedy=True).ids, decode(made, greedy=True, static=True).ids)
 
 
 def test_asking_rarely_writes_the_same(made):
-    same(decode(made, sampling={"top_k": 5})[0], decode(made, sampling={"top_k": 5}, check_every=5)[0])
+    same(decode(made, sampling={"top_k": 5}), decode(made, sampling={"top_k": 5}, check_every=5))
 
 
 def test_every_forward_has_the_shapes_of_the_first(made):
-    fixed, growing = (decode(made, static=static)[1].shapes for static in (True, False))
+    fixed, growing = (calls(made, static=static).shapes for static in (True, False))
     assert len(fixed) > 16
     assert len(set(fixed)) == 2  # the prompts', and all others
     assert len(set(growing)) > 6
@@ -109,7 +117,7 @@ def test_the_host_asks_at_most_once_in_k_tokens(made, sampling):
     try:
         reads = {}
         for name, options in {"one": {}, "static": {"static": True, "check_every": 4}}.items():
-            counts = [decode(made, length=length, sampling=sampling, **options)[1].reads for length in (1, longest)]
+            counts = [calls(made, length=length, sampling=sampling, **options).reads for length in (1, longest)]
             reads[name] = (counts[1] - counts[0]) / (longest - 1)
     finally:
         model.stop = stop
