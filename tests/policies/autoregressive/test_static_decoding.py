@@ -1,6 +1,7 @@
 """Decoding with fixed shapes and few questions of the host: the same tokens and log-probabilities."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,11 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero")
 GROUP = 4
 
 
+@cache
+def op_name(func):
+    return func._overloadpacket._qualified_op_name
+
+
 class Calls(TorchDispatchMode):
     """Counts what the host reads, and collects the shapes of the queries, keys and values of attention."""
 
@@ -32,7 +38,7 @@ class Calls(TorchDispatchMode):
         self.reads, self.shapes = 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._overloadpacket._qualified_op_name
+        name = op_name(func)
         self.reads += name in READS
         if "scaled_dot_product" in name:
             self.shapes.append(tuple(tuple(each.shape) for each in args[:3]))
