@@ -15,8 +15,7 @@ import torch
 from target import StageClock, Target
 from torch import nn
 
-from retouch.assembly.assembly import connect
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, connect
 from retouch.distributed.placement import plan_placement, set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper

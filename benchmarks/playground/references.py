@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.rewards.judging import BatchScorer, ScoredBatch

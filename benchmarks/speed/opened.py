@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from retouch.assembly.assembly import assemble
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
 from retouch.training.ledger import Ledger

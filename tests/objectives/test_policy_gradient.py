@@ -10,8 +10,7 @@ from jaxtyping import TypeCheckError
 import tiny_policies as tiny
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.objectives.base import Objective, ObjectiveContext
-from retouch.objectives.clip_range import check_clip
-from retouch.objectives.policy_gradient import Kl, PolicyGradient
+from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
 from token_policy import STOP, WORDS, TokenPolicy

@@ -59,8 +59,8 @@ PLACES = (
 OF_PHASES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
-    ("retouch.assembly.parts:Assembly.begin", 2, "before"),
-    ("retouch.assembly.parts:Assembly.begin", 2, "after"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "before"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "after"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 7, "after"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),

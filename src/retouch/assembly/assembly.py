@@ -1,31 +1,273 @@
 """Builds the parts of a run from its recipe, for the session that runs it.
 
-Modules that only some recipes need (sharding, a value head) are imported where they are used.
+Modules that only some recipes need (sharding, a value head, demonstrations of language models, a renderer's wrappers, LoRA files)
+are imported where they are used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from retouch.assembly.parts import Assembly, PolicyParts
-from retouch.assembly.phases import copies_in_cpu_memory, copies_needed, sets_of, steps_of
+from retouch.assembly.phases import build_phase, copies_in_cpu_memory, copies_needed, sets_of, steps_of
+from retouch.config.imports import import_class
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
+from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.models.train import FullWeights
+from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
+from retouch.policies.context import FirstGradientStep, PolicyContext
+from retouch.policies.engines.base import ChainEngineSection, ClosableEngine, DenoisingEngine, Engine, EngineContext, EngineSection
+from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
-from retouch.protocols import AutoregressiveModel, DenoisingModel
+from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
+from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import evaluated_columns
+from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
-from retouch.rewards.judging import RewardScorer
+from retouch.rewards.judging import BatchScorer, RewardScorer
 from retouch.training.clock import Clock
+from retouch.training.completions import completion_metrics, completion_texts
 from retouch.training.ledger import Ledger
+from retouch.training.loop import Phase, Run
+from retouch.training.preflight import Check, trial_steps
+from retouch.types import Task
+
+if TYPE_CHECKING:
+    from retouch.policies.autoregressive.policy import AutoregressivePolicy
+    from retouch.policies.denoising.policy import DenoisingPolicy
+    from retouch.training.evaluation import Evaluator
 
 _CPU = torch.device("cpu")
+_SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyParts:
+    """The models of a run: they sample and make images.
+
+    ``placement``: the devices of the parts. ``model``: the model that is trained. ``image_model``: the model that makes images; the
+    same as ``model``, except for policies that write text. ``copies``: weight copies besides the current weights. ``head``: the
+    value head that is trained with the policy, if there is one.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    placement: Placement
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel | AutoregressiveModel
+    copies: WeightCopies
+    head: LatentValues | TokenValues | None = None
+
+    def policy(
+        self,
+        rollout: Rollout,
+        *,
+        acting: Literal["current", "old"] = "current",
+        keep_means: bool = False,
+        engine: Engine | DenoisingEngine | None = None,
+        first_gradient_step: FirstGradientStep | None = None,
+    ) -> "DenoisingPolicy | AutoregressivePolicy":
+        """Build a policy that samples as ``rollout`` says. All policies of a run share their weights.
+
+        ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
+        None: the policy's own model. ``first_gradient_step``: from the objective, if its loss continues denoising chains.
+        """
+        context = PolicyContext(
+            copies=self.copies,
+            microbatch=self.recipe.microbatch,
+            eval_steps=self.recipe.eval.num_steps,
+            acting=acting,
+            keep_means=keep_means,
+            engine=engine,
+            any_rank=self.ranks.any,
+            in_step=self._in_step,
+            head=self.head,
+            first_gradient_step=first_gradient_step,
+        )
+        return self.recipe.policy.build(rollout, self.model, context)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all ranks must call the trained model the same number of times."""
+        return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
+
+    def renderer(self, *, num_steps: int | None = None) -> Renderer:
+        """Build the renderer of trajectories. ``num_steps``: denoising steps for the image of a completion; None: the recipe's."""
+        if isinstance(self.model, DenoisingModel):
+            return LatentRenderer(self.model)
+        assert self.recipe.renderer is not None, "the recipe's checks ensure it"
+        published = partial(self.copies.using, "reference") if "reference" in self.copies.copies else None
+        section = self.recipe.renderer.with_num_steps(num_steps)
+        renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
+        if not self.placement.offload:
+            return renderer
+        from retouch.models.offloading.on_device import on_device, page_lock, parts_of
+        from retouch.renderers.wrappers import RendererInContext
+
+        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
+        parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
+        page_lock(parts, self.placement.renderer)
+        return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
+
+    def users_renderer(self) -> Renderer:
+        """Build the renderer for the policy's ``sample``. If the policy encodes responses, it uses its averaged weights too."""
+        renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
+        if section is not None and section.policy_encodes and "average" in self.copies.copies:
+            from retouch.renderers.wrappers import RendererInContext
+
+            return RendererInContext(renderer, partial(self.copies.using, "average"))
+        return renderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly(PolicyParts):
+    """The parts of a run. ``plan``: each phase with its range of the run's steps. ``engines``: the engines by recipe section."""
+
+    judge: RewardScorer
+    sets: Sequence[DataSets]
+    plan: Sequence[tuple[ResolvedPhase, range]]
+    clock: Clock = field(default_factory=Clock)
+    engines: dict[EngineSection | ChainEngineSection, Engine | DenoisingEngine] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps of the run."""
+        return self.plan[-1][1].stop
+
+    def stepper(self) -> Stepper:
+        """Build a new stepper over the trained weights. A single rank never shards the weights."""
+        options = self.recipe.optimizer.options
+        sharding = self.recipe.sharding if self.ranks.world > 1 else None
+        kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
+        stepper: Stepper = kind(self.model.module, self.ranks, **options)
+        section = self.recipe.advantage.value_head
+        if self.head is None or section is None:
+            return stepper
+        return HeadStepper(
+            stepper,
+            ReplicatedStepper(self.head, self.ranks, **options),
+            learning_rate=section.learning_rate,
+            loss_scale=self.ranks.world if sharding == "zero2" else 1,
+        )
+
+    def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
+        """Return the arguments of the training loop for the phase with this index."""
+        resolved, steps = self.plan[index]
+        objective = resolved.objective
+        policy = self.policy(
+            resolved.rollout,
+            acting=objective.acts_with,
+            keep_means=objective.needs_acting_means,
+            engine=self._engine(resolved.rollout),
+            first_gradient_step=objective.first_gradient_step if objective.differentiates_reward else None,
+        )
+        policy.module = stepper.module
+        run = Run(
+            policy=policy,
+            renderer=self.renderer(),
+            judge=judge,
+            stepper=stepper,
+            ranks=self.ranks,
+            chunk=resolved.rollout.chunk,
+            max_missing=self.recipe.reward.max_missing,
+            average=self._average,
+            clock=self.clock,
+            describe=partial(completion_metrics, ranks=self.ranks),
+            completions=completion_texts,
+            counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
+        )
+        combined = self.judge.combination
+        phase = build_phase(
+            self.recipe,
+            resolved,
+            steps=steps,
+            tasks=self.sets[index].train,
+            ranks=self.ranks,
+            reward_range=(combined.low, combined.high),
+        )
+        return run, phase
+
+    def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:
+        """Run the preflight of each phase that is not finished after ``done`` steps. It calls no judge and restores every bit."""
+        build = partial(self.phase, stepper=stepper, judge=judge)
+        return trial_steps([steps for _, steps in self.plan], build, done=done, named=self.recipe.phases is not None)
+
+    def begin(self, index: int) -> None:
+        """Reset weight copies at the first step of a phase.
+
+        ``old`` (the old policy of DiffusionNFT) is set to the current weights. After a supervised warm-up phase, ``reference`` is
+        set to the current weights too, because a KL to the weights before the warm-up would undo it. The weights of a frozen
+        encoder stay those of the run's start.
+        """
+        if "old" in self.plan[index][0].objective.weight_copies:
+            self.copies.snapshot("old")
+        warmed_up = index > 0 and self.plan[index - 1][0].imitates
+        fixed = self.recipe.renderer is not None and self.recipe.renderer.keeps_first_reference
+        if warmed_up and "reference" in self.copies.copies and not fixed:
+            self.copies.snapshot("reference")
+
+    def evaluator(self, judge: BatchScorer) -> "Evaluator":
+        """Build the held-out evaluation of the run."""
+        from retouch.training.evaluation import Evaluator
+
+        return Evaluator(
+            tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
+            renderer=self.users_renderer(),
+            judge=judge,
+            ranks=self.ranks,
+            seed=self.recipe.eval.seed,
+            batch=self.recipe.eval.batch,
+            pictures=self.recipe.samples.tasks,
+            scores_images=bool(self.judge.reward.columns),
+            objective=self.recipe.heldout_objective,
+            demonstrates=_has_demonstration(self.model),
+        )
+
+    def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
+        """Return the engine of the rollout. Phases with the same engine section share one engine."""
+        section = rollout.engine or (CachedEngine() if isinstance(rollout, TokenRollout) else None)
+        if section is None:
+            return None
+        if section not in self.engines:
+            model, full_weights = self.model, isinstance(self.recipe.policy.train, FullWeights)
+            context = EngineContext(
+                weights=self.copies.parameters,
+                save=partial(_save_trained, model.module, full_weights=full_weights),
+                folder=self.recipe.folder,
+                full_weights=full_weights,
+                first=self.ranks.is_main,
+                any_rank=self.ranks.any,
+                in_step=self._in_step,
+            )
+            if isinstance(section, ChainEngineSection):
+                assert isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+            else:
+                assert not isinstance(model, DenoisingModel), "the recipe's checks ensure it"
+                self.engines[section] = section.build(model, context)
+        return self.engines[section]
+
+    def close_engines(self) -> None:
+        """Remove what the engines keep outside of this process, such as adapters in a server."""
+        for engine in self.engines.values():
+            if isinstance(engine, ClosableEngine):
+                engine.close()
+
+    def _average(self, taken: int) -> None:
+        ema = self.recipe.policy.ema
+        if ema is not None and taken % ema.every == 0:
+            # Warm-up of the decay, as in diffusers' EMAModel: after few steps, the initial weights must not dominate the average.
+            self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
 def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trains: bool = True) -> Assembly:
@@ -108,3 +350,25 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
         else:
             copies.snapshot(name)
     return PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
+
+
+def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:
+    if full_weights:
+        module.save_pretrained(folder)
+        return
+    from retouch.models.common.lora import write_lora
+
+    write_lora(module, folder, pipeline=None)
+
+
+def _has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
+    """Return the function that says whether a task contains what the model imitates in supervised learning."""
+    if isinstance(model, DenoisingModel):
+        return _has_target
+    from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
+
+    return _has_target if isinstance(model, TokenizesTargets) else has_completion
+
+
+def _has_target(task: Task) -> bool:
+    return task.target is not None

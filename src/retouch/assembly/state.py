@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.data.sampler import UnindexedTasks
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import fill_shards, gathered_state

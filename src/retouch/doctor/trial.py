@@ -8,8 +8,7 @@ from concurrent.futures import Future
 import torch
 from safetensors import SafetensorError
 
-from retouch.assembly.assembly import assemble
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe

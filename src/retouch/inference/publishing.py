@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.inference.exporting import write_export
 from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe

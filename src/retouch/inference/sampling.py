@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL.Image import Image
 
-from retouch.assembly.parts import PolicyParts
+from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import fit, fit_mask, load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_policy, read_target

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from retouch.assembly.assembly import connect
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import plan_placement

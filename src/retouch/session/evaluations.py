@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder

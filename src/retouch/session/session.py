@@ -10,8 +10,7 @@ from contextlib import closing, contextmanager, nullcontext
 
 import accelerate.utils
 
-from retouch.assembly.assembly import assemble
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe

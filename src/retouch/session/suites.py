@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.benchmarks.comparison import compared
 from retouch.benchmarks.image_files import ImageFolder
 from retouch.benchmarks.judges.short_audit import audit_judges

@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.assembly.state import GROUPS, capture, restore
 from retouch.data.sampler import UnindexedTasks
 from retouch.distributed.stepper import Stepper

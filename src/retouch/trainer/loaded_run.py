@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
     from PIL.Image import Image
 
-    from retouch.assembly.parts import PolicyParts
+    from retouch.assembly.assembly import PolicyParts
     from retouch.inference.writers import WriterOutput
 
 

@@ -18,7 +18,7 @@ from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, Trainer
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retouch.assembly.parts import Assembly
+    from retouch.assembly.assembly import Assembly
     from retouch.models.train import Format
     from retouch.objectives.base import Objective
     from retouch.records.summary import Summary

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
-from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.training.checkpoint import restore_rng, rng_state
@@ -121,7 +120,7 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
 
 
 def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
-    actor = phase.objective.actor if isinstance(phase.objective, ActorCritic) else phase.objective
+    actor = getattr(phase.objective, "actor", phase.objective)  # of an actor-critic
     has_ratio = isinstance(actor, Objective) and actor.has_ratio
     if has_ratio:
         deviation, limit = _max_ratio_deviation(run, minibatch), _ratio_limit(run, actor, minibatch)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 import tiny_encoders
 import tiny_models
 from rank_commands import on_two_ranks
-from retouch.assembly.assembly import assemble
-from retouch.assembly.parts import Assembly
+from retouch.assembly.assembly import Assembly, assemble
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.memory import describe, footprint
