@@ -137,7 +137,8 @@ def _improvements(shares: Sequence[ndarray]) -> list[float]:
     """The mean probability of improvement of each contestant over the other contestants; 0.5 if there is only one."""
     seeds = [len(each) for each in shares]
     starts = np.cumsum([0, *seeds[:-1]])
-    wins = _wins(np.concatenate(shares), np.concatenate(shares)).mean(axis=2)
+    runs = np.concatenate(shares)
+    wins = _wins(runs, runs).mean(axis=2)
     pairs = np.add.reduceat(np.add.reduceat(wins, starts, axis=0), starts, axis=1) / np.outer(seeds, seeds)
     count = len(shares)
     return [float((row.sum() - 0.5) / (count - 1)) if count > 1 else 0.5 for row in pairs]

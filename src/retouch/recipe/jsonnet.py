@@ -104,7 +104,7 @@ def _syntax_advice(message: str) -> str:
 
 
 def _missing(expected: str, token: str, file: Path, line: int, column: int) -> str:
-    """``column`` counts bytes, from 1."""
+    """What is missing, as a sentence; empty if that is not known. ``line`` and ``column`` count from 1, columns in bytes."""
     if r'"\\u"' in expected:
         return "a closing quote is missing"
     if '":::"' in expected:

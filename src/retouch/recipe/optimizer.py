@@ -45,7 +45,7 @@ class Optimizer(Section):
     """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
     warmup_steps: Annotated[float, Field(ge=0), AfterValidator(_steps_or_share), PlainSerializer(_steps_or_share)] = 0
     """Steps over which the learning rate rises from 0: a whole number, or a share of the phase's steps below 1, rounded up. If a
-    run is extended, a share is one of the new number of steps."""
+    run is extended, the share is taken of the new number of steps."""
 
     @property
     def options(self) -> dict[str, Any]:
