@@ -5,7 +5,6 @@ import math
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ from retouch.rewards.vlm.models import Endpoint
 from retouch.session import session
 from retouch.types import Column
 from tiny_recipes import SMALL
+from warm_python import python
 
 
 def scores(result: BenchmarkResult | None) -> list[tuple[str, dict[str, float]]]:
@@ -147,7 +147,7 @@ run("playground", model="playground", subset=34, options={"tasks": 34}, out=sys.
 @pytest.mark.slow
 def test_a_killed_benchmark_continues_at_the_image_and_the_score(tmp_path: Path) -> None:
     for place, call in (("images", 5), ("scores", 2)):
-        ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out"), place, str(call)], check=False)
+        ended = subprocess.run([python(), "-c", KILLED, str(tmp_path / "out"), place, str(call)], check=False)
         assert ended.returncode == -signal.SIGKILL
         images = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "images").glob("*.png")}
         assert len(images) == (4 if place == "images" else 34)

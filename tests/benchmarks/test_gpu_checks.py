@@ -16,6 +16,7 @@ import torch
 
 from retouch.core.transitions import transition
 from retouch.rehearsal.machines import find_machine
+from warm_python import python
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -157,7 +158,7 @@ def all_pass(results: dict[str, Any], checks: tuple[str, ...]) -> bool:
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Three of the checks on tiny models, in one process."""
     out = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, str(SUPPORT / "gpu_in_one_process.py"), str(out), *FAST]
+    command = [python(), str(SUPPORT / "gpu_in_one_process.py"), str(out), *FAST]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     return {"log": done.stderr, "out": out, "results": lines_by_check(done.stdout)}
 
@@ -168,7 +169,7 @@ def test_checks_pass_on_tiny_models(dry_run: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--dry-run", "--out", str(tmp_path), "--minutes", "20"]
+    command = [python(), str(FOLDER / "run.py"), "--dry-run", "--out", str(tmp_path), "--minutes", "20"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     results = lines_by_check((tmp_path / "results.jsonl").read_text())
     assert all_pass(results, CHECKS), (results, (tmp_path / "log.txt").read_text()[-3000:])
@@ -201,7 +202,7 @@ def test_a_rehearsal_reads_the_measured_rates(dry_run: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_no_check_mixes_devices(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "gpu_on_fake.py"), str(tmp_path)],
+        [python(), "-W", "ignore", str(SUPPORT / "gpu_on_fake.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -216,7 +217,7 @@ def test_no_check_mixes_devices(tmp_path: Path) -> None:
 def test_the_kept_figures_are_those_of_a_rehearsal() -> None:
     code = "import json, steps; print(json.dumps(steps.rehearse_case('sd3')))"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [python(), "-W", "ignore", "-c", code],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 from retouch.distributed.moments import BLOCK, SMALLEST, StoredMomentsAdamW, dequantise, dynamic_map, quantise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
+from warm_python import python
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -106,7 +106,7 @@ with several_devices.Machine():
 def test_moments_of_weights_on_a_device_are_in_cpu_memory() -> None:
     support = Path(__file__).parents[1] / "support"
     environment = {**os.environ, "PYTHONPATH": f"{support}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-c", ON_A_DEVICE], env=environment, capture_output=True, text=True)
+    done = subprocess.run([python(), "-c", ON_A_DEVICE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [["cpu"], ["cpu"]]
 

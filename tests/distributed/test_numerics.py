@@ -18,6 +18,7 @@ from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.recipe.recipe import parse
 from tiny_models import picture
 from tiny_recipes import SMALL
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -37,7 +38,7 @@ def noting(forward: Callable[..., Any], seen: list[list[bool]]) -> Callable[...,
 def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    command = [sys.executable, str(SUPPORT / "numerics_run.py"), str(tmp_path)]
+    command = [python(), str(SUPPORT / "numerics_run.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

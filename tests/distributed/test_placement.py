@@ -24,6 +24,7 @@ from retouch.models.playground.family import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.wrappers import RendererInContext
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) ->
     """A step with its parts at these places, in a process of its own."""
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(tiny_writer_runs.recipe(tmp_path, writer, reward=REWARD, **changes)))
-    command = [sys.executable, str(SUPPORT / "placed_run.py"), str(file), json.dumps(where)]
+    command = [python(), str(SUPPORT / "placed_run.py"), str(file), json.dumps(where)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]

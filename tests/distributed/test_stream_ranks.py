@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 import stream_ranks
 from retouch.data.base import DataContext
 from retouch.data.sampler import UnindexedTasks
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -19,7 +19,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 def launch(out: Path, *, stop: int = 0) -> None:
     out.mkdir(exist_ok=True)
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [python(), "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, str(SUPPORT / "stream_ranks.py"), str(out), str(stop)],
         capture_output=True,

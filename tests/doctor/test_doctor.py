@@ -45,6 +45,7 @@ from retouch.session.session import run
 from retouch.training.preflight import Check, preflight
 from retouch.types import Column
 from tiny_recipes import SMALL
+from warm_python import python
 
 FULL = "recipes/qwen-image-edit/flow-grpo.jsonnet"
 
@@ -695,7 +696,7 @@ print("codes", *codes)
 def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
     recipe = recipe_file(tmp_path, "ranks=2")
     (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]
+    command = [python(), "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]
     assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     first, second = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2))
     assert "codes 0 1 1" in first

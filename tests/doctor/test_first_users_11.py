@@ -4,7 +4,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +29,7 @@ from retouch.rehearsal.machines import find_machine
 from retouch.rehearsal.report import hours
 from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import RehearsedPhase
+from warm_python import python
 
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME")
 
@@ -225,7 +225,7 @@ def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
     profile.write_text('{"name": "h200", "half": 7e14}')
     words = ["doctor", "sd3/ocr-grpo", "--device", str(profile), "--price-per-hour", "3"]
     # A fake accelerator stays in its process.
-    done = subprocess.run([sys.executable, "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run([python(), "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 1, done.stderr  # its list of prompts is missing
     assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 1000; the run takes [\d.]+ h ", done.stdout)
     assert "(measured, mine.json)" in done.stdout
@@ -236,7 +236,7 @@ def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
 def test_fault_11_a_recipe_is_estimated_after_its_trial_step() -> None:
     """In one process torch's autograd would not know the rehearsal's device, which is added after its first backward pass."""
     words = ["doctor", "quickstart", "--estimate"]
-    done = subprocess.run([sys.executable, "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run([python(), "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert "ok      trial step" in done.stdout
     assert "estimated for h100, because no GPU was named" in done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import retouch
+from warm_python import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SERVED = ("reward_server.py", "train_with_reward_server.py")
@@ -38,7 +39,7 @@ def test_an_example_runs_to_its_end(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_server_and_a_run_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, str(EXAMPLES / "reward_server.py"), "--tiny", "--port", "0"]
+    command = [python(), str(EXAMPLES / "reward_server.py"), "--tiny", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from retouch.rehearsal.depth import FEWEST, choose_depths, with_blocks
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 AGREEMENT = 0.005
@@ -30,7 +31,7 @@ STACKS = [
 )
 def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "rehearsed_depths.py"), str(tmp_path / "model"), name],
+        [python(), "-W", "ignore", str(SUPPORT / "rehearsed_depths.py"), str(tmp_path / "model"), name],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
         capture_output=True,
         text=True,

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from warm_python import python
+
 SUPPORT = Path(__file__).parents[1] / "support"
 SOURCE = (SUPPORT / "planted_faults.py").read_text(encoding="utf-8").splitlines()
 
@@ -22,7 +24,7 @@ def rehearsed(folder: Path, *chosen: str) -> dict[str, dict[str, Any]]:
     """What ``planted_faults`` found with each of the ``chosen`` faults, or with all."""
     # A fake accelerator stays in its process.
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder), *chosen],
+        [python(), "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder), *chosen],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
         capture_output=True,
         text=True,

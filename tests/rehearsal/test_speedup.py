@@ -3,7 +3,6 @@
 import json
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from retouch.recipe.recipe import load
 from retouch.rehearsal.report import FREE_SHARE
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "rehearsal" / "speedup.py"
@@ -77,7 +77,7 @@ def test_the_recipe_is_modelled_faster_than_without_the_changes_and_fits() -> No
 
 def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
     """Four of them read the product and x once each and write the sum; outside the block each reads and writes by itself."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FUSION], capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run([python(), "-W", "ignore", "-c", FUSION], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     stages, fused = done.stdout.splitlines()
     found = json.loads(stages)
@@ -94,6 +94,6 @@ def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
 def test_the_recipe_is_rehearsed_as_in_the_table(names: str) -> None:
     code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_without']({names.split(',')!r})))"
     code = code.replace("['']", "[]")
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)
+    done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(KEPT[names], rel=0.01, abs=0.01)

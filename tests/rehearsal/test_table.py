@@ -3,7 +3,6 @@
 import json
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from retouch.memory.sizes import stored_count
 from retouch.recipe.recipe import load
 from retouch.rehearsal.machines import MACHINES, find_machine
 from retouch.rehearsal.report import FREE_SHARE
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "rehearsal" / "table.py"
@@ -76,7 +76,7 @@ def test_a_plan_of_a_writer_is_near_the_rehearsed_peak(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", KEPT)
 def test_a_recipe_is_rehearsed_as_in_the_table(name: str) -> None:
     code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_one']({name!r})))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=1800)
+    done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr
     found, kept = json.loads(done.stdout.splitlines()[-1]), KEPT[name]
     assert found["in"] == kept["in"]

@@ -5,7 +5,6 @@ import re
 import resource
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from retouch.records.repair import keep_until
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Scores, Task
+from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
@@ -41,7 +41,7 @@ EXPECTED = {
 def test_what_a_run_makes_of_a_damaged_folder() -> None:
     assert len(FAULTS) >= 100
     only = "|".join(f"^{re.escape(name)}$" for name in EXPECTED)
-    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks/robustness/folders.py"), "--only", only]
+    command = [python(), "-W", "ignore", str(ROOT / "benchmarks/robustness/folders.py"), "--only", only]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     found = {line[21:91].strip(): line[:20].strip() for line in done.stdout.splitlines()[:-2]}
     assert found == EXPECTED, done.stdout + done.stderr[-2000:]

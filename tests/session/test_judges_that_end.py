@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import pytest
 from live_server import live
 from retouch.records.folder import RunFolder
 from retouch.training import checkpoint
+from warm_python import python
 
 TINY = {
     "tasks_per_step": 2,
@@ -40,7 +40,7 @@ def training(out: Path, reward: dict[str, object], *, ranks: int, steps: int) ->
     settings = {**TINY, "name": "run", "out": str(out), "steps": steps, "reward": reward}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     launch = ["launch", "--nproc", str(ranks)] if ranks > 1 else ["train"]
-    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", *launch, "recipes/playground/grpo.jsonnet", *words]
+    command = [python(), "-W", "ignore", "-m", "retouch.cli", *launch, "recipes/playground/grpo.jsonnet", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

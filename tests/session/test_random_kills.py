@@ -2,17 +2,18 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from warm_python import python
 
 ROBUSTNESS = Path(__file__).parents[2] / "benchmarks" / "robustness"
 
 
 @pytest.mark.slow  # test_resume.py kills at chosen places, with the same comparison
 def test_a_run_that_is_killed_at_random_ends_with_the_same_bits() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROBUSTNESS / "kills.py"), "--kills", "5", "--cold", "1"]
+    command = [python(), "-W", "ignore", str(ROBUSTNESS / "kills.py"), "--kills", "5", "--cold", "1"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "5 kills (1 of them in a cold start)" in done.stdout

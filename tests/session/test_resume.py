@@ -4,12 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import tiny_writer_runs
+from warm_python import python
 
 PROGRAM = Path(__file__).parents[1] / "support" / "kill_places.py"
 BY_LUCK = Path(__file__).parents[1] / "support" / "kill_random_judge.py"
@@ -17,7 +17,7 @@ BY_LUCK = Path(__file__).parents[1] / "support" / "kill_random_judge.py"
 
 def killed_and_resumed(out: Path, count: int, *more: str, program: Path = PROGRAM) -> list[dict[str, object]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(program), str(out), str(count), *more]
+    command = [python(), "-W", "ignore", str(program), str(out), str(count), *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2], check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]

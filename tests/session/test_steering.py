@@ -23,6 +23,7 @@ from retouch.session.listener import Listener, StepResult
 from retouch.session.session import open_session
 from retouch.session.steering import ControlRequests
 from retouch.types import Column, Sample, Scores
+from warm_python import python
 
 COMPUTED = (*WEIGHTS, "metrics.jsonl", "evals.jsonl")
 
@@ -77,7 +78,7 @@ def train_with_and_without_requests(out: Path) -> None:
 def test_requests_change_no_bit_of_a_run(tmp_path: Path) -> None:
     """In a process without the type checker of the tests, which draws from Python's generator, whose state is compared too."""
     code = "import sys; from pathlib import Path; import test_steering as t; t.train_with_and_without_requests(Path(sys.argv[1]))"
-    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    command = [python(), "-W", "ignore", "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -233,7 +234,7 @@ def test_two_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
     made = parse(document, allow_imports=["test_steering"])
     file = tmp_path / "ranks.json"
     file.write_text(made.model_dump_json())
-    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "launch", "--nproc", "2", str(file)]
+    command = [python(), "-W", "ignore", "-m", "retouch.cli", "launch", "--nproc", "2", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300, check=False)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     (request,) = read_requests(RunFolder(made.folder)).values()

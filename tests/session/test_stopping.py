@@ -19,6 +19,7 @@ from retouch.rewards import judging
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
 from retouch.training import checkpoint
 from retouch.types import Column, Sample, Scores
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -60,7 +61,7 @@ def started(made: Recipe, *launch: str) -> Iterator["subprocess.Popen[str]"]:
     file.write_text(made.model_dump_json())
     path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RETOUCH_ALLOW_IMPORTS": "test_stopping"}
-    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", *(launch or ("train",)), str(file)]
+    command = [python(), "-W", "ignore", "-m", "retouch.cli", *(launch or ("train",)), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
         try:
             yield process

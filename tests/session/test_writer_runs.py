@@ -1,7 +1,6 @@
 """Whole runs of policies that write: before an editor and before a text-to-image model, on one rank and on two."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from retouch.inference.evaluation import evaluate_target
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
+from warm_python import python
 
 Make = Callable[..., dict[str, Any]]
 
@@ -74,7 +74,7 @@ def test_two_ranks_learn_what_one_does(make: Make, tmp_path: Path) -> None:
     assert run(whole, fresh=False) == 0
     shared = make(name="two", steps=1, policy__entropy=False)
     (tmp_path / "two.json").write_text(json.dumps(shared))
-    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "train", str(tmp_path / "two.json")]
+    command = [python(), "-W", "ignore", "-m", "retouch.cli", "train", str(tmp_path / "two.json")]
     assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     (wanted,), (found,) = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
     for name in ("policy/grad_norm", "reward/mean", "completion/length", "completion/cut_off_fraction", "policy/kl"):

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from retouch.distributed.launching import rank_environments, run_ranks
+from warm_python import python
 
 SUPPORT = Path(__file__).parent
 
@@ -14,7 +15,7 @@ def on_ranks(count: int, command: list[str], logs: Path) -> None:
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(count)]
-    code = run_ranks([sys.executable, "-W", "ignore", *command], ranks, logs=logs, grace=20.0)
+    code = run_ranks([python(), "-W", "ignore", *command], ranks, logs=logs, grace=20.0)
     assert code == 0, "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("rank-*.log")))
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from retouch.doctor.reward import check_scoring
 from retouch.recipe.reward_arguments import read_reward
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
+from warm_python import python
 
 SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"
 SMALL: dict[str, Any] = {
@@ -181,7 +181,7 @@ def test_a_hub_data_set_with_columns_of_other_names_has_pairs(tmp_path: Path) ->
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     def trained(out: Path, *launcher: str) -> RunFolder:
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPT), str(out)]
+        command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-3000:]

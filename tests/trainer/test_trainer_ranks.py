@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from retouch.records.folder import RunFolder
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -18,7 +18,7 @@ def trained(out: Path, *launcher: str) -> RunFolder:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
+    command = [python(), "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return RunFolder(out / "run")

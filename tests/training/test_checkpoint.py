@@ -5,7 +5,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
+from warm_python import python
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -256,7 +256,7 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, limit: int) -> None:
 
 def test_a_kill_at_any_point_loses_nothing(folder: Path) -> None:
     program = Path(__file__).parents[1] / "support" / "kill_saves.py"
-    done = subprocess.run([sys.executable, program, folder, "0", "40", "20"], capture_output=True, text=True, check=False)
+    done = subprocess.run([python(), program, folder, "0", "40", "20"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

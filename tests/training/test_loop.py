@@ -26,6 +26,7 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
 from retouch.training.loop import ScoredRollout, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
@@ -178,7 +179,7 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
 
 def test_two_real_ranks_share_one_gradient(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])

@@ -15,6 +15,7 @@ import tiny_policies
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.training import preflight
 from tiny_recipes import SMALL
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -28,7 +29,7 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     file.write_text(json.dumps({**SMALL, "policy": policy}))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     done = subprocess.run(
-        [sys.executable, str(SUPPORT / "preflight_memory.py"), str(file)], env=environment, capture_output=True, text=True
+        [python(), str(SUPPORT / "preflight_memory.py"), str(file)], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)

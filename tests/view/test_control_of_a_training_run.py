@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import tiny_recipes
 from retouch.records.control import read_requests
 from retouch.records.folder import RunFolder
+from warm_python import python
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 STEPS = 2000
@@ -30,7 +30,7 @@ def trainer(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     keys = {"out": str(tmp_path / "runs"), "device": "cpu", "trackers": [], "steps": STEPS, "samples": {"every": 0}}
     file = tmp_path / "small.json"
     file.write_text(json.dumps({**tiny_recipes.SMALL, **keys, "checkpoints": {"every": 0}}))
-    command = [sys.executable, "-m", "retouch", "train", str(file)]
+    command = [python(), "-m", "retouch", "train", str(file)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             yield process

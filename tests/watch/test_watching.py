@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 import sqlite3
-import sys
 from contextlib import closing
 
 import pytest
@@ -24,6 +23,7 @@ from retouch.watch import alarm_stop
 from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
 from retouch.watch.watcher import Watcher
+from warm_python import python
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_two_ranks_see_what_one_sees(tmp_path, watched):
     recipe = tiny_watched.recipe(tmp_path, limit=0.9, on_alarm="note") | {"steps": 2}
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
-    command = [sys.executable, "-m", "retouch.cli", "train", str(path)]
+    command = [python(), "-m", "retouch.cli", "train", str(path)]
     assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     _, folder, _ = watched
     one, two = (RunFolder(root).read_metrics()[1] for root in (folder.root, tmp_path / recipe["name"]))

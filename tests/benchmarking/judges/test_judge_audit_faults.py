@@ -22,6 +22,7 @@ from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.ledger.database import decode_scores, open_read_only
 from retouch.rewards.vlm.endpoint_settings import Prices
 from retouch.rewards.vlm.models import Endpoint
+from warm_python import python
 
 QUICK = {"timeout": 30.0, "deadline": 60.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
 QUESTIONS = 6 * 2 + 11  # of an item with two repeats
@@ -172,7 +173,7 @@ def test_an_audit_that_is_killed_asks_nothing_twice_that_it_recorded(tmp_path) -
     with Double() as double:
         double.fault = lambda digest, times: time.sleep(0.05)
         paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-        child = subprocess.Popen([sys.executable, "-c", KILLED, double.url, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
+        child = subprocess.Popen([python(), "-c", KILLED, double.url, str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
         try:
             end = time.monotonic() + 120
             while len(double.requests) < QUESTIONS + 15 and child.poll() is None and time.monotonic() < end:

@@ -17,6 +17,7 @@ from retouch.data.base import DataContext
 from retouch.data.sampler import UnindexedTasks, places_in_step
 from retouch.data.sources.stream import IterableData, StreamData
 from retouch.data.streaming.streams import Cursor
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[2] / "support"
 HELD, ROWS = 5, 55
@@ -110,7 +111,7 @@ def test_a_group_may_span_ranks(parquet):
 def run(folder, state, *, rank, world, kill_after, steps=18) -> int:
     words = [str(folder), str(state), str(rank), str(world), str(steps), str(kill_after)]
     path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [sys.executable, "-W", "ignore", str(SUPPORT / "stream_kills.py"), *words]
+    command = [python(), "-W", "ignore", str(SUPPORT / "stream_kills.py"), *words]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=300)
     assert done.returncode in (0, -9), done.stderr[-2000:]
     return done.returncode
@@ -147,7 +148,7 @@ def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
         "tasks = stream.at_step(0, count=4, places=range(4))\n"
     )
     path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [sys.executable, "-W", "ignore", str(script), str(tar)]
+    command = [python(), "-W", "ignore", str(script), str(tar)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120)
     assert done.returncode == 0
 
@@ -164,7 +165,7 @@ def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_pat
         "loader.load_task = lambda *given, **named: (time.sleep(0.3), load(*given, **named))[1]\n"
         "stream_kills.main(sys.argv[1], sys.argv[2], 0, 1, 1, 0)\n"
     )
-    command = [sys.executable, "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]
+    command = [python(), "-W", "ignore", str(script), str(tar), str(tmp_path / "state")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
@@ -183,7 +184,7 @@ def test_the_process_that_reads_ahead_ends_with_a_run_that_is_killed(tmp_path, t
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     path = os.pathsep.join([str(SUPPORT), *sys.path])
-    command = [sys.executable, "-W", "ignore", str(script), str(tar)]
+    command = [python(), "-W", "ignore", str(script), str(tar)]
     environment = {**os.environ, "PYTHONPATH": path}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
         try:

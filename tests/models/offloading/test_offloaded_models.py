@@ -16,6 +16,7 @@ from retouch.doctor.memory import describe, footprint
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import load, parse
 from retouch.session.session import run
+from warm_python import python
 
 SUPPORT = Path(__file__).parents[2] / "support"
 CACHED = {"policy": {**tiny_recipes.SMALL["policy"], "prompt_embeddings": "cached"}}
@@ -42,7 +43,7 @@ def step(tmp_path: Path, way: str, device: str) -> dict[str, Any]:
     """Two rollouts of one step and its loss, in a process of its own."""
     file = tmp_path / f"{way}.json"
     file.write_text(json.dumps({key: value for key, value in small(tmp_path, way).items() if key not in ("devices", "device")}))
-    command = [sys.executable, str(SUPPORT / "placed_denoising.py"), str(file), device, str("devices" in WAYS[way]).lower()]
+    command = [python(), str(SUPPORT / "placed_denoising.py"), str(file), device, str("devices" in WAYS[way]).lower()]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
     made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]

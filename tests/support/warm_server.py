@@ -1,0 +1,202 @@
+"""A server that runs Python programs in forks of itself, with the large libraries already imported (``warm_python`` starts it).
+
+It reads requests from a Unix socket: ``warm_client`` sends the program, its arguments, environment and folder, and its open
+files. The server answers with the process ID of the fork, and with the exit status when the fork has ended. If the client
+dies first, the server kills the fork. The server ends when its standard input is closed.
+
+Retouch itself is not imported here, so that each program imports its own modules, and from its own ``PYTHONPATH``.
+"""
+
+import atexit
+import fcntl
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+LIBRARIES = (
+    "sqlite3",
+    "zoneinfo",
+    "numpy",
+    "PIL.Image",
+    "PIL.PngImagePlugin",
+    "PIL.JpegImagePlugin",
+    "pydantic.deprecated.decorator",
+    "pydantic.functional_serializers",
+    "pydantic.functional_validators",
+    "pydantic.root_model",
+    "pydantic.types",
+    "jaxtyping",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.tensorboard",
+    "safetensors.torch",
+    "tokenizers",
+    "transformers",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.t5.modeling_t5",
+    "peft",
+    "diffusers",
+    "diffusers.models.autoencoders",
+    "diffusers.models.transformers",
+    "diffusers.models.unets",
+    "diffusers.schedulers.scheduling_flow_match_euler_discrete",
+)
+"""What most of the programs import. None of it may start a thread, which a fork would not have."""
+MOST_FILES = 64
+_HIGH = 500  # above the numbers of all open files
+
+
+def main(address: str) -> Callable[[], object]:
+    """Serve until a fork has a program to run, and return this program in the fork; the server itself never returns."""
+    with warnings.catch_warnings(action="ignore"):
+        for name in LIBRARIES:
+            import_module(name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        program = serve(listener)
+    if program is None:
+        sys.exit()
+    return program
+
+
+def serve(listener: socket.socket) -> Callable[[], object] | None:
+    """Answer requests until the standard input closes (None), or, in a fork, return its program."""
+    clients: dict[int, tuple[socket.socket, int, int]] = {}  # by file number of the connection: connection, process, its pidfd
+    while True:
+        ended = {pidfd: connection for connection, _, pidfd in clients.values()}
+        ready, _, _ = select.select([sys.stdin.fileno(), listener.fileno(), *clients, *ended], [], [])
+        if sys.stdin.fileno() in ready:
+            for _, process, _ in clients.values():
+                os.kill(process, signal.SIGKILL)
+            return None
+        for pidfd in set(ready) & set(ended):
+            connection, process, _ = clients.pop(ended[pidfd].fileno())
+            with suppress(OSError):
+                connection.sendall(struct.pack("i", os.waitpid(process, 0)[1]))
+            connection.close()
+            os.close(pidfd)
+        for number in set(ready) & set(clients):  # a client sends nothing after its request, so this one has died
+            os.kill(clients[number][1], signal.SIGKILL)
+        if listener.fileno() in ready:
+            connection, _ = listener.accept()
+            request, files = received(connection)
+            process = os.fork()
+            if not process:
+                for other, _, pidfd in clients.values():
+                    other.close()
+                    os.close(pidfd)
+                listener.close()
+                connection.close()
+                return prepared(request, files)
+            for file in files:
+                os.close(file)
+            connection.sendall(struct.pack("i", process))
+            clients[connection.fileno()] = (connection, process, os.pidfd_open(process))
+
+
+def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a client's request and its open files."""
+    text, files, _, _ = socket.recv_fds(connection, 4, MOST_FILES)
+    (length,) = struct.unpack("i", text)
+    body = b""
+    while len(body) < length:
+        body += connection.recv(length - len(body))
+    return json.loads(body), list(files)
+
+
+def prepared(request: dict[str, Any], files: list[int]) -> Callable[[], object]:
+    """Make this fork look like a new interpreter of the client's command line, and return the program."""
+    with suppress(PermissionError):  # the client may lead a session of its own
+        os.setpgid(0, request["group"])
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, _HIGH) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(request["files"], moved, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    for number in request["ignored_signals"]:
+        signal.signal(number, signal.SIG_IGN)
+    if request["unbuffered"]:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    for action in request["warnings"]:
+        warnings.simplefilter(action)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    # The processes that the program starts are forks too, and compiled modules are kept until the tests end.
+    sys.executable = request["executable"]
+    sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.dirname(request["executable"])
+    return program_of(request)
+
+
+def program_of(request: dict[str, Any]) -> Callable[[], object]:
+    """Set the import path and the arguments as an interpreter does, and return the program."""
+    name, kind = request["program"], request["kind"]
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if kind == "module":
+        first, shown = os.getcwd(), "-m"
+        program: Callable[[], object] = partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    else:
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        first, shown, file, source = "", "-c", "<string>", name
+        if kind == "file":
+            file = main.__file__ = os.path.abspath(name)
+            first, shown, source = os.path.dirname(os.path.realpath(name)), name, Path(name).read_text()
+        program = partial(exec, compile(source, file, "exec"), main.__dict__)
+    sys.path[:] = [*([] if request["safe_path"] else [first]), *folders, *sys.path[1:]]
+    sys.argv = [shown, *request["arguments"]]
+    return program
+
+
+def run(program: Callable[[], object]) -> NoReturn:
+    """Run the program and end this fork as an interpreter ends, but without the half second that freeing all modules takes."""
+    code = 0
+    try:
+        program()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - it is printed, as an interpreter prints it
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
+if __name__ == "__main__":
+    run(main(sys.argv[1]))
