@@ -238,3 +238,12 @@ def test_other_mistakes_get_no_advice(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"mine\.jsonnet") as caught:
         evaluate(str(file))
     assert "perhaps" not in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", ["mine.jsonnet", "part.libsonnet"])
+def test_a_file_in_another_encoding_is_named(broken: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonnet").write_text("import 'part.libsonnet'")
+    (tmp_path / "part.libsonnet").write_text("{}")
+    (tmp_path / broken).write_bytes(b"{name: 'caf\xe9'}")
+    with pytest.raises(ValueError, match=rf"{broken}: the byte at offset 11 is not UTF-8; save the file as UTF-8$"):
+        evaluate(str(tmp_path / "mine.jsonnet"))

@@ -25,11 +25,14 @@ warm_client.main({server!r}, sys.argv[1:])
 """
 
 
+def is_warm() -> bool:
+    """Return whether programs start in forks."""
+    return sys.platform == "linux" and not os.environ.get("RETOUCH_COLD_TESTS")
+
+
 def python() -> str:
     """Return the path of the executable; the server starts at the first call and ends with this process."""
-    if sys.platform != "linux" or os.environ.get("RETOUCH_COLD_TESTS"):
-        return sys.executable
-    return started()
+    return started() if is_warm() else sys.executable
 
 
 @functools.cache

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from warm_python import python
+from warm_python import is_warm, python
 
+pytestmark = pytest.mark.skipif(not is_warm(), reason="programs start with a new interpreter")
 SHOW = (
     "import os, sys; print(sys.argv, sys.path[0], os.getcwd(), os.environ.get('MINE'), sys.stdin.read()); sys.stderr.write('wrong')"
 )
@@ -30,7 +31,6 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there are no forks on other systems")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_and_prints_as_in_a_new_interpreter(tmp_path: Path, name: str) -> None:
     (tmp_path / "program.py").write_text(f"{SHOW}; print(__name__, __file__)")

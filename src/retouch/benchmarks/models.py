@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from retouch.benchmarks.suite import Suite
 from retouch.core.random import generator
 from retouch.distributed.ranks import find_device
 from retouch.inference.sampling import sample_tasks
+from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
 from retouch.types import Json, Task
 
@@ -170,7 +170,7 @@ def _playground_maker(
     from retouch.policies.weights import WeightCopies
     from retouch.recipe.recipe import load
 
-    kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+    kind = read_json(folder / "model_index.json")["_class_name"]
     sections: list[Any] = [import_class(path) for path in _PLAYGROUND]
     section = next((found for found in sections if found.pipeline == kind), None)
     if section is None or call.keys() - {"num_inference_steps"}:

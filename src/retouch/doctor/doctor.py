@@ -46,6 +46,7 @@ from retouch.doctor.ranks import RankGroup, check_rank_group, join_ranks, rank_l
 from retouch.doctor.reward import calls_of, check_reward
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writer_memory
+from retouch.models.common.complete import IncompleteWeights, require_complete
 from retouch.models.playground.family import playground_weights
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.policy import DenoisingPolicyKeys
@@ -255,13 +256,20 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
 
 
 def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe whose memory is planned, and a failure if its weights do not exist yet, or a note if ``base`` stands for weights
-    that can be downloaded. In both cases, the recipe has a model of the same size in their place, or is None if no such model is
-    known."""
+    """The recipe whose memory is planned, and a failure if its weights are incomplete or do not exist yet, or a note if ``base``
+    stands for weights that can be downloaded. If they do not exist yet, the recipe has a model of the same size in their place, or
+    is None if no such model is known; if they are incomplete, it is None."""
     path, absent = getattr(recipe.policy.model, "path", None), False
     try:
         _weights(recipe)
         _, here = recipe.policy.model.find_weights()
+        for model in (recipe.image_model, recipe.policy.model):
+            folder, given = model.find_weights()[0], getattr(model, "path", None)
+            if folder is not None and isinstance(given, str):
+                key = "policy.model.path" if model is recipe.policy.model else "renderer.model.path"
+                require_complete(folder, path=given, key=key)
+    except IncompleteWeights as error:
+        return None, [failed("weights", str(error), fix=error.command)]
     except ValueError as error:
         if not isinstance(path, str) or path not in str(error):
             return None, [failed("weights", str(error), fix="--set policy.model.path=FOLDER")]

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 
 from retouch.models.language import published_language_model
+from retouch.records.files import read_json
 
 _MODELS = Path(str(files("retouch.models")))
 
@@ -42,7 +43,7 @@ def parts_in(folder: Path, *, loaded_as: Mapping[str, str] | None = None) -> dic
     """
     described = {}
     for place in sorted(folder.glob("*/config.json")):
-        config = json.loads(place.read_text(encoding="utf-8"))
+        config = read_json(place)
         name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
         if name is not None:
             kept = {key: value for key, value in config.items() if not key.startswith("_")}
@@ -66,7 +67,7 @@ def image_encoder(name: str) -> dict[str, Any] | None:
 
 def _packaged(kind: str, name: str) -> dict[str, Any] | None:
     place = _MODELS / "configs" / kind / f"{name.rpartition('/')[2].lower()}.json"
-    return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
+    return dict(read_json(place)) if place.is_file() else None
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:

@@ -8,7 +8,6 @@ loaded; ``writer`` is the language model.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -22,6 +21,7 @@ from retouch.config.section import ClassPath, Section
 from retouch.models.base import Dtype, TaskInputs
 from retouch.models.shapes import INSTRUCTION_TOKENS, PartConfigs, Size
 from retouch.protocols import AutoregressiveModel
+from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -175,13 +175,17 @@ class PretrainedLanguageModel(LanguageModel):
             require_attention(self.attention, dtype=self.torch_dtype, device=device)
 
     def fetch_weights(self) -> Path | LoadedLanguageModel:
-        """Return the folder of the weights, or the loaded model. Downloads missing weights; raises ValueError if that fails."""
+        """Return the folder of the weights, or the loaded model. Downloads missing weights; raises ValueError if that fails, or if
+        files are missing or damaged."""
         from retouch.models.common.pretrained import fetch_language_model
 
         if self.path.startswith(LIVE):
             loaded: LoadedLanguageModel = live_object(self.path, key="policy.model.path")
             return loaded
-        return fetch_language_model(self.path)
+        folder = fetch_language_model(self.path)
+        if not any(folder.glob("*.safetensors")):
+            raise ValueError(f"policy.model.path: {folder} has no safetensors file; other weight formats are not read")
+        return folder
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -237,13 +241,13 @@ def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch
 def published_language_model(name: str) -> dict[str, Any] | None:
     """Describe a published language model by its id or the last part of the id; None if its configuration is not known."""
     file = Path(str(files("retouch.models"))) / "configs" / "writers" / f"{name.rpartition('/')[2].lower()}.json"
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    return dict(read_json(file)) if file.is_file() else None
 
 
 def read_description(folder: Path) -> dict[str, Any]:
     """Describe the model in a local transformers folder. Raises ValueError if the folder contains no model."""
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = read_json(file) if file.is_file() else {}
     if not config.get("architectures"):
         raise ValueError(f"{folder} contains no model: it has no config.json that names a class in architectures")
     return {"class": config["architectures"][0], "config": config}

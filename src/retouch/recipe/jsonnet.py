@@ -29,14 +29,20 @@ home = os.path.dirname(os.path.realpath(main))
 def is_hidden(path):
     inside = any(path.startswith(os.path.realpath(base) + os.sep) for base in folders)
     return not inside and any(part.startswith(".") and part != ".." for part in os.path.relpath(path, home).split(os.sep))
+def text_of(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise RuntimeError(f"{path}: the byte at offset {error.start} is not UTF-8; save the file as UTF-8")
 def read(folder, name):
     if (folder, name) == ("", main):
-        return main, open(main, encoding="utf-8").read()
+        return main, text_of(main)
     for path in (os.path.realpath(os.path.join(base, name)) for base in (folder or home, *folders)):
         if os.path.isfile(path):
             if is_hidden(path) or not path.endswith(suffixes):
                 raise RuntimeError(f"{path}: a recipe may import only files named {', '.join(suffixes)} that are not hidden")
-            return path, open(path, encoding="utf-8").read()
+            return path, text_of(path)
     raise RuntimeError(f"can't resolve {name} from {folder or main}")
 try:
     answer = {"text": rjsonnet.evaluate_file(asked.pop("file"), import_callback=read, **asked)}

@@ -5,7 +5,6 @@ largest over all kinds of allocations, each of which is extrapolated separately.
 parts, such as text encoders, are rehearsed whole.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 from retouch.models.base import DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
+from retouch.records.files import read_json
 from retouch.rehearsal.stages import Event, Peaks, Stage, Work
 
 FEWEST = 4
@@ -61,7 +61,7 @@ def stacks_of(recipe: Recipe) -> Counts:
     for part in _parts(recipe):
         file = part / "config.json"
         if file.is_file():
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
             found |= {(str(part), key): count for key, count in _stacks(config.get("text_config") or config)}
     return found
 

@@ -3,12 +3,13 @@
 A profile is a JSON file with fields of ``Machine``; missing fields have the values of the GPU that the profile names.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
+
+from retouch.records.files import read_json
 
 _GIB = 2**30
 TFLOPS = 10**12
@@ -120,7 +121,7 @@ def find_machine(name: str) -> Machine:
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"--device {name}: use one of {', '.join(MACHINES)}, or the JSON file of a measured profile")
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     known = {field.name for field in fields(Machine)}
     if not isinstance(found, dict) or not found.keys() <= known or found.get("name") not in MACHINES:
         raise ValueError(f"{path}: a profile has a name ({', '.join(MACHINES)}) and any of {', '.join(sorted(known - {'name'}))}")

@@ -3,14 +3,16 @@
 import hashlib
 from pathlib import Path
 
+from retouch.models.common.complete import require_complete
+
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
 
 
 def weights_folder(path: str | Path) -> Path:
     """The folder ``path``, or the folder of the model id ``path`` in the Hugging Face cache.
 
-    Raises ValueError if neither exists (the message says how to get it), or if the folder has no ``config.json`` or no
-    ``model*.safetensors``.
+    Raises ValueError if neither exists (the message says how to get it), if the folder has no ``config.json`` or no
+    ``model*.safetensors``, or if files are missing or damaged.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -29,6 +31,7 @@ def weights_folder(path: str | Path) -> Path:
             f"{folder} has no config.json or no model.safetensors; pickle files of older models are not read: if you trust such a "
             "file, load it once with transformers and save it with save_pretrained"
         )
+    require_complete(folder, path=str(path), key="reward")
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +11,7 @@ from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import Attention, LanguageModel
 from retouch.models.playground.family import PlaygroundFamily
 from retouch.models.shapes import MEGAPIXEL
+from retouch.records.files import read_json
 
 _WRITERS = {
     **{"qwen2": "qwen", "qwen3": "qwen", "qwen2_vl": "qwen-vl", "qwen2_5_vl": "qwen-vl", "qwen3_vl": "qwen-vl"},
@@ -154,12 +154,12 @@ def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
     """
     if Path(path).is_dir():
         file = Path(path) / name
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return read_json(file) if file.is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        found: dict[str, Any] = json.loads(Path(hf_hub_download(path, name)).read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(Path(hf_hub_download(path, name)))
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(f"{key}: there is no folder {path}, and no such repository on the Hugging Face Hub") from None
     except LocalEntryNotFoundError:

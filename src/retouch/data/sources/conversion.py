@@ -15,6 +15,7 @@ from typing import Any
 
 from retouch.data.guard import refuse_test_sets
 from retouch.data.sources.folder import METADATA, path_under
+from retouch.records.files import read_json
 from retouch.types import Json
 
 _ROWS = 16
@@ -189,10 +190,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 def _list(file: Path, keys: tuple[str, ...]) -> list[Fields]:
     """The rows of a JSON list. Raises ValueError if the file is not a JSON list, and for a row that lacks one of ``keys``."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+    rows = read_json(file)
     if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= {*keys} for row in rows):
         raise ValueError(f"{file}: should be a list of edits with {', '.join(keys)}")
     return rows

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from retouch.data.guard import refuse_test_sets
+from retouch.records.files import read_json
 
 TRAIN = "train.json"
 DIFFICULTY = "mmmg_difficulty_summary.json"
@@ -106,10 +107,7 @@ def _level(name: str) -> str:
 
 
 def _map(file: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+    found = read_json(file)
     if not isinstance(found, Mapping):
         raise ValueError(f"{file}: should be a JSON object")
     return found

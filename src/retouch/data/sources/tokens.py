@@ -8,7 +8,6 @@ list, then in the parent of that folder, and then under ``prefix``, so that a da
 from __future__ import annotations
 
 import hashlib
-import json
 import mmap
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import OnBadRow, accept_rows
+from retouch.records.files import read_json
 from retouch.types import Codes, Json, SplitName, Task, TaskContents
 
 if TYPE_CHECKING:
@@ -293,10 +293,7 @@ def list_file(place: str | Path) -> Path:
 
 def _entries(file: Path) -> tuple[Path, list[str]]:
     """The folder of the files of a list, and their names."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+    content = read_json(file)
     names = content.get("path_list") if isinstance(content, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{file}: contains no file names; a list is {{"prefix": FOLDER, "path_list": [NAME, ...]}}')

@@ -1,7 +1,6 @@
 """Loads the parts of models from local folders (safetensors only, known classes only, no code from the folder) or takes them from
 loaded pipelines; runs frozen parts; and copies tensors from the host to a device."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import Tensor, nn
+
+from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -51,7 +52,7 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
         if name != "transformer":
             parts[name].requires_grad_(False).eval()
     scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
-    index = json.loads((root / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(root / "model_index.json")
     return {**parts, "scheduler": scheduler, "index": index}
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from retouch.models.common.complete import require_complete
+
 _PARTS = (
     *("transformer", "vae", "scheduler", "processor"),
     *("text_encoder", "text_encoder_2", "text_encoder_3"),
@@ -27,7 +29,10 @@ def find_weights(path: str) -> Path | None:
 
 
 def fetch_weights(path: str) -> Path:
-    """Like ``find_weights``, but downloads missing weights. Raises ValueError if the download fails."""
+    """Like ``find_weights``, but downloads missing weights, and requires that all files are complete.
+
+    Raises ValueError if the download fails or if files are missing or damaged.
+    """
     return _fetch(path, _PIPELINE_FILES)
 
 
@@ -49,8 +54,10 @@ def find_encoder(path: str) -> Path | None:
 
 
 def fetch_encoder(path: str) -> Path:
-    """Like ``find_encoder``, but downloads a missing encoder. Raises ValueError if the download fails."""
-    return find_encoder(path) or _fetch(path, _MODEL_FILES, key=_ENCODER_KEY)
+    """Like ``fetch_weights``, for the encoder of ``find_encoder``."""
+    if path == "playground":
+        return Path(str(find_encoder(path)))
+    return _fetch(path, _MODEL_FILES, key=_ENCODER_KEY)
 
 
 def _find(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path | None:
@@ -65,9 +72,12 @@ def _find(path: str, patterns: list[str], *, key: str = "policy.model.path") -> 
 
 
 def _fetch(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path:
-    found = _find(path, patterns, key=key)
-    if found is not None:
-        return found
+    folder = _find(path, patterns, key=key) or _download(path, patterns, key=key)
+    require_complete(folder, path=path, key=key)
+    return folder
+
+
+def _download(path: str, patterns: list[str], *, key: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES))
     except OSError as error:

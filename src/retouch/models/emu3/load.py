@@ -4,7 +4,6 @@ no code.
 In the original layout, language model and autoencoder have separate folders, and the autoencoder's weights have other names.
 """
 
-import json
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -29,6 +28,7 @@ from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.language import Attention
+from retouch.records.files import read_json
 
 KEYS = (
     (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),
@@ -232,5 +232,5 @@ def _weights(path: Path) -> dict[str, Tensor]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    read: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    read: dict[str, Any] = read_json(file) if file.is_file() else {}
     return read

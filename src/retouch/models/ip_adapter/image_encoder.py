@@ -1,7 +1,6 @@
 """The frozen image encoder of an IP-Adapter: a CLIP (arXiv 2103.00020) or SigLIP (arXiv 2303.15343) vision model, one vector per
 image."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import (
 )
 
 from retouch.models.common.parts import LOCAL
+from retouch.records.files import read_json
 
 _CLIP = (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds")
 _SIGLIP = (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output")
@@ -98,4 +98,4 @@ def _config(folder: Path) -> dict[str, Any]:
     place = folder / "config.json"
     if not place.is_file():
         raise ValueError(f"policy.train.encoder: {folder} contains no model (config.json)")
-    return dict(json.loads(place.read_text(encoding="utf-8")))
+    return dict(read_json(place))

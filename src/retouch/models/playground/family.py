@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,6 +10,7 @@ from retouch.config.section import Pixels
 from retouch.models.base import DiffusersModel, Dtype
 from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel, vision_pixels
 from retouch.models.shapes import PartConfigs, Size
+from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ class PlaygroundFamily(DiffusersModel):
         return self.load(self.folder, device=device)
 
     def options(self, source: Path) -> dict[str, Any]:
-        stated = json.loads((source / "adapter.json").read_text(encoding="utf-8"))
+        stated = read_json(source / "adapter.json")
         return {**super().options(source), **{key: stated[key] for key in self.stated}}
 
     @property

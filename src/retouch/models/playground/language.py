@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -13,6 +12,7 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.models.playground.family import playground_weights
 from retouch.models.qwen_vl.family import QwenFamily
 from retouch.models.shapes import PartConfigs, Size
+from retouch.records.files import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ class PlaygroundEnhancer(PlaygroundLanguageModel, QwenFamily):
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         folder = self.fetch_weights()
-        template = json.loads((folder / "adapter.json").read_text(encoding="utf-8"))["template"]
+        template = read_json(folder / "adapter.json")["template"]
         return self.load(folder, device=device, gradient_checkpointing=gradient_checkpointing, template=template)
 
 

@@ -1,7 +1,6 @@
 """Loads a Qwen instruct model from a local transformers folder (safetensors only, known classes only, no code from the folder), or
 takes a model that a script has loaded."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL
 from retouch.models.language import Attention, require_attention
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
+from retouch.records.files import read_json
 
 CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
@@ -76,7 +76,7 @@ def load_writer(
 
 def _class_in(path: Path) -> Any:
     config = path / "config.json"
-    kind = json.loads(config.read_text())["model_type"] if config.is_file() else None
+    kind = read_json(config)["model_type"] if config.is_file() else None
     if kind not in CLASSES:
         found = "no config.json" if kind is None else f"a model of type {kind!r}"
         raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")

@@ -1,6 +1,5 @@
 """Find objects by name in images, with open-vocabulary detectors of transformers: OWL-ViT, OWLv2, Grounding DINO."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import (
     OwlViTImageProcessorPil,
 )
 
+from retouch.records.files import read_json
 from retouch.rewards.weights import weights_folder
 
 Box = tuple[float, float, float, float]
@@ -49,7 +49,7 @@ def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> De
     Raises ValueError if there are no weights, or if the model is of another type.
     """
     folder = weights_folder(path)
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = read_json(folder / "config.json").get("model_type")
     if kind in _OWL:
         return _Owl(folder, kind, device)
     if kind == "grounding-dino":

@@ -1,6 +1,5 @@
 """One interface for CLIP and SigLIP: a text encoder, an image encoder, and the cosine between their embeddings."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import (
     SiglipModel,
 )
 
+from retouch.records.files import read_json
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Sample
 
@@ -49,7 +49,7 @@ class DualEncoder:
 
     def __init__(self, path: str | Path, *, device: torch.device | str = "cpu") -> None:
         folder = weights_folder(path)
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        kind = read_json(folder / "config.json").get("model_type")
         if kind not in _KINDS:
             raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {' or '.join(_KINDS)}")
         model_class, processor_class, self._pad = _KINDS[kind]

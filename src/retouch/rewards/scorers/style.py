@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from PIL import Image
 
+from retouch.records.files import read_json
 from retouch.rewards.base import ModelReward
 from retouch.rewards.facts import PathText
 from retouch.rewards.scorers.dino import DinoReward, normalised_pixels
@@ -111,7 +111,7 @@ def distance_of_sets(
 def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
     """Load DINOv2, CLIP or SigLIP from a folder or the Hugging Face cache. Raises ValueError if there are no weights, or if the
     model is of another type."""
-    kind = json.loads((weights_folder(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
+    kind = read_json(weights_folder(path) / "config.json").get("model_type")
     if kind == "dinov2":
         return _Dino(path, device=device)
     from retouch.rewards.scorers.dual_encoder import DualEncoder

@@ -3,13 +3,13 @@ prompt."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.core.answers import answer_in
+from retouch.records.files import read_json
 from retouch.rewards.base import ModelReward, completion_of
 from retouch.rewards.facts import PathText
 from retouch.rewards.weights import weights_digest, weights_folder
@@ -129,7 +129,7 @@ def _pooling(folder: Path) -> str:
     file = folder / _POOLING
     if not file.is_file():
         return "mean"
-    modes = {name for name, value in json.loads(file.read_text(encoding="utf-8")).items() if value is True}
+    modes = {name for name, value in read_json(file).items() if value is True}
     chosen = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
     found = [way for mode, way in chosen.items() if mode in modes]
     if len(found) != 1 or any(mode.startswith("pooling_mode_") and mode not in chosen for mode in modes):
@@ -138,4 +138,4 @@ def _pooling(folder: Path) -> str:
 
 
 def _setting(file: Path, name: str, default: int) -> int:
-    return int(json.loads(file.read_text(encoding="utf-8")).get(name, default)) if file.is_file() else default
+    return int(read_json(file).get(name, default)) if file.is_file() else default

@@ -4,7 +4,6 @@ It answers questions one after the other or in batches. One-word answers are rea
 Scores are generated without a constraint to the JSON schema, and read as free text.
 """
 
-import json
 import math
 import threading
 import time
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from retouch.core.random import generator
+from retouch.records.files import read_json
 from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.rewards.weights import weights_digest, weights_folder
@@ -53,7 +53,7 @@ class LocalJudge:
 
     def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32, batch: int = 1) -> None:
         folder = weights_folder(path)
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        kind = read_json(folder / "config.json").get("model_type")
         if kind not in _CLASSES:
             raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {', '.join(_CLASSES)}")
         model = _CLASSES[kind].from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
