@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_refused(downloaded: Path, tmp_path: Path) -> Non
     write_curriculum(downloaded, out=tmp_path / "lists", stages=1)
     with pytest.raises(ValueError, match=r"stage-1\.jsonl exists"):
         write_curriculum(downloaded, out=tmp_path / "lists", stages=1)
-    for content, why in (("[", "not JSON"), ("[]", "JSON object"), ('{"a": 1}', "map disciplines"), ("{}", "no row with")):
+    for content, why in (("[", "not valid JSON"), ("[]", "JSON object"), ('{"a": 1}', "map disciplines"), ("{}", "no row with")):
         (downloaded / TRAIN).write_text(content)
         with pytest.raises(ValueError, match=why):
             write_curriculum(downloaded, out=tmp_path / "other")

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import family_runs
 import tiny_models
 import tiny_writer_runs
 from retouch import cli
+from retouch.models.common import pretrained
 from retouch.models.common.complete import IncompleteWeights, require_complete
-from retouch.models.common.pretrained import fetch_weights
+from retouch.models.common.pretrained import fetch_language_model, fetch_tokenizer, fetch_weights, find_tokenizer, find_weights
 from retouch.models.qwen_vl.family import QwenLanguageModel
 from retouch.recipe.recipe import parse
 from retouch.rewards.weights import weights_folder
@@ -130,6 +132,46 @@ def test_a_writer_without_complete_weights_is_refused(tmp_path: Path) -> None:
     weights.unlink()
     with pytest.raises(ValueError, match="has no safetensors file; other weight formats are not read"):
         model.fetch_weights()
+
+
+@pytest.fixture
+def cached(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cached copy of the Hub id ``me/flux``."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    root = tmp_path / "models--me--flux"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("abc")
+    return Path(shutil.copytree(whole, root / "snapshots" / "abc"))
+
+
+def test_an_interrupted_download_is_continued(cached: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_weights("me/flux") == cached
+    (cached / TRANSFORMER).unlink()
+    assert find_weights("me/flux") is None
+
+    def download(path: str, *, local_files_only: bool = False, **options: object) -> str:
+        if not local_files_only:
+            shutil.copy(whole / TRANSFORMER, cached / TRANSFORMER)
+        return str(cached)
+
+    monkeypatch.setattr(pretrained, "snapshot_download", download)
+    assert fetch_weights("me/flux") == cached
+    assert find_weights("me/flux") == cached
+
+
+def test_a_download_that_stays_incomplete_names_the_files(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cached / TRANSFORMER).unlink()
+    monkeypatch.setattr(pretrained, "snapshot_download", lambda path, **options: str(cached))
+    with pytest.raises(IncompleteWeights, match=r"transformer has no safetensors file.*`hf download me/flux`"):
+        fetch_weights("me/flux")
+
+
+def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert fetch_tokenizer(str(tmp_path)) == find_tokenizer(str(tmp_path)) == tmp_path
+    with pytest.raises(IncompleteWeights, match=r"model-1\.safetensors is missing"):
+        fetch_language_model(str(tmp_path))
 
 
 def test_a_reward_model_without_complete_weights_is_refused(tmp_path: Path) -> None:

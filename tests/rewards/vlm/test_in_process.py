@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import tiny_writers
 from judge_double import asking
@@ -103,7 +104,7 @@ def test_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(ValueError, match="safetensors"):
         LocalJudge(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (tmp_path / "model.safetensors").touch()
+    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="qwen2_vl, qwen2_5_vl, qwen3_vl"):
         LocalJudge(tmp_path, device="cpu")
 

@@ -28,10 +28,14 @@ def require_complete(folder: Path, *, path: str, key: str) -> None:
     Only file sizes, the headers of safetensors files and JSON files are read. ``path``: the folder or the Hub id that the recipe's
     ``key`` names. Parts of a pipeline that a family can do without (the third text encoder of Stable Diffusion 3) may be missing.
     """
-    problems = [*_missing(folder), *_damaged(folder)]
-    if problems:
+    if problems := find_problems(folder):
         command = f"hf download ID --local-dir {path}" if Path(path).is_dir() else f"hf download {path}"
         raise IncompleteWeights(f"{key}: {folder} is incomplete: {'; '.join(problems)}", command)
+
+
+def find_problems(folder: Path) -> list[str]:
+    """Name each file that is missing or damaged, and say what is wrong with it."""
+    return [*_missing(folder), *_damaged(folder)]
 
 
 def _missing(folder: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil
 
 from retouch.models.common.lora import remove_lora
-from retouch.models.common.pretrained import fetch_language_model
+from retouch.models.common.pretrained import fetch_tokenizer
 
 
 def pipeline_parts(pipeline: DiffusionPipeline, device: torch.device | str, kinds: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,14 +70,14 @@ class LoadedLanguageModel:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         if self.processor is None:
-            return AutoTokenizer.from_pretrained(fetch_language_model(self.module.name_or_path), local_files_only=True)
+            return AutoTokenizer.from_pretrained(fetch_tokenizer(self.module.name_or_path), local_files_only=True)
         return getattr(self.processor, "tokenizer", self.processor)
 
     @property
     def image_processor(self) -> Qwen2VLImageProcessorPil:
         """The image processor of a Qwen vision-language model."""
         if self.processor is None:
-            folder = fetch_language_model(self.module.name_or_path)
+            folder = fetch_tokenizer(self.module.name_or_path)
             found: Qwen2VLImageProcessorPil = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
             return found
         return pil_image_processor(self.processor)

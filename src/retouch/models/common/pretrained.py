@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from retouch.models.common.complete import require_complete
+from retouch.models.common.complete import find_problems, require_complete
 
 _PARTS = (
     *("transformer", "vae", "scheduler", "processor"),
@@ -15,13 +15,14 @@ _PARTS = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 _PIPELINE_FILES = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
-_MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
+_TOKENIZER_FILES = ["*.json", "*.txt", "*.jinja"]
+_MODEL_FILES = ["*.safetensors", *_TOKENIZER_FILES]
 _ENCODER_KEY = "policy.train.encoder"
 _IGNORED_FILES = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
 
 
 def find_weights(path: str) -> Path | None:
-    """The folder ``path``, or the cached copy of the Hub id ``path``; None if the weights are not on this machine.
+    """The folder ``path``, or the complete cached copy of the Hub id ``path``; None if the weights are not on this machine.
 
     Does not use the network. Raises ValueError if ``path`` is neither a folder nor a Hub id.
     """
@@ -46,6 +47,16 @@ def fetch_language_model(path: str) -> Path:
     return _fetch(path, _MODEL_FILES)
 
 
+def find_tokenizer(path: str) -> Path | None:
+    """Like ``find_language_model``, for the tokenizer or the processor alone: weights may be missing."""
+    return _find(path, _TOKENIZER_FILES)
+
+
+def fetch_tokenizer(path: str) -> Path:
+    """Like ``find_tokenizer``, but downloads missing files. Raises ValueError if the download fails."""
+    return find_tokenizer(path) or _download(path, _TOKENIZER_FILES)
+
+
 def find_encoder(path: str) -> Path | None:
     """Like ``find_weights``, for the image encoder of an IP-Adapter in transformers' layout; ``playground`` is the built-in one."""
     if path == "playground":
@@ -64,11 +75,13 @@ def _find(path: str, patterns: list[str], *, key: str = "policy.model.path") -> 
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES, local_files_only=True))
+        cached = Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES, local_files_only=True))
     except HFValidationError:
         raise ValueError(f'{key}: {path} is neither a folder nor a Hugging Face id ("owner/name")') from None
     except LocalEntryNotFoundError:
         return None
+    # An interrupted download is continued.
+    return None if patterns != _TOKENIZER_FILES and find_problems(cached) else cached
 
 
 def _fetch(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path:
@@ -77,7 +90,7 @@ def _fetch(path: str, patterns: list[str], *, key: str = "policy.model.path") ->
     return folder
 
 
-def _download(path: str, patterns: list[str], *, key: str) -> Path:
+def _download(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES))
     except OSError as error:

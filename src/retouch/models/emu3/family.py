@@ -102,22 +102,23 @@ class Emu3Model(Emu3Family):
     """Height and width of the images in pixels."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        from retouch.models.common.pretrained import fetch_language_model
+        from retouch.models.common.pretrained import fetch_language_model, fetch_tokenizer
 
         return self.load(
             self.fetch_weights(),
-            tokenizer=None if self.tokenizer is None else fetch_language_model(self.tokenizer),
+            tokenizer=None if self.tokenizer is None else fetch_tokenizer(self.tokenizer),
             autoencoder=None if self.autoencoder is None else fetch_language_model(self.autoencoder),
             device=device,
             gradient_checkpointing=gradient_checkpointing,
         )
 
     def find_weights(self) -> tuple[Path | None, bool]:
-        from retouch.models.common.pretrained import find_language_model
+        from retouch.models.common.pretrained import find_language_model, find_tokenizer
 
         folder, found = super().find_weights()
-        others = [find_language_model(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
-        return folder, found and None not in others
+        tokenizer_found = self.tokenizer is None or find_tokenizer(self.tokenizer) is not None
+        autoencoder_found = self.autoencoder is None or find_language_model(self.autoencoder) is not None
+        return folder, found and tokenizer_found and autoencoder_found
 
     def describe(self, folder: Path | None) -> PartConfigs:
         from retouch.models.common.pretrained import find_language_model
