@@ -15,6 +15,7 @@ from unittest.mock import patch
 import diffusers
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Emu3VQVAE
 
@@ -103,8 +104,9 @@ def write_folder(folder: Path, described: PartConfigs) -> Path:
 
 
 def write_single(folder: Path, part: Mapping[str, Any]) -> Path:
-    """Write a folder in transformers' layout, with the configuration of one model and without weights."""
+    """Write a folder in transformers' layout, with the configuration of one model and an empty file of weights."""
     folder.mkdir(parents=True, exist_ok=True)
+    save_file({}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(_with_class(part)), encoding="utf-8")
     (folder / "preprocessor_config.json").write_text(json.dumps(_processor({"writer": part})), encoding="utf-8")
     return folder
