@@ -82,6 +82,7 @@ def test_a_recipe_is_rehearsed_as_in_the_table(name: str) -> None:
     assert found["in"] == kept["in"]
     assert found["peaks"] == pytest.approx(kept["peaks"], rel=0.01)
     assert found["flops"] == pytest.approx(kept["flops"], rel=0.01)
+    assert found["hours"] == pytest.approx(kept["hours"], rel=0.02)
 
 
 def test_a_profile_replaces_rates(tmp_path: Path) -> None:
