@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -263,11 +264,9 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
     try:
         _weights(recipe)
         _, here = recipe.policy.model.find_weights()
-        for model in (recipe.image_model, recipe.policy.model):
-            folder, given = model.find_weights()[0], getattr(model, "path", None)
-            if folder is not None and isinstance(given, str):
-                key = "policy.model.path" if model is recipe.policy.model else "renderer.model.path"
-                require_complete(folder, path=given, key=key)
+        _require_complete(recipe.policy.model, key="policy.model.path")
+        if recipe.image_model is not recipe.policy.model:
+            _require_complete(recipe.image_model, key="renderer.model.path")
     except IncompleteWeights as error:
         return None, [failed("weights", str(error), fix=error.command)]
     except ValueError as error:
@@ -279,6 +278,13 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
         absent = True
     future = future_weights(path, base=base, absent=absent)
     return future.planned(recipe), [failed("weights", future.text, fix=future.fix) if future.fix else note("weights", future.text)]
+
+
+def _require_complete(model: Any, *, key: str) -> None:
+    """Raise IncompleteWeights if the folder that the recipe names at ``key`` lacks files."""
+    folder, path = model.find_weights()[0], getattr(model, "path", None)
+    if folder is not None and isinstance(path, str):
+        require_complete(folder, path=path, key=key)
 
 
 def _memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:

@@ -11,7 +11,8 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors format."""
 _WEIGHTS = ("transformer", "vae", "text_encoder", "text_encoder_2")
 _SETTINGS = ("scheduler", "processor", "tokenizer", "tokenizer_2")
-_OPTIONAL = ("text_encoder_3", "tokenizer_3")
+PARTS = (*_WEIGHTS, *_SETTINGS, "text_encoder_3", "tokenizer_3")
+"""The folders of a pipeline; the last two may be missing."""
 
 
 class IncompleteWeights(ValueError):
@@ -92,7 +93,7 @@ def _problem(file: Path) -> str | None:
 
 def _files(folder: Path, pattern: str) -> list[Path]:
     """The files of the folder, and of its parts if it is a pipeline."""
-    parts = (*_WEIGHTS, *_SETTINGS, *_OPTIONAL) if (folder / "model_index.json").is_file() else ()
+    parts = PARTS if (folder / "model_index.json").is_file() else ()
     return [file for place in (folder, *(folder / part for part in parts)) for file in sorted(place.glob(pattern))]
 
 

@@ -7,14 +7,9 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from retouch.models.common.complete import find_problems, require_complete
+from retouch.models.common.complete import PARTS, find_problems, require_complete
 
-_PARTS = (
-    *("transformer", "vae", "scheduler", "processor"),
-    *("text_encoder", "text_encoder_2", "text_encoder_3"),
-    *("tokenizer", "tokenizer_2", "tokenizer_3"),
-)
-_PIPELINE_FILES = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
+_PIPELINE_FILES = ["model_index.json", *(f"{part}/*" for part in PARTS)]
 _TOKENIZER_FILES = ["*.json", "*.txt", "*.jinja"]
 _MODEL_FILES = ["*.safetensors", *_TOKENIZER_FILES]
 _ENCODER_KEY = "policy.train.encoder"
@@ -85,8 +80,10 @@ def _find(path: str, patterns: list[str], *, key: str = "policy.model.path") -> 
 
 
 def _fetch(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path:
-    folder = _find(path, patterns, key=key) or _download(path, patterns, key=key)
-    require_complete(folder, path=path, key=key)
+    folder = _find(path, patterns, key=key)
+    if folder is None or Path(path).is_dir():  # a cached copy that was found is complete
+        folder = folder or _download(path, patterns, key=key)
+        require_complete(folder, path=path, key=key)
     return folder
 
 
