@@ -26,7 +26,7 @@ def main(server: str, words: list[str]) -> NoReturn:
 
 def run(server: str, words: list[str]) -> int:
     """Run the command line and return its exit status as ``os.waitpid`` gives it; forward the signals of this process."""
-    # The fork's parent is the server, so it cannot check that its parent is the launcher.
+    # The program's parent is a fork of the server, so it cannot check that its parent is the launcher.
     environment = {name: value for name, value in os.environ.items() if name != "RETOUCH_LAUNCHER"}
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
     files = open_files()

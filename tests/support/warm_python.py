@@ -1,9 +1,9 @@
 """Starts Python programs from tests without the seconds that imports of torch, diffusers and transformers take.
 
 ``python()`` returns an executable file that is used like ``sys.executable``; the program runs in a fork of a server that has
-imported these libraries. Four things differ: the program's parent is the server, so ``Popen.pid`` is the process ID of a client
-that forwards signals; the libraries have read their environment variables already; the memory of the server counts for the program;
-and the hash seed is the server's. Tests of any of these, and tests of the imports themselves, use ``sys.executable``.
+imported these libraries. Four things differ: the program's parent is a fork of the server, so ``Popen.pid`` is the process ID of a
+client that forwards signals; the libraries have read their environment variables already; the memory of the server counts for the
+program; and the hash seed is the server's. Tests of any of these, and tests of the imports themselves, use ``sys.executable``.
 
 ``RETOUCH_COLD_TESTS=1`` starts every program with a new interpreter instead, and so do systems other than Linux.
 """

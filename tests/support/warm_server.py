@@ -1,8 +1,8 @@
 """A server that runs Python programs in forks of itself, with the large libraries already imported (``warm_python`` starts it).
 
 It reads requests from a Unix socket: ``warm_client`` sends the program, its arguments, environment and folder, and its open
-files. The server answers with the process ID of the fork, and with the exit status when the fork has ended. If the client
-dies first, the server kills the fork. The server ends when its standard input is closed.
+files. A fork of the server handles the request: it starts another fork that runs the program, and answers with that fork's process
+ID and, when it has ended, with its exit status. The server ends when its standard input is closed.
 
 Retouch itself is not imported here, so that each program imports its own modules, and from its own ``PYTHONPATH``.
 """
@@ -68,56 +68,52 @@ _HIGH = 500  # above the numbers of all open files
 
 
 def main(address: str) -> Callable[[], object]:
-    """Serve until a fork has a program to run, and return this program in the fork; the server itself never returns."""
+    """Serve until the standard input closes. Return, in a fork, the program of a client; the server itself never returns."""
     with warnings.catch_warnings(action="ignore"):
         for name in LIBRARIES:
             import_module(name)
     gc.collect()
     gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end leave no zombies
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         sys.stdout.write("ready\n")
         sys.stdout.flush()
-        program = serve(listener)
-    if program is None:
-        sys.exit()
-    return program
-
-
-def serve(listener: socket.socket) -> Callable[[], object] | None:
-    """Answer requests until the standard input closes (None), or, in a fork, return its program."""
-    clients: dict[int, tuple[socket.socket, int, int]] = {}  # by file number of the connection: connection, process, its pidfd
-    while True:
-        ended = {pidfd: connection for connection, _, pidfd in clients.values()}
-        ready, _, _ = select.select([sys.stdin.fileno(), listener.fileno(), *clients, *ended], [], [])
-        if sys.stdin.fileno() in ready:
-            for _, process, _ in clients.values():
-                os.kill(process, signal.SIGKILL)
-            return None
-        for pidfd in set(ready) & set(ended):
-            connection, process, _ = clients.pop(ended[pidfd].fileno())
-            with suppress(OSError):
-                connection.sendall(struct.pack("i", os.waitpid(process, 0)[1]))
-            connection.close()
-            os.close(pidfd)
-        for number in set(ready) & set(clients):  # a client sends nothing after its request, so this one has died
-            os.kill(clients[number][1], signal.SIGKILL)
-        if listener.fileno() in ready:
+        while True:
+            ready, _, _ = select.select([sys.stdin, listener], [], [])
+            if sys.stdin in ready:
+                sys.exit()
             connection, _ = listener.accept()
-            request, files = received(connection)
-            process = os.fork()
-            if not process:
-                for other, _, pidfd in clients.values():
-                    other.close()
-                    os.close(pidfd)
-                listener.close()
-                connection.close()
-                return prepared(request, files)
-            for file in files:
-                os.close(file)
-            connection.sendall(struct.pack("i", process))
-            clients[connection.fileno()] = (connection, process, os.pidfd_open(process))
+            if not os.fork():
+                break
+            connection.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    return handle(connection)
+
+
+def handle(connection: socket.socket) -> Callable[[], object]:
+    """Fork for a client, send the fork's process ID and its exit status, and end. Return, in this second fork, the program.
+
+    The fork is killed when the client has died, or when the standard input of the server is closed.
+    """
+    request, files = received(connection)
+    process = os.fork()
+    if not process:
+        connection.close()
+        return prepared(request, files)
+    for file in files:
+        os.close(file)
+    with suppress(OSError):
+        connection.sendall(struct.pack("i", process))
+    ended = os.pidfd_open(process)
+    ready, _, _ = select.select([sys.stdin, connection, ended], [], [])  # a client sends nothing after its request
+    if ended not in ready:
+        os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    with suppress(OSError):
+        connection.sendall(struct.pack("i", status))
+    os._exit(0)
 
 
 def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
