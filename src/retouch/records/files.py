@@ -64,9 +64,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read one JSON value. Raises ValueError with the file's name if it is not valid JSON."""
+    """Read one JSON value; a byte order mark is skipped. Raises ValueError with the file's name if it is not valid JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from retouch.data.sources.folder import image_under
 from retouch.data.sources.table import ListRows
 from retouch.data.tasks import load_task
 from retouch.data.validation import find_problems
+from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.vlm.base import JudgeModel
 from retouch.types import Json, Task
@@ -138,22 +138,14 @@ def texts_of(value: Json, key: str) -> list[str]:
     return [str(one) for one in value]
 
 
-def read_json(path: Path) -> Json:
-    """Read a JSON file. Raises ValueError if it is missing or not JSON."""
-    try:
-        value: Json = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
-    return value
-
-
 def keyed_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a JSON file: a list of objects, or an object of objects, whose keys become the column ``key``.
 
-    Raises ValueError for other content. An entry that is not an object becomes a row without columns, which is reported as broken.
+    Raises ValueError if the file is missing or has other content. An entry that is not an object becomes a row without columns,
+    which is reported as broken.
     """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     value = read_json(path)
     if isinstance(value, Mapping):
         return [{"key": key, **(row if isinstance(row, Mapping) else {})} for key, row in value.items()]
