@@ -1,4 +1,4 @@
-"""`retouch ledger` on a run that was really judged: nothing lost between ranks, and a second look gives the same scores."""
+"""`retouch ledger` on a run with real scores: the files of all ranks are read, and scoring again gives the same scores."""
 
 import json
 from contextlib import closing
@@ -47,7 +47,7 @@ def attempt(sample_of: Any, *key: int) -> Image.Image:
 
 
 def batches(made: Recipe) -> tuple[list[Batch], Batch]:
-    """What the run would act on at each step, and its held-out tasks."""
+    """The batch of each step of the run, and a batch of its held-out tasks."""
     (phase,) = made.resolved_phases()
     sets = build_sets(made, phase.data, size=None)
     built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks(), reward_range=(0.0, 1.0))
@@ -56,7 +56,7 @@ def batches(made: Recipe) -> tuple[list[Batch], Batch]:
 
 
 def judge_run(made: Recipe, *, keep_images: bool) -> Path:
-    """Judges three steps and an evaluation; the second step has an image that could not be made."""
+    """Scores three steps and an evaluation; in the second step one image could not be rendered."""
     folder = RunFolder(made.folder)
     folder.write_recipe(made.document())
     training, heldout = batches(made)
@@ -88,13 +88,13 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that kept its images."""
+    """A run that stored all images."""
     return judge_run(recipe(tmp_path_factory.mktemp("kept")), keep_images=True)
 
 
 @pytest.fixture(scope="module")
 def unkept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that kept a few, as every run does."""
+    """A run that stored only the images of its logged samples, as every run does."""
     return judge_run(recipe(tmp_path_factory.mktemp("unkept")), keep_images=False)
 
 
@@ -115,7 +115,7 @@ def column(run: Path, name: str, split: str = "train") -> list[float]:
     return [sample.scores[name] for sample in LedgerView.open(run).samples if sample.split == split]
 
 
-def test_what_was_scored_by_whom(kept, unkept, ask):
+def test_the_summary_lists_samples_steps_images_and_judges(kept, unkept, ask):
     found = ask(kept)
     assert {split: each["samples"] for split, each in found["samples"].items()} == {"heldout": 6, "train": 24}
     train = found["samples"]["train"]
@@ -129,7 +129,7 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
     assert (few["train"]["stored_images"], few["train"]["steps_with_images"], few["heldout"]["stored_images"]) == (3, [2], 0)
 
 
-def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
+def test_cost_adds_recorded_costs_and_uses_given_prices_for_the_other_calls(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=False)
     with closing(Database(ledger_path(run, 0))) as first, closing(Database(ledger_path(run, 1))) as second:
         AnswerCache(first).record(
@@ -144,7 +144,7 @@ def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
     assert priced["cost"] == pytest.approx(0.75 + (1000 * 2 + 100 * 8) / 1e6)
 
 
-def test_a_cost_that_nobody_knows_is_not_nothing(tmp_path, ask):
+def test_an_unknown_cost_is_none_and_not_zero(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=False)
     with closing(Database(ledger_path(run, 0))) as database:
         AnswerCache(database).record([JudgeCall(**CALL, scores={"x": 1.0})])
@@ -152,7 +152,7 @@ def test_a_cost_that_nobody_knows_is_not_nothing(tmp_path, ask):
     assert ask(run, "--prices", "1,1")["cost"] == pytest.approx(1100 / 1e6)
 
 
-def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
+def test_rescore_with_the_same_judge_gives_the_same_scores(kept, ask):
     again = ask(kept, "rescore", "playground", "--name", "twin")
     assert (again["samples"], again["judged"], again["without_image"]) == (30, 29, 1)
     for sample in LedgerView.open(kept).samples:
@@ -162,7 +162,7 @@ def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
     assert ask(kept, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
 
 
-def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, ask, monkeypatch):
+def test_rescore_with_another_judge_scores_each_stored_image_once(kept, ask, monkeypatch):
     ask(kept, "rescore", "share:red", "--split", "train", "--steps", "1:2")
     shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
     rows = [sample for sample in LedgerView.open(kept).samples if "share-red:share" in sample.scores]
@@ -182,7 +182,7 @@ def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, a
     assert len(asked) == 8  # those of step 3
 
 
-def test_what_another_judge_could_not_say_is_asked_again(kept, ask, monkeypatch):
+def test_rescore_scores_samples_with_missing_scores_again(kept, ask, monkeypatch):
     asked = []
 
     def half(self, samples):
@@ -198,13 +198,13 @@ def test_what_another_judge_could_not_say_is_asked_again(kept, ask, monkeypatch)
     assert not np.isnan(known).any()
 
 
-def test_a_name_is_one_judges(kept, ask, capsys):
+def test_rescore_rejects_a_name_that_another_reward_uses(kept, ask, capsys):
     ask(kept, "rescore", "share:green", "--name", "mine", "--steps", "3")
     assert cli.main(["ledger", str(kept), "rescore", "photos:red", "--name", "mine"]) == 2
     assert "scores of another reward" in capsys.readouterr().err
 
 
-def test_without_kept_pictures_only_those_of_samples_can_be_judged_again(unkept, ask, capsys):
+def test_without_keep_images_only_images_of_stored_samples_are_rescored(unkept, ask, capsys):
     again = ask(unkept, "rescore", "playground", "--split", "train")
     assert (again["judged"], again["steps"], again["without_image"]) == (3, [2], 21)
     rows = [sample for sample in LedgerView.open(unkept).samples if "playground:overall" in sample.scores]
@@ -213,7 +213,7 @@ def test_without_kept_pictures_only_those_of_samples_can_be_judged_again(unkept,
     assert "keep_images" in capsys.readouterr().err
 
 
-def test_a_picture_that_was_swapped_is_not_judged(tmp_path, ask):
+def test_an_image_file_with_the_wrong_content_is_not_rescored(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=True)
     one, other, *_ = sorted((run / "pictures").rglob("*.png"))
     one.write_bytes(other.read_bytes())
@@ -221,7 +221,7 @@ def test_a_picture_that_was_swapped_is_not_judged(tmp_path, ask):
     assert (again["judged"], again["without_image"]) == (28, 2)
 
 
-def test_agreement_is_that_of_the_columns(kept, ask):
+def test_agree_reports_the_rank_correlations_of_the_two_columns(kept, ask):
     found = ask(kept, "agree", "IF", "PQ", "--split", "train")
     a, b = (torch.tensor(column(kept, name)) for name in ("IF", "PQ"))
     group = torch.arange(24) // 4
@@ -232,7 +232,7 @@ def test_agreement_is_that_of_the_columns(kept, ask):
     assert found["samples"] == 24
 
 
-def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
+def test_worst_sorts_samples_by_rank_difference_and_names_their_images(kept, ask):
     found = ask(kept, "worst", "IF", "IP", "--split", "train", "--top", "24")
     a, b = (torch.tensor(column(kept, name)) for name in ("IF", "IP"))
     apart = (agreement.ranks(a) - agreement.ranks(b)).abs() / 23
@@ -245,7 +245,7 @@ def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
     assert len(ask(kept, "worst", "IF", "IP", "--top", "5")) == 5
 
 
-def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
+def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(kept, ask, tmp_path):
     rows = [sample for sample in LedgerView.open(kept).samples if sample.split == "train" and sample.image][:6]
     rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
     scores = torch.tensor([sample.scores["overall"] for sample in rows])
@@ -259,7 +259,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     for header, about in files.items():
         file = tmp_path / "ratings.csv"
         lines = [f"{who}{rating}" for who, rating in zip(about, rated, strict=True)]
-        # A second opinion on the first image leaves its mean where it was.
+        # Two more ratings of the first image do not change its mean.
         lines += [f"{about[0]}{rated[0] - 1}", f"{about[0]}{rated[0] + 1}"]
         file.write_text("\n".join([f"{header},rating", *lines]) + "\n")
         found = ask(kept, "agree", "overall", "--ratings", file)
@@ -285,7 +285,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
         (b"sha256,rating,note\nabc,3,caf\xe9\n", "ratings.csv is not UTF-8 text"),
     ],
 )
-def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
+def test_an_invalid_ratings_file_is_rejected_with_the_reason(kept, tmp_path, capsys, text, says):
     file = tmp_path / "ratings.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert cli.main(["ledger", str(kept), "agree", "overall", "--ratings", str(file)]) == 2
@@ -302,21 +302,21 @@ def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
         (["rescore", "share:red", "--name", "../x"], "cannot be a name"),
     ],
 )
-def test_what_cannot_be_answered_says_why(kept, capsys, words, says):
+def test_invalid_arguments_of_ledger_commands_are_rejected_with_the_reason(kept, capsys, words, says):
     assert cli.main(["ledger", str(kept), *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_folder_without_a_ledger(tmp_path, capsys):
+def test_a_folder_without_a_ledger_is_rejected(tmp_path, capsys):
     assert cli.main(["ledger", str(tmp_path)]) == 2
     assert "has no ledger.sqlite" in capsys.readouterr().err
 
 
-def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_path, ask):
+def test_ledger_files_of_all_ranks_are_merged_and_later_scores_replace_earlier_ones(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=False)
     training, _ = batches(recipe(tmp_path))
     batch = training[2]
-    half = batch.take(slice(4, 8))  # the second group, as another rank would judge it
+    half = batch.take(slice(4, 8))  # the second group, as another rank would score it
     with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
         judge = RewardScorer(PlaygroundReward(), {"overall": 1.0})
         ledger.attach(judge, since=0)
@@ -333,7 +333,7 @@ def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_pa
     assert later == [1.0] * 4
 
 
-def test_data_that_changed_are_not_taken_for_those_that_were_judged(tmp_path, capsys):
+def test_rescore_is_rejected_if_the_data_of_the_recipe_have_changed(tmp_path, capsys):
     made = recipe(tmp_path)
     run = judge_run(made, keep_images=True)
     document = made.document()
@@ -347,7 +347,7 @@ HONEST, POISON = '{"gpt": 0.5}', '{"gpt": 1e999}'
 
 
 def poisoned(run: Path) -> Path:
-    """A ledger in which one of three answers and one of three samples have scores without end."""
+    """Adds three answers and three samples to the ledger; one of each has an infinite score."""
     path = ledger_path(run, 0)
     with closing(Database(path)) as database:
         AnswerCache(database).record(
@@ -362,7 +362,7 @@ def poisoned(run: Path) -> Path:
 
 
 def in_use(run: Path) -> tuple[list[int], list[str]]:
-    """The steps with scores, and the contents whose answers are found again."""
+    """The steps with scores, and the contents whose stored answers are not discarded."""
     with closing(Database(ledger_path(run, 0))) as database, database.reading() as connection:
         steps = [step + 1 for (step,) in connection.execute("SELECT step FROM samples ORDER BY step")]
         found = connection.execute("SELECT content FROM answers WHERE scores IS NOT NULL AND NOT fresh ORDER BY content")
@@ -379,7 +379,7 @@ def in_use(run: Path) -> tuple[list[int], list[str]]:
         (["--split", "heldout"], [1, 2, 3], ["c0", "c1", "c2"]),
     ],
 )
-def test_scores_that_are_wrong_are_taken_out_of_use_and_their_cost_stays(tmp_path, ask, words, steps, contents):
+def test_expel_discards_the_selected_scores_and_keeps_the_recorded_calls(tmp_path, ask, words, steps, contents):
     run = poisoned(tmp_path)
     before = ask(run, "cost")["asked"]
     ask(run, "expel", *words, "--dry-run")
@@ -392,8 +392,8 @@ def test_scores_that_are_wrong_are_taken_out_of_use_and_their_cost_stays(tmp_pat
     assert ask(run, "expel", *words)["answers"] == []
 
 
-def test_answers_of_a_judge_are_found_by_the_steps_of_their_samples(tmp_path, ask):
-    """The samples of a reward that asks a judge have the fingerprint of the reward, which is not that of the judge."""
+def test_expel_with_judge_and_steps_finds_the_answers_for_samples_of_those_steps(tmp_path, ask):
+    """The samples of a reward that calls a judge store the fingerprint of the reward, which differs from that of the judge."""
     run = poisoned(tmp_path)
     with closing(Database(ledger_path(run, 0))) as database, database.writing() as connection:
         connection.execute("UPDATE samples SET judge = 'a reward'")
@@ -402,12 +402,12 @@ def test_answers_of_a_judge_are_found_by_the_steps_of_their_samples(tmp_path, as
     assert in_use(run) == ([1, 2, 3], ["c0"])
 
 
-def test_a_poisoned_answer_is_never_used_even_before_it_is_expelled(tmp_path):
+def test_a_stored_answer_with_an_infinite_score_is_never_recalled(tmp_path):
     with closing(Database(ledger_path(poisoned(tmp_path), 0))) as database:
         assert set(AnswerCache(database).recall(["c0", "c1", "c2"])) == {"c0", "c2"}
 
 
-def test_what_is_not_a_hash_expels_nothing(tmp_path, capsys):
+def test_expel_rejects_an_image_that_is_not_a_hash_and_changes_nothing(tmp_path, capsys):
     assert cli.main(["ledger", str(poisoned(tmp_path)), "expel", "--image", "%"]) == 2
     assert "hexadecimal" in capsys.readouterr().err
     assert in_use(tmp_path)[0] == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""Comparisons: equal models seldom differ, a difference is found and paired, and the page shows where."""
+"""Comparisons: equal models rarely count as different, differences are paired by item, and the page shows the items that differ."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ def test_equal_models_differ_in_3_to_7_percent_of_comparisons(clusters: int, mem
     assert 0.03 <= np.mean(found) <= 0.07
 
 
-def test_a_difference_is_paired_and_items_that_one_side_misses_count_in_neither() -> None:
+def test_differences_are_paired_and_items_without_a_score_on_one_side_are_excluded() -> None:
     items = items_in(30, 1)
     difficulty = np.linspace(0, 10, 30)
     a, b = difficulty.copy(), difficulty + 0.3

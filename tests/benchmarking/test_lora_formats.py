@@ -75,7 +75,7 @@ def test_formats_of_one_lora_make_the_same_image(weights: Any, tmp_path: Path) -
         load_lora(tiny_pipelines.qwen_image(), peft)
 
 
-def test_a_file_that_fits_in_part_or_not_at_all_is_an_error_with_names(weights: Any, tmp_path: Path) -> None:
+def test_a_lora_that_does_not_match_the_pipeline_raises_with_the_layer_names(weights: Any, tmp_path: Path) -> None:
     path = tmp_path / "lora.safetensors"
     first = next(iter(weights)).partition(".lora_A")[0]
     others = {key: tensor for key, tensor in weights.items() if not key.startswith(first)}
@@ -102,7 +102,7 @@ def test_a_file_that_fits_in_part_or_not_at_all_is_an_error_with_names(weights: 
 
 
 @pytest.mark.parametrize("family", [*CONVERTED, "StableDiffusion3Pipeline"])
-def test_families_whose_kohya_files_diffusers_converts(family: str) -> None:
+def test_diffusers_converts_kohya_files_of_the_documented_families(family: str) -> None:
     """As docs/benchmarks.md lists them."""
     layer = CONVERTED.get(family, "joint_blocks_0_x_block_attn_proj")
     given = {f"lora_unet_{layer}.lora_{part}.weight": torch.ones(2, 2) for part in ("down", "up")}
@@ -125,7 +125,7 @@ def test_the_command_takes_a_kohya_file(weights: Any, tmp_path: Path, capsys: An
     assert "lora_unet_transformer_blocks_9_attn_to_q" in capsys.readouterr().err
 
 
-def test_a_loaded_pipeline_takes_one_too(weights: Any, tmp_path: Path) -> None:
+def test_a_loaded_pipeline_accepts_a_kohya_file(weights: Any, tmp_path: Path) -> None:
     data = suite_rows.lines(tmp_path / "prompts.txt", ["a cat"])
     call = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 64}
     found = run(

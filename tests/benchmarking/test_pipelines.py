@@ -1,4 +1,4 @@
-"""Pipelines of diffusers in a benchmark: noise by item, several images and turns, call arguments, and what does not fit."""
+"""Pipelines of diffusers in a benchmark: noise by item, several images and turns, call arguments, and unsupported ones."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +51,7 @@ class TurnSuite(Suite):
 
 
 class Fading:
-    """A pipeline that mixes its source with grey, and draws a number from its noise into the first pixel."""
+    """A pipeline that mixes its source with grey, and writes a random number from its generator into the first pixel."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, float]] = []
@@ -64,7 +64,7 @@ class Fading:
         return SimpleNamespace(images=[made])
 
 
-def test_turns_edit_the_image_before_and_every_image_has_noise_of_its_own(tmp_path: Path) -> None:
+def test_turns_edit_the_previous_image_and_every_image_has_its_own_noise(tmp_path: Path) -> None:
     suite, pipeline = TurnSuite(folder=str(tmp_path)), Fading()
     found = run(suite, model=pipeline, out=tmp_path / "out", call={"strength": 0.25})
     assert found is not None
@@ -97,7 +97,7 @@ class PromptSuite(TurnSuite):
         return [SuiteItem(id=str(row), prompt="a red circle") for row in range(2)], []
 
 
-def test_a_diffusers_pipeline_makes_images_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_diffusers_pipeline_makes_images_and_unsupported_arguments_or_suites_raise(tmp_path: Path) -> None:
     pipeline, suite = tiny_pipelines.sd3(), PromptSuite(folder=str(tmp_path))
     call = {"num_inference_steps": 1, "height": 16, "width": 16}
     found = run(suite, model=pipeline, out=tmp_path / "out", call=call)

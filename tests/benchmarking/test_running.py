@@ -1,4 +1,4 @@
-"""A benchmark from a model, a LoRA or a folder of images to its table: the same images have the same scores, whoever made them."""
+"""A benchmark from a model, a LoRA or a folder of images to its table: equal images get equal scores, however they were made."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def images_of(result: BenchmarkResult) -> Path:
     return result.folder.parents[1] / "images"
 
 
-def test_a_suite_of_edits_refuses_a_policy_that_takes_no_image(tmp_path: Path) -> None:
+def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -> None:
     painter = {
         **{**SMALL, "policy": {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}},
         "data": {"kind": "playground-paintings", "count": 8, "complexity": {"1": 1}, "known_words": True},
@@ -93,7 +93,7 @@ def test_a_folder_of_images_has_the_scores_of_the_model_that_made_them(base: Ben
     assert base.headline == pytest.approx(sum(row.scores["overall"] for row in base.rows) / 6)
 
 
-def test_missing_and_broken_images_are_named_and_counted_and_are_not_0(base: BenchmarkResult, tmp_path: Path) -> None:
+def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base: BenchmarkResult, tmp_path: Path) -> None:
     shutil.copytree(images_of(base), tmp_path / "images")
     first, second = sorted((tmp_path / "images").iterdir())[:2]
     first.unlink()
@@ -112,7 +112,9 @@ def test_missing_and_broken_images_are_named_and_counted_and_are_not_0(base: Ben
     assert found.rows[0].item == line["item"]
 
 
-def test_another_judge_scores_the_same_images_and_makes_none(base: BenchmarkResult, tmp_path: Path, capsys: Any) -> None:
+def test_another_judge_scores_the_existing_images_without_generating_new_ones(
+    base: BenchmarkResult, tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "out"
     shutil.copytree(base.folder.parents[1], out)
     before = {path: path.stat().st_mtime_ns for path in (out / "images").iterdir()}
@@ -145,7 +147,7 @@ run("playground", model="playground", subset=34, options={"tasks": 34}, out=sys.
 
 
 @pytest.mark.slow
-def test_a_killed_benchmark_continues_at_the_image_and_the_score(tmp_path: Path) -> None:
+def test_a_killed_benchmark_resumes_with_its_images_and_gives_the_same_scores(tmp_path: Path) -> None:
     for place, call in (("images", 5), ("scores", 2)):
         ended = subprocess.run([python(), "-c", KILLED, str(tmp_path / "out"), place, str(call)], check=False)
         assert ended.returncode == -signal.SIGKILL
@@ -159,7 +161,7 @@ def test_a_killed_benchmark_continues_at_the_image_and_the_score(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_two_ranks_give_the_table_of_one(base: BenchmarkResult, tmp_path: Path) -> None:
+def test_two_ranks_give_the_same_table_as_one_rank(base: BenchmarkResult, tmp_path: Path) -> None:
     words = ["bench", "playground", "--images", str(images_of(base)), "--subset", "6", "--device", "cpu"]
     on_two_ranks(["-m", "retouch", *words, "--out", str(tmp_path / "two")], tmp_path / "logs")
     two = BenchmarkResult.read(tmp_path / "two" / "scores" / "own")
@@ -196,7 +198,9 @@ def coloured(folder: Path) -> Path:
     return folder
 
 
-def test_a_spent_budget_ends_a_benchmark_that_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     images = coloured(tmp_path / "images")
     with Double() as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
@@ -221,7 +225,9 @@ def test_a_spent_budget_ends_a_benchmark_that_goes_on_later(tmp_path: Path, monk
         assert "the same command continues" in capsys.readouterr().err
 
 
-def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requested_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     coloured(tmp_path / "images")
     faulty = {"on": True}
     kinds: dict[str, str] = {}
@@ -289,18 +295,20 @@ def test_faults_of_a_judge_leave_no_wrong_score_and_nothing_is_asked_twice(tmp_p
         (["compare", "one", "two"], "no result there"),
     ],
 )
-def test_mistakes_have_a_plain_message(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_invalid_arguments_of_bench_exit_with_a_clear_message(
+    arguments: list[str], message: str, tmp_path: Path, capsys: Any
+) -> None:
     out = [] if arguments[0] == "compare" else ["--out", str(tmp_path / "out")]
     assert cli.main(["bench", *arguments, *out]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_suites_are_listed(capsys: Any) -> None:
+def test_bench_list_prints_the_suites(capsys: Any) -> None:
     assert cli.main(["bench", "list"]) == 0
     assert "playground" in capsys.readouterr().out
 
 
-def test_what_was_measured_is_stored(base: BenchmarkResult) -> None:
+def test_the_result_folder_contains_the_settings_and_the_table(base: BenchmarkResult) -> None:
     about = read_json(base.folder / "result.json")
     assert {"suite", "protocol", "deviations", "licence", "model", "judge", "seed", "items", "missing", "broken"} <= about.keys()
     assert (base.folder / "table.md").read_text().strip() == str(base)

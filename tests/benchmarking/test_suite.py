@@ -57,7 +57,7 @@ def test_a_missing_score_is_left_out_and_is_not_0() -> None:
     assert found == pytest.approx((0.9 + 0.3) / 2)
 
 
-def test_a_task_has_the_files_of_its_item_and_a_later_turn_edits_the_image_before(tmp_path: Path) -> None:
+def test_a_task_has_the_files_of_its_item_and_a_later_turn_edits_the_previous_image(tmp_path: Path) -> None:
     for name, colour in (("source", "blue"), ("mask", "white"), ("reference", "green"), ("target", "red")):
         Image.new("L" if name == "mask" else "RGB", (4, 4), colour).save(tmp_path / f"{name}.png")
     files = {name: tmp_path / f"{name}.png" for name in ("source", "mask", "reference", "target")}
@@ -90,14 +90,14 @@ def test_suites_are_found_by_name_and_take_options() -> None:
 
 
 @pytest.mark.parametrize("judge", ['{"kind": "endpoint"', ' {"kind": "viescore", }', "{"])
-def test_a_judge_that_is_broken_json_is_the_users_mistake(judge: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_judge_argument_with_invalid_json_exits_with_a_clear_message(judge: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "playground", "--images", "nowhere", "--judge", judge]) == 2
     error = capsys.readouterr().err
     assert f"{judge!r} is not JSON; use a reward section as in a recipe, or a name" in error
     assert "Traceback" not in error
 
 
-def test_every_suite_says_what_it_is() -> None:
+def test_every_suite_declares_its_metadata() -> None:
     for kind in SUITES:
         if kind != consent.IMPORT:
             found = SUITES.load(kind)

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: checks that fail, hang or are killed leave the others alone, and all checks run on tiny models."""
+"""`make gpu` without a GPU: checks that fail, hang or are killed do not affect the others, and all run on tiny models."""
 
 import importlib
 import json
@@ -69,7 +69,7 @@ def suite() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
-def test_a_check_that_fails_hangs_or_is_killed_leaves_the_others_alone(
+def test_a_check_that_fails_hangs_or_is_killed_does_not_affect_the_others(
     suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY, encoding="utf-8")
@@ -89,7 +89,7 @@ def test_a_check_that_fails_hangs_or_is_killed_leaves_the_others_alone(
     assert found["is_killed"].why == "killed by SIGKILL, for lack of memory?"
     assert found["absent"].why.startswith("AttributeError")
     assert found["cannot_run"].why == "this GPU has 24 GB"
-    for name in ("fails", "raises", "hangs", "is_killed"):  # what was found before is kept
+    for name in ("fails", "raises", "hangs", "is_killed"):  # findings before the failure are kept
         assert found[name].findings[0].name == "before"
     written = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -101,12 +101,12 @@ def test_a_check_that_fails_hangs_or_is_killed_leaves_the_others_alone(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "results.jsonl", "table.md"]
 
 
-def test_what_does_not_fit_into_the_time_is_not_run(suite: ModuleType, tmp_path: Path) -> None:
+def test_checks_that_exceed_the_remaining_time_are_not_run(suite: ModuleType, tmp_path: Path) -> None:
     results = suite.run_suite([suite.Check("late", "none:late", 60)], tmp_path, seconds=1, dry_run=True)
     assert [(result.status, result.why) for result in results] == [("not run", "the time was over")]
 
 
-def test_the_plain_loop_takes_the_steps_of_the_library() -> None:
+def test_the_plain_loop_computes_the_same_sde_steps_as_the_library() -> None:
     sys.path.insert(0, str(FOLDER))
     try:
         plain = importlib.import_module("plain_loops")
@@ -121,11 +121,11 @@ def test_the_plain_loop_takes_the_steps_of_the_library() -> None:
     expected = transition("sde", x, velocity, before, after, noise_level=0.7, sigma_max=sigmas[1], reduction="mean", next=following)
     torch.testing.assert_close(mean, expected.mean)
     torch.testing.assert_close(std.flatten(), expected.step_std)
-    constant = expected.log_prob - plain.log_density(following, mean, std)  # which no ratio sees
+    constant = expected.log_prob - plain.log_density(following, mean, std)  # cancels in every ratio
     torch.testing.assert_close(constant, torch.full((3,), -0.5 * math.log(2 * math.pi)))
 
 
-def test_where_sglang_is_not_installed_its_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("image_server", "cases", "findings", "target")
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PATH", "")
@@ -181,7 +181,7 @@ def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
     assert len(names["parity"]) == 11
 
 
-def test_checks_measure_what_they_are_for(dry_run: dict[str, Any]) -> None:
+def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run: dict[str, Any]) -> None:
     names = [each["name"] for each in dry_run["results"]["sd3-step"]["findings"]]
     for stage in ("rollout", "render", "update", "preflight"):
         assert f"{stage}: time" in names
@@ -214,7 +214,7 @@ def test_no_check_mixes_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_kept_figures_are_those_of_a_rehearsal() -> None:
+def test_the_stored_figures_match_a_rehearsal() -> None:
     code = "import json, steps; print(json.dumps(steps.rehearse_case('sd3')))"
     done = subprocess.run(
         [python(), "-W", "ignore", "-c", code],

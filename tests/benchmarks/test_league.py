@@ -1,4 +1,4 @@
-"""The league: its statistics by hand, its budgets against counted calls of the model, and a queue that survives its workers."""
+"""The league: statistics by hand, budgets against counted calls of the model, and a queue that survives killed workers."""
 
 import importlib
 import math
@@ -42,7 +42,7 @@ def league() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[SimpleNamespace]:
-    """Those that need it too."""
+    """The same modules and those that need Optuna."""
     pytest.importorskip("optuna")
     yield from imported((*MODULES, *QUEUE))
 
@@ -74,7 +74,7 @@ def test_the_probability_of_improvement_counts_a_tie_one_half(league: SimpleName
     assert two_strata == 0.5
 
 
-def test_the_time_to_a_share_is_read_between_two_evaluations(league: SimpleNamespace) -> None:
+def test_the_time_to_a_share_is_interpolated_between_two_evaluations(league: SimpleNamespace) -> None:
     curve = [[0, 2.0], [100, 4.0], [200, 3.0], [300, 8.0]]
     assert league.ranking.time_to(curve, 0.25, ceiling=10) == 100
     assert league.ranking.time_to(curve, 0.5, ceiling=10) == pytest.approx(200 + 100 * 3 / 5)
@@ -120,7 +120,7 @@ def settings_of(contestant: Any) -> dict[str, float]:
     return {knob.name: knob.default for knob in contestant.knobs}
 
 
-def test_tuning_never_sees_a_test_task_and_final_runs_have_seeds_of_their_own(league: SimpleNamespace) -> None:
+def test_tuning_uses_no_test_tasks_and_final_runs_use_other_seeds(league: SimpleNamespace) -> None:
     for world in league.worlds.WORLDS:
         contestant = world.contestants[0]
         splits = {}
@@ -143,7 +143,7 @@ def test_every_contestants_steps_fit_into_the_budget_and_one_more_does_not(leagu
         assert 3 <= math.ceil(recipe.steps / recipe.eval.every) <= 4
 
 
-def test_every_setting_of_a_knob_reaches_the_recipe(league: SimpleNamespace) -> None:
+def test_every_knob_changes_the_recipe(league: SimpleNamespace) -> None:
     world = league.worlds.EDITOR
     for contestant in world.contestants:
         given = settings_of(contestant)
@@ -155,7 +155,7 @@ def test_every_setting_of_a_knob_reaches_the_recipe(league: SimpleNamespace) -> 
 
 
 def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any) -> tuple[int, int]:
-    """Network evaluations of a small step: by arithmetic, and as the trained network was called."""
+    """Network evaluations of a small step: as the budget computes them, and counted from the calls of the trained network."""
     recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), stage="tuning", seed=0)
     refill = recipe.rollout.refill is not None
     groups = {"tasks_per_step": 3 if refill else 2, "group_size": 4}
@@ -187,13 +187,13 @@ def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any
     return league.budget.evaluations(recipe, 0), sum(calls)
 
 
-def test_the_arithmetic_is_what_the_network_is_called(league: SimpleNamespace) -> None:
+def test_computed_network_evaluations_equal_the_counted_calls(league: SimpleNamespace) -> None:
     world = league.worlds.EDITOR
     found = {each.name: counted(league, world, each) for each in world.contestants}
     assert {name: pair for name, pair in found.items() if pair[0] != pair[1]} == {}
 
 
-def test_an_objective_without_a_line_in_the_table_is_refused(league: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_without_an_entry_in_the_cost_table_raises(league: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(league.budget.UPDATE, "policy_gradient")
     contestant = league.worlds.EDITOR.contestants[0]
     with pytest.raises(ValueError, match="UPDATE what an update of 'policy_gradient' costs"):
@@ -203,7 +203,7 @@ def test_an_objective_without_a_line_in_the_table_is_refused(league: SimpleNames
 # Runs
 
 
-def test_a_run_that_fails_while_it_trains_is_a_result_and_one_that_never_began_is_not(
+def test_a_run_that_fails_in_training_is_a_result_and_one_that_never_starts_raises(
     league: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world, contestant = league.worlds.EDITOR, league.worlds.EDITOR.contestants[0]
@@ -229,7 +229,7 @@ def test_a_run_that_fails_while_it_trains_is_a_result_and_one_that_never_began_i
 # The noisy judge
 
 
-def test_a_noisy_judge_scores_an_image_the_same_in_any_batch_and_sometimes_not(league: SimpleNamespace) -> None:
+def test_noisy_judge_scores_do_not_depend_on_the_batch_and_some_are_missing(league: SimpleNamespace) -> None:
     samples = [Sample(Task(id=str(k), instruction="x"), Image.new("RGB", (4, 4), (k, 0, 0))) for k in range(400)]
     exact = torch.full((400,), 5.0)
     how = {"high": 10.0, "noise": 0.25, "levels": 6, "missing": 0.05}
@@ -246,7 +246,7 @@ def test_a_noisy_judge_scores_an_image_the_same_in_any_batch_and_sometimes_not(l
 # The page
 
 
-def test_the_page_is_what_the_kept_runs_make(league: SimpleNamespace) -> None:
+def test_the_page_matches_the_stored_runs(league: SimpleNamespace) -> None:
     page, kept = league.league_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)
     for world in league.worlds.WORLDS:
@@ -316,7 +316,7 @@ def test_worlds_are_compared_over_the_algorithms_that_both_have(league: SimpleNa
     assert "| Wide; Other | 1.00 (1.00 to 1.00) |" in text
 
 
-def test_every_kept_file_belongs_to_a_row(league: SimpleNamespace) -> None:
+def test_every_stored_file_belongs_to_a_row(league: SimpleNamespace) -> None:
     rows = [(world, each.name) for world in league.worlds.WORLDS for each in world.contestants]
     rows += [(point.world, point.contestant.name) for point in league.scaling_points.every_point()]
     assert set((FOLDER / "kept").rglob("*.json")) <= {league.runs.place(FOLDER / "kept", *row) for row in rows}
@@ -353,7 +353,7 @@ def test_every_trial_and_seed_is_run_once_and_nothing_twice(queue: SimpleNamespa
     assert rates[0] == rates[1] == 3e-4
     assert rates[2] == rates[3] != 3e-4
     assert set(rates[4:]) == {max(rates[:4])}
-    # Nothing is left, and with a new queue the kept runs answer.
+    # Nothing is left to run, and a new queue uses the results of the stored runs.
     assert queue.league.work([world], plan, **places, train=fake_training(made)) == 0
     anew = {**places, "folder": tmp_path / "another"}
     assert queue.league.work([world], plan, **anew, train=fake_training(made)) == 8
@@ -385,7 +385,7 @@ league.work([world], tournament.Plan(2, 1), folder=Path(sys.argv[1]), kept=Path(
 """
 
 
-def test_what_a_killed_worker_was_running_is_run_again(queue: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_trial_of_a_killed_worker_is_run_again(queue: SimpleNamespace, tmp_path: Path) -> None:
     paths = os.pathsep.join([str(FOLDER), *sys.path])
     arguments = [str(tmp_path / "queue"), str(tmp_path / "kept")]
     worker = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The kept runs behind docs/results.md: each belongs to a row of the page, and the lists of modules name files that exist."""
+"""The stored runs of docs/results.md: each belongs to a row of the page, and the lists of modules name files that exist."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ def kept() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
-def test_every_row_has_its_kept_runs_and_no_file_is_left_over(kept: ModuleType) -> None:
+def test_every_row_has_its_stored_runs_and_every_file_belongs_to_a_row(kept: ModuleType) -> None:
     sections = sys.modules["page"].SECTIONS
     rows = [(entry, seed) for section in sections for entry in section.entries for seed in entry.seeds]
     assert {kept.place(*row) for row in rows} == set(kept.KEPT.iterdir())
@@ -46,7 +46,7 @@ def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept: ModuleTy
     assert kept.settings_digest(entry) != before
 
 
-def test_the_page_is_what_the_kept_runs_make(kept: ModuleType) -> None:
+def test_the_page_matches_the_stored_runs(kept: ModuleType) -> None:
     page = sys.modules["page"]
     entries = [entry for section in page.SECTIONS for entry in section.entries]
     found = {entry: [kept.read(entry, seed)["result"] for seed in entry.seeds] for entry in entries}

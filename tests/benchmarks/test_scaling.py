@@ -1,4 +1,4 @@
-"""The scaling page: its fits by hand, points that differ in one thing, and runs that are made once."""
+"""The scaling page: its fits on known curves, points that differ in one setting, and runs that are made once."""
 
 import importlib
 import re
@@ -33,7 +33,7 @@ def league() -> Iterator[SimpleNamespace]:
 # Fits
 
 
-def test_each_family_finds_its_own_curve_and_predicts_what_lies_beyond(league: SimpleNamespace) -> None:
+def test_each_curve_family_fits_and_extrapolates_its_own_data(league: SimpleNamespace) -> None:
     n = np.array([100.0, 200, 400, 800, 1600])
     curves = {"logarithm": -0.5 + 0.1 * np.log(n), "power law": 0.02 * n**0.3, "hyperbola": 0.6 * n / (n + 251.188643)}
     for form in league.scaling_fit.FORMS:
@@ -45,14 +45,14 @@ def test_each_family_finds_its_own_curve_and_predicts_what_lies_beyond(league: S
     assert league.scaling_fit.fit(league.scaling_fit.POWER, n, curves["power law"]).parameters == pytest.approx((0.02, 0.3))
 
 
-def test_a_curve_is_read_backwards(league: SimpleNamespace) -> None:
+def test_a_fitted_curve_gives_the_samples_for_a_target(league: SimpleNamespace) -> None:
     n = np.array([100.0, 200, 400, 800, 1600])
     rising = league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.5 + 0.1 * np.log(n))
     assert rising.samples_for(0.25) == pytest.approx(np.exp(7.5), rel=0.01)
     assert league.scaling_fit.fit(league.scaling_fit.LOGARITHM, n, -0.1 * np.log(n)).samples_for(0.25) == np.inf
 
 
-def test_the_last_point_has_no_part_in_the_choice(league: SimpleNamespace) -> None:
+def test_the_last_point_does_not_influence_the_chosen_curve(league: SimpleNamespace) -> None:
     n = np.array([100.0, 200, 400, 800, 1600])
     shares = -0.5 + 0.1 * np.log(n)
     shares[-1] = 5.0
@@ -65,7 +65,7 @@ def test_the_last_point_has_no_part_in_the_choice(league: SimpleNamespace) -> No
 # Points
 
 
-def test_every_point_changes_one_thing_and_spends_the_same(league: SimpleNamespace) -> None:
+def test_every_point_changes_one_setting_and_uses_the_same_budget(league: SimpleNamespace) -> None:
     allowed = {
         "Samples": set(),
         "Group size": {"tasks_per_step", "group_size"},
@@ -128,13 +128,13 @@ def test_every_point_is_run_once_with_each_seed(league: SimpleNamespace, tmp_pat
 # The page
 
 
-def test_the_page_is_what_the_kept_runs_make(league: SimpleNamespace) -> None:
+def test_the_page_matches_the_stored_runs(league: SimpleNamespace) -> None:
     page, kept = league.scaling_page, FOLDER / "kept"
     assert page.PAGE.read_text(encoding="utf-8") == page.page(kept)
     assert page.PICTURE.read_text(encoding="utf-8") == page.figure(kept)
 
 
-def test_the_forecast_of_the_playground_is_the_interval_of_the_page(league: SimpleNamespace) -> None:
+def test_the_playground_forecast_equals_the_interval_on_the_page(league: SimpleNamespace) -> None:
     found = re.search(r"0\.25 of the gap takes [\d,]+ images \(([\d,]+) to ([\d,]+)\)", league.scaling_page.PAGE.read_text())
     assert found is not None
     (target,) = (each for each in TARGETS if "docs/scaling.md" in each.basis)

@@ -1,4 +1,4 @@
-"""`make shape` counts right on a small package whose circles, duplicates and long file are known."""
+"""`make shape` counts correctly on a small package with known import cycles, duplicate names and one long file."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ FILES = {
     "__init__.py": "",
     "types.py": "class Batch: ...\nclass _Private: ...\n",
     "long.py": "x = 1\n" * 401,
-    # A circle that only TYPE_CHECKING closes, between two files of one package.
+    # A cycle between two files of one package that needs a TYPE_CHECKING import.
     "one/__init__.py": '"""One."""\n',
     "one/left.py": "from house.one.right import right\nfrom ..types import Batch\n",
     "one/right.py": """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def right() -> None:
     \"\"\"Clip as PPO does (arXiv 1707.06347).\"\"\"
 """,
-    # Two packages that import each other without a circle of modules.
+    # Two packages that import each other without a cycle of modules.
     "two/__init__.py": "",
     "two/batch.py": "from house.one import left\n\nclass Batch:\n    def method(self): ...\n",
     "one/other.py": "import house.two.free\n",
     "two/free.py": 'def free() -> None:\n    """Free of sources."""\n',
-    # A circle that imports in a function close, one of them spelled as a registry does.
+    # A cycle through imports in functions, one of them a string like those of a registry.
     "two/kinds.py": "KINDS = {'a': 'house.two.lazy:build'}\n",
     "two/lazy.py": "def build():\n    from . import kinds\n",
 }
@@ -54,7 +54,7 @@ def house(tmp_path: Path) -> Path:
     return tmp_path / "house"
 
 
-def test_circles_of_modules_are_found_by_when_the_import_runs(counts, house: Path) -> None:
+def test_import_cycles_of_modules_are_counted_by_kind_of_import(counts, house: Path) -> None:
     measured = counts.structure(house)
     assert measured["imports"]["circles of modules, imports at the top"] == 0
     assert measured["imports"]["circles of modules, with TYPE_CHECKING"] == 1
@@ -64,7 +64,7 @@ def test_circles_of_modules_are_found_by_when_the_import_runs(counts, house: Pat
     assert ["house.two.kinds", "house.two.lazy"] in measured["lists"]["circles"]["modules, with imports in functions"]
 
 
-def test_packages_that_import_each_other_are_a_circle_though_their_modules_are_not(counts, house: Path) -> None:
+def test_packages_that_import_each_other_form_a_cycle_without_a_cycle_of_modules(counts, house: Path) -> None:
     measured = counts.structure(house)
     assert measured["lists"]["circles"]["packages"] == [["house.one", "house.two"]]
     (house / "one" / "other.py").write_text("")
@@ -83,7 +83,7 @@ def test_every_spelling_of_an_import_is_an_edge(counts, house: Path) -> None:
     assert edges[counts.LAZY] == {("house.two.kinds", "house.two.lazy"), ("house.two.lazy", "house.two.kinds")}
 
 
-def test_a_public_class_name_may_be_defined_once(counts, house: Path) -> None:
+def test_public_class_names_defined_twice_are_reported(counts, house: Path) -> None:
     measured = counts.structure(house)
     assert measured["lists"]["duplicates"] == {"Batch": ["house.two.batch", "house.types"]}
     assert measured["imports"]["public class names defined more than once"] == 1
@@ -102,22 +102,22 @@ def test_files_are_counted_by_length_folder_and_importers(counts, house: Path) -
     assert measured["folders"]["house/one"] == [4, 12]
 
 
-def test_a_docstring_cites_where_it_names_a_source(counts, house: Path) -> None:
+def test_docstrings_that_name_a_source_are_counted_as_citations(counts, house: Path) -> None:
     measured = counts.structure(house)
     assert measured["citations"] == {"one": [1, 1, 1], "two": [3, 1, 0], "types": [1, 0, 0], "all": [5, 2, 1]}
 
 
 @pytest.mark.parametrize("text", ["Eq. (3) there", "Schulman et al. 2017", "as Flow-GRPO does", "arXiv 2402.03300"])
-def test_what_counts_as_a_source(counts, text: str) -> None:
+def test_the_citation_pattern_matches_sources(counts, text: str) -> None:
     assert counts.CITATION.search(text)
 
 
 @pytest.mark.parametrize("text", ["equal groups", "this section", "a wallpaper", "the policy gradient"])
-def test_what_does_not_count_as_a_source(counts, text: str) -> None:
+def test_the_citation_pattern_does_not_match_other_text(counts, text: str) -> None:
     assert not counts.CITATION.search(text)
 
 
-def test_the_package_itself_has_no_circles_and_no_class_name_twice(counts) -> None:
+def test_retouch_has_no_import_cycles_and_no_file_over_400_lines(counts) -> None:
     found = counts.structure(ROOT / "src" / "retouch")
     assert found["lists"]["circles"]["modules"] == []
     assert found["lists"]["circles"]["modules, with imports in functions"] == []

@@ -1,4 +1,4 @@
-"""The command line: quick to answer, plain about mistakes, and faithful in what it hands on."""
+"""The command line: help without heavy imports, short error messages, and arguments that are passed on unchanged."""
 
 import json
 import os
@@ -26,8 +26,8 @@ except SystemExit as end:
     assert "doctor" in done.stdout
 
 
-def test_idle_threads_give_up_their_core_soon() -> None:
-    """libgomp reads the variable when torch is imported, so a command must set it before."""
+def test_gomp_spincount_is_set_before_torch_is_imported_unless_the_user_sets_it() -> None:
+    """libgomp reads this variable, which makes idle threads release their core early, when torch is imported."""
     code = """
 import os, sys
 from retouch.cli import main
@@ -59,7 +59,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"quickstart", "qwen-image-edit/flow-grpo"} <= set(names)
 
 
-def test_a_users_mistake_is_one_message_and_exit_code_2() -> None:
+def test_a_user_error_prints_one_message_and_exits_with_code_2() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "retouch.cli", "train", "recipes/quickstart.jsonnet", "--set", "steqs=3"],
         capture_output=True,
@@ -72,12 +72,12 @@ def test_a_users_mistake_is_one_message_and_exit_code_2() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_debug_shows_where_a_mistake_was_found() -> None:
+def test_debug_raises_the_original_exception() -> None:
     with pytest.raises(ValueError, match="no such file"):
         cli.main(["train", "nothing.jsonnet", "--debug"])
 
 
-def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: str, overrides: list[str]) -> None:
         json.loads("{")
 
@@ -88,7 +88,7 @@ def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.M
         cli.main(["doctor", "recipes/quickstart.jsonnet"])
 
 
-def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_passes_the_recipe_or_command_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from retouch.distributed import launching
 
     calls, owned = [], []
@@ -117,7 +117,7 @@ def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.M
     assert owned == [tmp_path / "mine", None, None], "only training owns a run's folder"
 
 
-def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_with_fresh_renames_the_old_run_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from retouch.distributed import launching
 
     (tmp_path / "mine").mkdir()
@@ -126,7 +126,7 @@ def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(launching, "launch", lambda nproc, gpus, argv, *, logs, owner: given.append(argv) or 0)
     words = ["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--fresh", "--set", f"out={tmp_path}", "--set", "name=mine"]
     assert cli.main(words) == 0
-    assert "--fresh" not in given[0]  # the ranks must not each do it again
+    assert "--fresh" not in given[0]  # otherwise each rank would rename the folder again
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["owner.json"]
     (aside,) = tmp_path.glob("mine.old-*")
     assert (aside / "metrics.jsonl").read_text() == "old"
@@ -137,12 +137,12 @@ def test_launch_refuses_a_bad_recipe_before_any_rank_starts(capsys: pytest.Captu
     assert "group_size: 1 gives every sample the advantage 0" in capsys.readouterr().err
 
 
-def test_launch_without_anything_to_launch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_without_a_recipe_or_command_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--nproc", "2"]) == 2
     assert "nothing to launch" in capsys.readouterr().err
 
 
-def test_data_check_lists_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_check_prints_the_problems_and_exits_with_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone.png", "instruction": "make it red"}\n')
     assert cli.main(["data", "check", str(tmp_path)]) == 1
     assert "gone.png" in capsys.readouterr().out

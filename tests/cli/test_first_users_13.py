@@ -1,4 +1,4 @@
-"""What first users of the command line ran into: names of recipes, options that are keys, data checks, an unwritable folder."""
+"""Problems of first users of the command line: names of recipes, options that are keys, data checks, an unwritable folder."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_fault_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_recipes_lists_what_each_recipe_trains_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
     found = {each.name: each for each in summaries()}
     assert list(found) == [short_name(name) for name in available()]
     grpo = found["sd3/ocr-grpo"]
@@ -38,7 +38,7 @@ def test_fault_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: p
     assert "quickstart" not in printed
 
 
-def test_fault_13_a_recipe_is_described_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "sd3/ocr-grpo"]) == 0
     assert "retouch launch --nproc 8 sd3/ocr-grpo" in capsys.readouterr().out
     assert "did you mean quickstart?" in failure(capsys, "recipes", "quikstart")
@@ -65,7 +65,7 @@ def test_fault_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypat
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     for each in summaries():
         load(each.name)
-    assert len(load("tiny-sd3").data.build(DataContext()).train) == 6  # its list of prompts comes with it
+    assert len(load("tiny-sd3").data.build(DataContext()).train) == 6  # its list of prompts is part of the package
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_fault_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypat
         (["--policy.train.rank", "8"], "--set policy.train.rank=8"),
     ],
 )
-def test_fault_13_an_option_that_is_a_key_of_the_recipe(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_a_recipe_key_as_an_option_suggests_set(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["train", "quickstart", *words])
     assert end.value.code == 2
@@ -135,11 +135,11 @@ def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsy
     assert "3 rows read, 0 errors" in capsys.readouterr().out
 
 
-def test_fault_13_data_check_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_of_a_missing_path_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file or folder" in failure(capsys, "data", "check", str(tmp_path / "none"))
 
 
-def test_fault_13_python_m_retouch_and_a_closed_pipe(tmp_path: Path) -> None:
+def test_fault_13_python_m_retouch_works_and_a_closed_pipe_prints_no_error(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = f"{sys.executable} -m retouch recipes | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -169,7 +169,7 @@ def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys: pytes
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/below"])
-def test_fault_13_an_out_that_cannot_be_written(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_an_unwritable_output_folder_is_reported(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     place = out.format(tmp=tmp_path)
     said = failure(capsys, "train", "quickstart", "--set", f"out={place}")

@@ -1,4 +1,4 @@
-"""Code that a recipe names is imported only after the user has named its module, and built only if it is what the recipe says.
+"""Code that a recipe names is imported only if the user has allowed its module, and instantiated only if it has the right type.
 
 Each test begins without consent. The modules in them are written to disk, and write a file when they are imported.
 """
@@ -143,7 +143,7 @@ def commands(project: Project, target: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("target", ["theirs.jsonnet", "received"])
-def test_no_command_runs_code_that_a_recipe_or_a_run_names(
+def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(
     project: Project, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if target == "received":
@@ -157,7 +157,7 @@ def test_no_command_runs_code_that_a_recipe_or_a_run_names(
     assert not project.ran
 
 
-def test_a_report_and_a_ledger_of_a_received_run_import_nothing(project: Project) -> None:
+def test_a_report_of_a_received_run_does_not_import_its_reward(project: Project) -> None:
     from retouch.report.page import write_report
 
     folder = project.run_folder()
@@ -165,7 +165,7 @@ def test_a_report_and_a_ledger_of_a_received_run_import_nothing(project: Project
     assert not project.ran
 
 
-def test_a_module_is_allowed_by_flag_environment_argument_or_its_own_name_on_the_command_line(
+def test_a_module_is_allowed_by_argument_typed_override_or_environment_variable(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(load(project.recipe, allow_imports=["stranger"]).reward, ImportedReward)
@@ -178,7 +178,9 @@ def test_a_module_is_allowed_by_flag_environment_argument_or_its_own_name_on_the
     assert isinstance(load(project.recipe).reward, ImportedReward)
 
 
-def test_a_flag_holds_for_its_command_and_for_what_it_starts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allow_import_flag_sets_the_environment_only_during_its_command(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str | None] = []
     monkeypatch.setattr(
         "retouch.session.session.run", lambda recipe, **_: seen.append(os.environ.get("RETOUCH_ALLOW_IMPORTS")) or 0
@@ -189,14 +191,14 @@ def test_a_flag_holds_for_its_command_and_for_what_it_starts(project: Project, m
     assert cli.main(["train", "theirs.jsonnet"]) == 2
 
 
-def test_a_package_allows_its_modules_and_a_module_nothing_above_it() -> None:
+def test_allowing_a_package_allows_its_submodules_but_not_its_parents() -> None:
     policy = consent.ImportPolicy(frozenset({"mine", "theirs.rewards"}))
     assert all(map(policy.allows, ["mine", "mine.rewards.red", "theirs.rewards.red"]))
     assert not any(map(policy.allows, ["theirs", "minerals", "theirs.models", ""]))
 
 
 @pytest.mark.parametrize("name", ["*", "my-module", "stranger.py:", "../stranger", "a..b"])
-def test_what_is_not_a_modules_name_is_refused(project: Project, name: str) -> None:
+def test_invalid_module_names_are_rejected(project: Project, name: str) -> None:
     with pytest.raises(ValueError, match="is not the name of a module"):
         load(project.recipe, allow_imports=[name])
 
@@ -204,7 +206,7 @@ def test_what_is_not_a_modules_name_is_refused(project: Project, name: str) -> N
 # The question on a terminal
 
 
-def test_a_terminal_asks_once_and_remembers(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_asked_once_on_a_terminal_and_remembered(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retouch.session.session.run", lambda recipe, **_: 0)
     terminal = on_a_terminal(monkeypatch, "y")
     assert cli.main(["train", "theirs.jsonnet"]) == 0
@@ -218,7 +220,7 @@ def test_a_terminal_asks_once_and_remembers(project: Project, monkeypatch: pytes
     assert terminal.asked == 2
 
 
-def test_what_was_remembered_does_not_hold_for_another_file(
+def test_remembered_consent_does_not_apply_to_another_file(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consent.remember(parse(evaluate(project.recipe), allow_imports=["stranger"]).document())
@@ -236,7 +238,7 @@ def test_what_was_remembered_does_not_hold_for_another_file(
     assert not (elsewhere / "stranger.ran").exists()
 
 
-def test_a_user_without_a_home_is_asked_again_and_nothing_is_written(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_not_stored_for_a_user_without_a_home_folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
@@ -247,7 +249,7 @@ def test_a_user_without_a_home_is_asked_again_and_nothing_is_written(project: Pr
     assert set(project.folder.rglob("*")) == before
 
 
-def test_nobody_is_asked_outside_of_a_command_or_as_a_rank(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consent_is_not_asked_outside_of_a_command_or_on_a_rank(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch, "y")
     with pytest.raises(ValueError, match="--allow-import stranger"):
         load(project.recipe)
@@ -256,7 +258,7 @@ def test_nobody_is_asked_outside_of_a_command_or_as_a_rank(project: Project, mon
     assert terminal.asked == 0
 
 
-def test_the_question_shows_no_control_characters(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_consent_question_contains_no_control_characters(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch, "n")
     hidden = "\x1b[2K\rharmless"
     rewards = {"kind": "several", "rewards": {hidden: project.section("stranger:Zero")}, "combine": {f"{hidden}/zero": 1}}
@@ -266,17 +268,17 @@ def test_the_question_shows_no_control_characters(project: Project, monkeypatch:
     assert "\x1b" not in terminal.text.partition("[y/N]")[0]
 
 
-def test_a_run_of_ones_own_is_opened_without_further_consent(project: Project) -> None:
+def test_a_run_trained_with_consent_is_opened_without_further_consent(project: Project) -> None:
     assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger"]) == 0
     project.forget()
     assert cli.main(["eval", "runs/theirs"]) == 0
     project.forget()
     _, step = open_target("runs/theirs", ["eval.tasks=2"])
     assert step == 1
-    assert cli.main(["doctor", "theirs.jsonnet"]) == 2  # the recipe's own text was never agreed to
+    assert cli.main(["doctor", "theirs.jsonnet"]) == 2  # no consent was stored for the recipe itself
 
 
-# Names that must not be reached
+# Modules and classes that must not be imported or called
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
 
 
 @pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch.rewards.client.client:RemoteClient"])
-def test_of_retouch_only_classes_that_are_meant_for_recipes_can_be_named(project: Project, path: str) -> None:
+def test_internal_classes_of_retouch_cannot_be_named_in_a_recipe(project: Project, path: str) -> None:
     with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
         parse_reward(project.section(path))
 
@@ -338,7 +340,7 @@ def test_classes_of_retouch_with_a_kind_need_no_consent(project: Project) -> Non
     assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
 
 
-def test_a_package_in_the_current_folder_is_not_an_installed_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_in_the_current_folder_does_not_count_as_installed(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = Path("stranger-1.0.dist-info")
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
@@ -356,7 +358,7 @@ def test_a_package_in_the_current_folder_is_not_an_installed_one(project: Projec
     assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
 
 
-def test_a_current_folder_shadows_nothing_and_gives_no_optional_package(project: Project) -> None:
+def test_modules_in_the_current_folder_are_not_imported_in_place_of_packages(project: Project) -> None:
     """Neither in a command nor in a rank of the launcher."""
     for name in ("torch", "wandb", "pydantic", "trackio"):
         (project.folder / f"{name}.py").write_text(REWARD)
@@ -368,7 +370,7 @@ def test_a_current_folder_shadows_nothing_and_gives_no_optional_package(project:
     assert not list(project.folder.glob("*.ran"))
 
 
-def test_where_a_module_is_is_found_without_importing_it(project: Project) -> None:
+def test_locate_finds_a_module_without_importing_it(project: Project) -> None:
     (project.folder / "package").mkdir()
     (project.folder / "package" / "__init__.py").write_text(REWARD)
     assert locate("stranger") == str(project.folder / "stranger.py")

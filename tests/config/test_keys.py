@@ -55,7 +55,7 @@ def judge(url: str, **more: object) -> Endpoint:
     return Endpoint(**{"model": "m", "base_url": url, "attempts": 1, **more})
 
 
-def test_a_judge_that_the_key_is_not_bound_to_is_not_asked(
+def test_a_key_is_not_sent_to_a_judge_that_it_is_not_bound_to(
     listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, accepted = listener
@@ -81,14 +81,14 @@ def test_a_server_without_a_key_needs_no_binding(listener: tuple[str, list[objec
     Client("http://10.1.2.3:8000", timeout=1.0, patience=0.0).close()
 
 
-def test_a_key_in_a_file_is_bound_by_its_variable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_from_a_file_needs_a_binding_of_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text(SECRET)
     monkeypatch.setenv("JUDGE_KEY_FILE", str(tmp_path / "key"))
     with pytest.raises(ValueError, match=r"JUDGE_KEY is not sent to https://judge\.example:8443"):
         ChatClient(judge("https://judge.example:8443/v1", key="JUDGE_KEY"))
 
 
-def test_headers_that_the_openai_package_adds_are_bound_like_a_key(
+def test_custom_headers_of_the_openai_package_need_a_binding(
     listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {SECRET}")
@@ -98,7 +98,7 @@ def test_headers_that_the_openai_package_adds_are_bound_like_a_key(
 
 
 @pytest.mark.parametrize("bound", [False, True])
-def test_names_of_an_organization_and_a_project_go_where_they_are_bound(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+def test_openai_organization_and_project_ids_are_sent_only_to_bound_addresses(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
     """The ``openai`` package takes them from the environment and sends them to every address."""
     received: list[dict[str, str]] = []
 
@@ -123,7 +123,7 @@ def test_names_of_an_organization_and_a_project_go_where_they_are_bound(monkeypa
     assert SECRET not in str(received)
 
 
-def test_the_token_of_reward_servers_goes_to_this_machine_and_where_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_server_token_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETOUCH_TOKEN", SECRET)
     local = ("http://127.0.0.1:8700", "http://localhost:9000", "http://[::1]:8700")
     assert RemoteReward(endpoints=local).token == SECRET
@@ -134,7 +134,7 @@ def test_the_token_of_reward_servers_goes_to_this_machine_and_where_it_is_bound(
     assert foreign.token == SECRET
 
 
-def test_the_key_of_an_engine_goes_to_this_machine_and_where_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_key_is_sent_only_to_this_machine_and_bound_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", SECRET)
     Client("http://127.0.0.1:8000/v1", timeout=1.0, patience=0.0).close()
     engine = VllmEngine(url="http://10.1.2.3:8000")
@@ -166,7 +166,7 @@ def test_the_key_of_an_engine_goes_to_this_machine_and_where_it_is_bound(monkeyp
         "https://127.0.0.1.evil.example",
     ],
 )
-def test_an_address_is_compared_as_a_whole(url: str) -> None:
+def test_addresses_similar_to_a_bound_address_do_not_receive_the_key(url: str) -> None:
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
         keys.require_bound("OPENAI_API_KEY", url)
 
@@ -174,11 +174,11 @@ def test_an_address_is_compared_as_a_whole(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["https://api.openai.com/v1", "https://API.OpenAI.com:443/v1/", "https://api.openai.com./v1", "https://api.openai.com"]
 )
-def test_a_providers_own_key_goes_to_the_provider(url: str) -> None:
+def test_the_key_of_a_provider_is_bound_to_its_address_by_default(url: str) -> None:
     keys.require_bound("OPENAI_API_KEY", url)
 
 
-def test_what_the_user_binds_replaces_the_providers_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETOUCH_KEYS", "OPENAI_API_KEY=https://proxy.example, OPENAI_API_KEY=http://127.0.0.1:*")
     keys.require_bound("OPENAI_API_KEY", "https://proxy.example/v1")
     keys.require_bound("OPENAI_API_KEY", "http://127.0.0.1:12345/v1")
@@ -207,15 +207,17 @@ def test_bindings_are_read_from_the_users_file_too(nothing_bound: Path) -> None:
         (f"{SECRET}", "needs an address: VARIABLE=https://host"),
     ],
 )
-def test_a_binding_that_would_not_keep_the_key_is_refused(monkeypatch: pytest.MonkeyPatch, bindings: str, says: str) -> None:
+def test_insecure_or_invalid_bindings_are_rejected(monkeypatch: pytest.MonkeyPatch, bindings: str, says: str) -> None:
     monkeypatch.setenv("RETOUCH_KEYS", bindings)
     with pytest.raises(ValueError, match=f"RETOUCH_KEYS: .*({says})"):
         keys.require_bound("OPENAI_API_KEY", "https://judge.example")
 
 
 @pytest.mark.parametrize("relative", ["XDG_CONFIG_HOME", "HOME"])
-def test_a_file_below_the_current_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
-    """Neither the folder "~", where there is no home, nor a relative path in the environment."""
+def test_binding_files_below_the_current_folder_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str
+) -> None:
+    """Neither in a folder named "~" (without a home folder) nor at a relative path in the environment."""
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv(relative, "theirs")
@@ -228,7 +230,7 @@ def test_a_file_below_the_current_folder_is_not_the_users(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
-def test_a_file_of_bindings_that_cannot_be_read_is_named(nothing_bound: Path, text: str) -> None:
+def test_an_invalid_bindings_file_raises_with_its_name(nothing_bound: Path, text: str) -> None:
     nothing_bound.parent.mkdir()
     nothing_bound.write_text(text)
     with pytest.raises(ValueError, match=r"keys\.toml"):

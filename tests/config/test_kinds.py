@@ -1,4 +1,4 @@
-"""Open sets of kinds: the table, plugins, imported classes, their errors, and the way back to a document."""
+"""Open sets of kinds: the table, plugins, imported classes, their errors, and serialisation."""
 
 import json
 import re
@@ -63,13 +63,13 @@ def imported(name: str, **args: object) -> dict[str, object]:
     return {"kind": "import", "class": f"{__name__}:{name}", "args": args}
 
 
-def test_the_kind_chooses_the_class_alone_in_lists_and_where_null_is_legal() -> None:
+def test_the_kind_selects_the_class_in_single_list_and_optional_fields() -> None:
     drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Mine", side=3)], "under": None})
     assert drawing.shape == Circle(kind="disc", radius=2, centre=(1, 2))
     assert drawing.more == (Mine(side=3),)
 
 
-def test_a_document_of_it_is_read_back() -> None:
+def test_a_document_with_kinds_parses_to_the_same_section() -> None:
     drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Mine", side=3)], "under": imported("Mine")})
     document = drawing.model_dump(mode="json")
     assert document["more"] == [imported("Mine", side=3)]
@@ -94,7 +94,7 @@ def test_a_document_of_it_is_read_back() -> None:
         ({"kind": "import", "class": "no_such_module_of_mine:Thing"}, "there is no module no_such_module_of_mine"),
     ],
 )
-def test_a_mistake_is_named_with_its_path(shape: object, message: str) -> None:
+def test_invalid_kinds_and_values_raise_with_their_path(shape: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read({"shape": shape})
 
@@ -118,7 +118,7 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
         read({"shape": {"kind": "square"}})
 
 
-def test_a_former_kind_and_a_former_key_are_errors_that_name_the_present_ones() -> None:
+def test_renamed_kinds_and_keys_are_errors_with_their_new_names() -> None:
     kinds = Kinds("shape", {"circle": f"{__name__}:Circle"}, renamed={"ring": "circle"})
 
     class Picture(Section):
@@ -142,17 +142,17 @@ def test_a_former_kind_and_a_former_key_are_errors_that_name_the_present_ones() 
         ("policy.model.kind=playground-painter", "'playground-text-to-image'"),
     ],
 )
-def test_renamed_keys_and_kinds_of_recipes(change: str, present: str) -> None:
+def test_renamed_recipe_keys_and_kinds_raise_with_their_new_names(change: str, present: str) -> None:
     with pytest.raises(ValueError, match=f"now called {present}"):
         load("recipes/playground/grpo.jsonnet", [change])
 
 
-def test_the_schema_knows_every_alternative() -> None:
+def test_alternatives_of_a_field_are_all_its_classes() -> None:
     assert alternatives(annotation_of(keys_of(Drawing)["shape"])) == (Circle, Imported)
     assert alternatives(annotation_of(keys_of(Drawing)["more"])) == (Circle, Imported)
 
 
-def test_the_name_of_an_algorithm_is_an_error_that_states_what_a_recipe_has_in_its_place() -> None:
+def test_an_algorithm_name_as_kind_raises_with_the_settings_to_use_instead() -> None:
     for name in OBJECTIVES.other_names:
         with pytest.raises(ValidationError) as caught:
             TypeAdapter(Annotated[Objective, OBJECTIVES]).validate_python({"kind": name.upper().replace("_", "-")})
@@ -162,7 +162,7 @@ def test_the_name_of_an_algorithm_is_an_error_that_states_what_a_recipe_has_in_i
 
 @pytest.mark.parametrize("name", OBJECTIVES.other_names)
 @pytest.mark.parametrize("base", ["playground/grpo", "playground/writer-blind"])
-def test_a_recipe_that_follows_the_advice_for_the_name_of_an_algorithm_is_accepted(name: str, base: str) -> None:
+def test_the_settings_suggested_for_an_algorithm_name_are_accepted(name: str, base: str) -> None:
     writes = base == "playground/writer-blind"
     if writes and "nft" in name:
         return  # only for denoising policies

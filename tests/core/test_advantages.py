@@ -1,4 +1,4 @@
-"""Advantages against a plain loop over groups, and the properties that any of them must have."""
+"""Advantages against a plain loop over groups, and properties that every advantage must have."""
 
 import math
 import statistics
@@ -47,7 +47,7 @@ def by_hand(rewards, group, *, baseline, scale, ddof, eps, clip):
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @settings(properties, max_examples=30)
 @given(rows=rows)
-def test_equals_a_loop_over_groups(baseline, scale, ddof, rows):
+def test_group_relative_equals_a_loop_over_groups(baseline, scale, ddof, rows):
     rewards, group = [r for r, _ in rows], [g for _, g in rows]
     options = {"baseline": baseline, "scale": scale, "ddof": ddof, "eps": 1e-3, "clip": 2.0}
     ours = group_relative(torch.tensor(rewards), torch.tensor(group), **options)
@@ -79,7 +79,7 @@ def test_one_valid_reward_gives_exactly_zero():
 
 @properties
 @given(rows=rows, scale=st.sampled_from(["group", "batch", "none"]))
-def test_a_missing_row_is_as_if_it_were_not_there(rows, scale):
+def test_missing_rewards_get_advantage_0_and_do_not_change_other_rows(rows, scale):
     rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
     valid = ~rewards.isnan()
     advantages = group_relative(rewards, group, scale=scale)
@@ -98,7 +98,7 @@ def test_permuting_rows_permutes_advantages(rows, data, baseline):
 
 @properties
 @given(rows=rows, factor=st.sampled_from([0.01, 0.5, 3.0, 40.0]), shift=st.sampled_from([0.0, -2.0, 10.0]))
-def test_scale_and_shift_of_rewards_do_not_matter(rows, factor, shift):
+def test_scaling_and_shifting_rewards_does_not_change_advantages(rows, factor, shift):
     rewards, group = torch.tensor([r for r, _ in rows]), torch.tensor([g for _, g in rows])
     ours = group_relative(factor * (rewards + shift), group, eps=1e-9)
     torch.testing.assert_close(ours, group_relative(rewards, group, eps=1e-9), atol=1e-3, rtol=1e-3)
@@ -114,7 +114,7 @@ def test_advantages_of_a_group_sum_to_zero(rows, baseline, scale):
         assert abs(members.sum()) <= 1e-5 * (1 + members.abs().sum())
 
 
-def test_groups_are_ids_and_never_contents():
+def test_groups_are_identified_by_id_and_not_by_content():
     apart = group_relative(torch.tensor([0.0, 1.0, 10.0, 11.0]), torch.tensor([7, 7, -3, -3]))
     torch.testing.assert_close(apart, torch.tensor([-1.0, 1.0, -1.0, 1.0]), atol=1e-3, rtol=0)
     interleaved = group_relative(torch.tensor([0.0, 10.0, 1.0, 11.0]), torch.tensor([7, -3, 7, -3]))
@@ -134,7 +134,7 @@ def test_batch_relative_is_the_z_score_of_valid_rewards():
     assert batch_relative(torch.tensor([0.0] * 99 + [1.0]), clip=None).max() > 9
 
 
-def test_zero_std_groups_counts_only_groups_of_two_valid():
+def test_zero_std_groups_counts_only_groups_with_at_least_two_valid_rewards():
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.2, 0.9, NAN, 0.5, 0.5, NAN])
     group = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert zero_std_groups(rewards, group) == 0.5
@@ -144,7 +144,7 @@ def test_zero_std_groups_counts_only_groups_of_two_valid():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_any_float_comes_in_and_fp32_goes_out(dtype):
+def test_advantages_of_any_float_dtype_are_computed_in_fp32(dtype):
     rewards = torch.tensor([0.5, 1.5, 0.25, 0.75], dtype=dtype)
     ours = group_relative(rewards, torch.tensor([0, 0, 1, 1]))
     assert ours.dtype == torch.float32
@@ -161,7 +161,7 @@ def test_any_float_comes_in_and_fp32_goes_out(dtype):
         ({"baseline": "median"}, "'leave_one_out'"),
     ],
 )
-def test_bad_options_say_what_to_do(change, says):
+def test_invalid_options_raise_with_the_valid_values(change, says):
     with pytest.raises(REFUSED, match=f"{says}|Type-check"):
         group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), **change)
 

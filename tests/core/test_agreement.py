@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from retouch.core.agreement import kendall, pairwise_agreement, ranks, spearman
 
 NAN = float("nan")
-# Of few values, so that there are ties; the two lists are of one length.
+# Pairs of scores with few distinct values, so that there are ties and both lists have the same length.
 SCORES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=40)
 
 
@@ -46,18 +46,18 @@ def rho_by_definition(a, b) -> float:
 
 
 @given(SCORES)
-def test_tau_b_is_its_definition_pair_by_pair(pairs):
+def test_kendall_tau_b_equals_its_definition_by_pairs(pairs):
     a, b = [list(side) for side in zip(*pairs, strict=True)]
     assert kendall(column(a), column(b)) == pytest.approx(tau_by_pairs(a, b), abs=1e-12, nan_ok=True)
 
 
 @given(SCORES)
-def test_rho_is_the_correlation_of_mean_ranks(pairs):
+def test_spearman_rho_equals_the_correlation_of_mean_ranks(pairs):
     a, b = [list(side) for side in zip(*pairs, strict=True)]
     assert spearman(column(a), column(b)) == pytest.approx(rho_by_definition(a, b), abs=1e-12, nan_ok=True)
 
 
-def test_many_samples_take_the_same_road_as_few():
+def test_kendall_tau_b_of_many_samples_equals_its_definition_by_pairs():
     """Past the size at which pairs are counted one by one."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randint(0, 40, (700,), generator=generator)
@@ -65,12 +65,12 @@ def test_many_samples_take_the_same_road_as_few():
     assert kendall(a.float(), b.float()) == pytest.approx(tau_by_pairs(a.tolist(), b.tolist()), abs=1e-12)
 
 
-def test_values_that_scipy_gives():
+def test_kendall_and_spearman_equal_values_from_scipy():
     assert kendall(column([12, 2, 1, 12, 2]), column([1, 4, 7, 1, 0])) == pytest.approx(-0.47140452079103173, abs=1e-12)
     assert spearman(column([1, 2, 3, 4, 5]), column([5, 6, 7, 8, 7])) == pytest.approx(0.8207826816681233, abs=1e-12)
 
 
-def test_orders_that_are_the_same_or_turned():
+def test_correlation_is_1_for_equal_orders_and_minus_1_for_reversed_orders():
     a = column([3.0, 1.0, 2.0, 9.0])
     for measure in (spearman, kendall):
         assert measure(a, a.exp()) == pytest.approx(1)
@@ -79,7 +79,7 @@ def test_orders_that_are_the_same_or_turned():
         assert math.isnan(measure(a[:1], a[:1]))
 
 
-def test_a_missing_score_is_as_if_the_sample_were_not_there():
+def test_samples_with_a_missing_score_are_left_out():
     a, b = column([3, NAN, 1, 2, 5, 4]), column([2, 9, 1, NAN, 4, 5])
     kept = [0, 2, 4, 5]
     for measure in (spearman, kendall):
@@ -88,14 +88,14 @@ def test_a_missing_score_is_as_if_the_sample_were_not_there():
     assert pairwise_agreement(a, b, group) == pairwise_agreement(a[kept], b[kept], group[kept])
 
 
-def test_pairs_are_compared_within_their_group_alone():
+def test_pairs_are_compared_only_within_a_group():
     a = column([1, 2, 10, 11, 5, 5])
     b = column([2, 1, 30, 40, 1, 2])
     group = torch.tensor([7, 7, 3, 3, 4, 4])
     share, pairs = pairwise_agreement(a, b, group)
-    assert (share, pairs) == (0.5, 2)  # one turned, one alike, one tied
+    assert (share, pairs) == (0.5, 2)  # one pair reversed, one in the same order, one tied
     assert math.isnan(pairwise_agreement(a[4:], b[4:], group[4:])[0])
 
 
-def test_equal_values_share_their_ranks():
+def test_equal_values_get_their_mean_rank():
     assert ranks(column([5, 1, 5, 0, 5])).tolist() == [4.0, 2.0, 4.0, 1.0, 4.0]

@@ -34,7 +34,7 @@ def test_k3_gradient_closed_form():
     torch.testing.assert_close(grad, (1 - (reference - log_probs).exp()).detach())
 
 
-def test_k3_keeps_small_distances():
+def test_k3_is_accurate_for_small_differences():
     d = 1e-3
     assert float(k3(torch.zeros(1, 1), torch.full((1, 1), d))) == pytest.approx(d * d / 2, rel=1e-2)
 
@@ -74,7 +74,7 @@ def test_gaussian_kl_equals_the_monte_carlo_kl_of_transitions(kind):
     torch.testing.assert_close(estimate, exact, rtol=0.02, atol=0)
 
 
-def test_gaussian_kl_of_the_sde_in_terms_of_velocities():
+def test_gaussian_kl_of_the_sde_equals_the_scaled_velocity_mse():
     a, sigma, sigma_next = 0.7, 0.6, 0.45
     generator = torch.Generator().manual_seed(0)
     x, velocity, reference_velocity, noise = (torch.randn(2, 8, generator=generator) for _ in range(4))
@@ -105,6 +105,6 @@ def test_velocity_mse_is_the_mean_square():
     assert (velocity_mse(v, v) == 0).all()
 
 
-def test_bad_reduction_says_what_to_choose():
+def test_invalid_reduction_raises_with_the_valid_values():
     with pytest.raises((ValueError, TypeCheckError), match=r"'mean' or 'sum'|Type-check"):
         gaussian_kl(torch.ones(1, 2), torch.ones(1, 2), torch.ones(1), reduction="max")

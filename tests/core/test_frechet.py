@@ -14,7 +14,7 @@ def vectors(count: int, width: int, seed: int, shift: float = 0.0) -> torch.Tens
 
 
 @pytest.mark.parametrize(("count", "width"), [(40, 6), (5, 8), (300, 3)])
-def test_it_is_the_formula_with_the_roots_of_the_product(count: int, width: int) -> None:
+def test_frechet_distance_equals_the_formula_with_eigenvalues(count: int, width: int) -> None:
     one, other = vectors(count, width, 0), vectors(count + 3, width, 1, 0.5)
     first, second = (np.cov(each.double().numpy(), rowvar=False) for each in (one, other))
     means = np.square(one.double().numpy().mean(0) - other.double().numpy().mean(0)).sum()
@@ -24,13 +24,13 @@ def test_it_is_the_formula_with_the_roots_of_the_product(count: int, width: int)
     assert frechet_distance(one, other) == pytest.approx(frechet_distance(other, one), rel=1e-6)
 
 
-def test_of_gaussians_in_one_dimension_it_is_the_closed_form() -> None:
+def test_frechet_distance_of_1d_gaussians_equals_the_closed_form() -> None:
     one, other = vectors(50, 1, 0), vectors(50, 1, 1, 2.0)
     means, deviations = (one.mean() - other.mean()).item(), (one.std() - other.std()).item()
     assert frechet_distance(one, other) == pytest.approx(means**2 + deviations**2, rel=1e-5)
 
 
-def test_equal_sets_have_no_distance() -> None:
+def test_frechet_distance_of_equal_sets_is_0_and_a_single_vector_raises() -> None:
     same = vectors(30, 5, 2)
     assert frechet_distance(same, same.flip(0)) == pytest.approx(0.0, abs=1e-9)
     with pytest.raises(ValueError, match="at least two of each"):

@@ -18,7 +18,7 @@ share = st.sampled_from([0.0, 0.3, 0.9, 1.0])
 
 @st.composite
 def chains(draw):
-    """Rewards, values and masks of a few rows; a row may have no choice at all, and no reward."""
+    """Rewards, values and masks of a few rows; a row may have no unmasked action, and its reward may be missing."""
     length = draw(st.integers(1, 6))
     rows = draw(st.integers(1, 4))
     values = [[draw(number) for _ in range(length)] for _ in range(rows)]
@@ -27,14 +27,14 @@ def chains(draw):
 
 
 def by_sum(reward, values, gamma, lam):
-    """Equation 16 of the paper, for the choices of one row: sum over l of (gamma lam)^l delta_(k + l)."""
+    """Equation 16 of the paper, for the unmasked actions of one row: sum over l of (gamma lam)^l delta_(k + l)."""
     last = len(values) - 1
     deltas = [(reward if k == last else gamma * values[k + 1]) - values[k] for k in range(len(values))]
     return [sum((gamma * lam) ** (later - k) * deltas[later] for later in range(k, len(values))) for k in range(len(values))]
 
 
 @given(chain=chains(), gamma=share, lam=share)
-def test_equals_the_published_sum_over_the_rows_choices(chain, gamma, lam):
+def test_gae_equals_the_published_sum_over_the_unmasked_actions(chain, gamma, lam):
     rewards, values, mask = chain
     found = gae(torch.tensor(rewards), torch.tensor(values), torch.tensor(mask), gamma=gamma, lam=lam)
     for row, reward in enumerate(rewards):
@@ -47,7 +47,7 @@ def test_equals_the_published_sum_over_the_rows_choices(chain, gamma, lam):
 
 
 @given(chain=chains())
-def test_with_gamma_and_lam_one_it_is_the_reward_less_the_value(chain):
+def test_gae_with_gamma_and_lambda_1_equals_reward_minus_value(chain):
     rewards, values, mask = (torch.tensor(part) for part in chain)
     found = gae(rewards, values, mask, gamma=1.0, lam=1.0)
     wanted = (rewards[:, None] - values).masked_fill(~mask | rewards.isnan()[:, None], 0.0)
@@ -55,15 +55,15 @@ def test_with_gamma_and_lam_one_it_is_the_reward_less_the_value(chain):
 
 
 @given(chain=chains(), gamma=share, lam=share)
-def test_true_values_leave_nothing_to_be_gained(chain, gamma, lam):
+def test_gae_is_0_if_values_equal_the_discounted_returns(chain, gamma, lam):
     rewards, _, mask = (torch.tensor(part) for part in chain)
     values = discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma)
     assert gae(rewards, values, mask, gamma=gamma, lam=lam).abs().max() < 1e-4
 
 
 @given(chain=chains(), gamma=share, lam=share)
-def test_no_time_passes_where_there_is_no_choice(chain, gamma, lam):
-    """Every row's choices pushed together at its start: the same advantages; and what else stands there does not matter."""
+def test_masked_actions_do_not_change_gae_or_discounted_returns(chain, gamma, lam):
+    """Moving the unmasked actions of every row to its start gives the same advantages; masked values do not matter."""
     rewards, values, mask = (torch.tensor(part) for part in chain)
     found = gae(rewards, values.masked_fill(~mask, NAN), mask, gamma=gamma, lam=lam)
     order = (~mask).int().argsort(dim=1, stable=True)
@@ -73,14 +73,14 @@ def test_no_time_passes_where_there_is_no_choice(chain, gamma, lam):
     torch.testing.assert_close(together, discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma).gather(1, order))
 
 
-def test_what_is_still_to_come_is_discounted_once_for_each_choice_after():
+def test_returns_are_discounted_once_per_later_unmasked_action():
     mask = torch.tensor([[True, False, True, True], [False, False, False, False]])
     found = discounted_returns(torch.tensor([8.0, 8.0]), mask, gamma=0.5)
     assert found.tolist() == [[2.0, 0.0, 4.0, 8.0], [0.0] * 4]
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.1, "lam": 1.0}, {"gamma": 1.0, "lam": -0.1}])
-def test_shares_outside_their_range_are_refused(options):
+def test_gamma_or_lambda_outside_0_to_1_raises(options):
     with pytest.raises(ValueError, match="both must be between 0 and 1"):
         gae(torch.zeros(1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
 
@@ -93,7 +93,7 @@ def test_an_infinite_reward_is_refused():
 # Whitening
 
 
-def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_counts():
+def test_whitened_advantages_have_mean_0_and_std_1_over_counted_actions():
     advantages = torch.tensor([[1.0, 2.0, 90.0], [4.0, -70.0, 5.0]])
     counted = torch.tensor([[True, True, False], [True, False, True]])
     found = whiten(advantages, counted, eps=1e-9)
@@ -114,24 +114,24 @@ def loss_of(value, old, returned, clip):
 
 
 @given(value=number, old=number, returned=number)
-def test_without_a_clip_the_loss_is_half_the_square(value, old, returned):
+def test_value_loss_without_a_clip_is_half_the_squared_error(value, old, returned):
     assert loss_of(value, old, returned, None) == (pytest.approx(0.5 * (value - returned) ** 2), pytest.approx(value - returned))
 
 
 @given(value=number, old=number, returned=number, clip=st.sampled_from([0.25, 1.0]))
-def test_the_clip_takes_the_larger_of_two_losses(value, old, returned, clip):
+def test_clipped_value_loss_is_the_larger_of_two_losses(value, old, returned, clip):
     held = old + max(-clip, min(clip, value - old))
     wanted = 0.5 * max((value - returned) ** 2, (held - returned) ** 2)
     assert loss_of(value, old, returned, clip)[0] == pytest.approx(wanted)
 
 
-def test_a_value_that_has_moved_far_enough_towards_its_return_stays():
+def test_value_gradient_is_0_beyond_the_clip_in_the_direction_of_the_return():
     assert loss_of(0.5, 0.0, 1.0, 0.2)[1] == 0
     assert loss_of(0.1, 0.0, 1.0, 0.2)[1] == pytest.approx(-0.9)
-    assert loss_of(-0.5, 0.0, 1.0, 0.2)[1] == pytest.approx(-1.5)  # away from it: drawn back
+    assert loss_of(-0.5, 0.0, 1.0, 0.2)[1] == pytest.approx(-1.5)  # moved away from the return: not clipped
 
 
-def test_masked_places_have_neither_loss_nor_gradient():
+def test_masked_values_have_loss_0_and_gradient_0():
     values = torch.tensor([[math.nan, 1.0]], requires_grad=True)
     nans = torch.tensor([[math.nan, 0.0]])
     loss = clipped_value_loss(values, nans, nans, clip=9.0, mask=torch.tensor([[False, True]]))
@@ -148,16 +148,16 @@ def test_a_clip_that_is_not_above_0_is_refused():
 # Explained variance
 
 
-def test_explained_variance_is_1_for_the_truth_and_0_for_a_constant():
+def test_explained_variance_is_1_for_shifted_targets_and_0_for_a_constant():
     targets, counted = torch.tensor([[1.0, 2.0], [4.0, 100.0]]), torch.tensor([[True, True], [True, False]])
-    assert explained_variance(targets, targets + 3, counted) == pytest.approx(1)  # wherever its mean is
+    assert explained_variance(targets, targets + 3, counted) == pytest.approx(1)  # an offset does not matter
     assert explained_variance(targets, torch.full_like(targets, 7.0), counted) == pytest.approx(0)
     assert explained_variance(targets, 2 * targets, counted) == pytest.approx(0)
     assert explained_variance(targets, -targets, counted) == pytest.approx(-3)
     assert explained_variance(targets, 0.5 * targets, counted) == pytest.approx(0.75)
 
 
-def test_equal_targets_have_no_variance_to_explain():
+def test_explained_variance_of_equal_targets_is_nan():
     targets = torch.ones(2, 2)
     assert math.isnan(explained_variance(targets, targets, torch.ones(2, 2, dtype=torch.bool)))
     assert math.isnan(explained_variance(targets, targets, torch.zeros(2, 2, dtype=torch.bool)))

@@ -1,4 +1,4 @@
-"""What faults cost in learning when they are missing scores: advantages stay those of a run without faults, nearly."""
+"""Faults that become missing scores: the advantages stay close to those of a run without faults."""
 
 import torch
 
@@ -6,7 +6,7 @@ from retouch.core.advantages import group_relative
 from retouch.core.random import generator
 
 
-def test_at_five_percent_faults_advantages_point_where_they_would_without() -> None:
+def test_advantages_with_5_percent_missing_scores_keep_their_direction() -> None:
     draw = generator("missing scores")
     rewards = 0.7 + 0.1 * torch.randn(4000 * 8, generator=draw)
     group = torch.arange(4000).repeat_interleave(8)
@@ -19,5 +19,5 @@ def test_at_five_percent_faults_advantages_point_where_they_would_without() -> N
     missing = advantages(torch.where(fault, torch.nan, rewards))
     zero = advantages(torch.where(fault, 0.0, rewards))
     assert torch.cosine_similarity(missing, true, dim=0) >= 0.96
-    assert torch.cosine_similarity(zero, true, dim=0) < 0.8  # what a 0 for every outage does instead
+    assert torch.cosine_similarity(zero, true, dim=0) < 0.8  # with a score of 0 for every fault, they do not
     assert (missing[fault] == 0).all()

@@ -1,4 +1,4 @@
-"""RatioNorm against the published formula, and the two things it is for: mean 0 and one spread for every step."""
+"""RatioNorm against the published formula, and its two purposes: mean 0 and the same standard deviation at every step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from retouch.core.transitions import TransitionResult, transition
 def pair(
     kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction: str = "mean"
 ) -> tuple[TransitionResult, TransitionResult]:
-    """A step as it was acted, and the same step under another velocity."""
+    """A sampled step, and the same step evaluated with another velocity."""
     generator = torch.Generator().manual_seed(0)
     x, velocity, other, noise = (torch.randn(rows, 3, 5, generator=generator) for _ in range(4))
     columns = (torch.full((rows,), sigma), torch.full((rows,), sigma_next))
@@ -27,7 +27,7 @@ def norm(acted: TransitionResult, new: TransitionResult, reduction: str = "mean"
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["sde", "dance"])
-def test_equals_the_published_formula(kind, reduction):
+def test_ratio_norm_equals_the_published_formula(kind, reduction):
     acted, new = pair(kind, 0.8, 0.6, reduction=reduction)
     moved = (new.mean - acted.mean).square().flatten(1)
     bias = (moved.mean(1) if reduction == "mean" else moved.sum(1)) / (2 * acted.step_std**2)
@@ -35,7 +35,7 @@ def test_equals_the_published_formula(kind, reduction):
     torch.testing.assert_close(norm(acted, new, reduction), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_cps_which_drops_the_variance_agrees_too():
+def test_ratio_norm_of_cps_equals_the_gaussian_formula():
     acted, new = pair("cps", 0.8, 0.6)
     moved = (new.mean - acted.mean).square().flatten(1).mean(1)
     gaussian = (new.log_prob - acted.log_prob + moved) / (2 * acted.step_std**2)
@@ -43,7 +43,7 @@ def test_cps_which_drops_the_variance_agrees_too():
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
-def test_mean_is_zero_and_spread_is_the_same_at_every_step(kind):
+def test_log_ratio_has_mean_0_and_the_same_std_at_every_step(kind):
     generator = torch.Generator().manual_seed(0)
     rows, elements, shift = 40_000, 8, 0.02
     spreads = []
@@ -58,7 +58,7 @@ def test_mean_is_zero_and_spread_is_the_same_at_every_step(kind):
     assert spreads == pytest.approx([shift / elements**0.5] * 3, rel=0.02)
 
 
-def test_is_exactly_zero_before_the_first_step():
+def test_ratio_norm_is_exactly_0_before_the_first_update():
     acted, _ = pair("sde", 0.8, 0.6)
     assert (norm(acted, acted) == 0).all()
 
@@ -71,7 +71,7 @@ def test_gradient_runs_through_the_new_mean_only():
     assert old_mean.grad is None
 
 
-def test_without_density_is_nan_and_can_be_masked_out():
+def test_ratio_norm_without_density_is_nan_and_can_be_masked_out():
     mean = torch.ones(2, 3, requires_grad=True)
     log_ratio = ratio_norm(torch.ones(2, 3), mean, torch.zeros(2, 3), step_std=torch.tensor([0.0, 0.5]), reduction="mean")
     assert log_ratio.isnan().tolist() == [True, False]
@@ -79,7 +79,7 @@ def test_without_density_is_nan_and_can_be_masked_out():
     torch.testing.assert_close(mean.grad, torch.tensor([[0.0] * 3, [2 / 3] * 3]))
 
 
-def test_gradient_balance_evens_out_the_steps():
+def test_gradient_balance_gives_the_same_gradient_norm_at_every_step():
     """With it, the gradient of the sde's log-ratio with respect to the velocity has the same scale whatever dt is."""
     scales = []
     for sigma, sigma_next in [(0.9, 0.8), (0.5, 0.2), (0.2, 0.15)]:

@@ -1,4 +1,4 @@
-"""Surrogates against the textbook formulas in ratio space, their closed-form gradients, and what masked actions may not do."""
+"""Surrogates against the textbook formulas in ratio space, their closed-form gradients, and that masked actions have no effect."""
 
 import math
 
@@ -28,7 +28,7 @@ def gradient(loss: Tensor, of: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (1e-3, 2e-3)])
 @pytest.mark.parametrize("dual", [None, 1.5, 3.0])
-def test_clipped_is_ppo(low, high, dual):
+def test_clipped_surrogate_equals_ppo(low, high, dual):
     log_ratio, advantages = draw(spread=0.5 if high > 0.1 else 2e-3)
     ratio = log_ratio.exp()
     expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
@@ -72,7 +72,7 @@ def test_a_huge_ratio_that_is_clipped_has_no_nan_gradient():
     assert torch.equal(single, loss[:, :3])
 
 
-def test_a_nan_that_counts_is_not_hidden():
+def test_a_nan_in_an_unmasked_action_gives_a_nan_loss():
     log_ratio, advantages = torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2)
     assert clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2).isnan().tolist() == [[True, False]]
     assert reinforce(log_ratio, advantages).isnan().tolist() == [[True, False]]
@@ -174,7 +174,7 @@ def test_gspo_and_gspo_token_agree_for_equal_advantages():
     torch.testing.assert_close(own, (-uneven * mean.exp() * weights).detach())
 
 
-def test_clip_fraction_is_where_the_gradient_is_cut():
+def test_clip_fraction_is_1_where_clipping_sets_the_gradient_to_0():
     log_ratio, advantages = draw()
     grad = gradient(clipped_surrogate(log_ratio, advantages, low=0.2, high=0.3), log_ratio)
     cut = clip_fraction(log_ratio, advantages, low=0.2, high=0.3)

@@ -67,7 +67,7 @@ def test_cps_log_prob_is_minus_the_squared_distance(reduction):
 
 @pytest.mark.parametrize("kind", STOCHASTIC)
 @pytest.mark.parametrize(("sigma", "sigma_next"), [(1.0, 0.95), (0.8, 0.7), (0.3, 0.01)])
-def test_step_std_is_the_true_spread_of_next(kind, sigma, sigma_next):
+def test_step_std_is_the_standard_deviation_of_next(kind, sigma, sigma_next):
     x, velocity, noise = draw(100_000, 1)
     ours = act(kind, x[:1].expand_as(x), velocity[:1].expand_as(x), noise, sigma, sigma_next)
     torch.testing.assert_close(ours.next.std(), ours.step_std[0], rtol=0.01, atol=0)
@@ -239,7 +239,7 @@ def test_any_float_is_cast_to_fp32_before_anything_is_computed(kind, dtype):
             assert torch.equal(getattr(ours, field), getattr(expected, field))
 
 
-def test_no_gradient_reaches_what_was_reached():
+def test_the_stored_next_latent_gets_no_gradient():
     x, velocity, reached = draw(2, 8)
     leaves = [tensor.requires_grad_() for tensor in (velocity, reached)]
     columns = (column(0.7, 2), column(0.5, 2))
@@ -282,7 +282,7 @@ def test_a_row_without_density_is_nan_and_can_be_masked_out(kind):
         ("ode", {}, "neither for 'ode'"),
     ],
 )
-def test_bad_input_says_what_to_do(kind, change, says):
+def test_invalid_arguments_raise_with_the_valid_values(kind, change, says):
     x, velocity, noise = draw(2, 6)
     with pytest.raises(REFUSED, match=f"{says}|Type-check"):
         act(kind, x, velocity, change.get("noise", noise), 0.5, 0.3, **{k: v for k, v in change.items() if k != "noise"})

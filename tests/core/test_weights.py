@@ -1,4 +1,4 @@
-"""Loss weights: what each way of counting means, and that cuts and ranks change nothing."""
+"""Loss weights: what each normalisation computes, and that the split over ranks changes nothing."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def batches(draw):
 
 @properties
 @given(batch=batches(), mode=st.sampled_from(MODES))
-def test_weights_sum_to_one_and_dead_rows_weigh_nothing(batch, mode):
+def test_weights_sum_to_1_and_are_0_for_invalid_rows_and_masked_actions(batch, mode):
     mask, valid = batch
     normalise, max_length = mode
     weights = loss_weights(mask, valid, normalise=normalise, max_length=max_length)
@@ -46,7 +46,7 @@ def test_weights_do_not_depend_on_the_ranks(batch, mode, data):
     assert torch.equal(torch.cat(parts), loss_weights(mask, valid, normalise=normalise, max_length=max_length))
 
 
-def test_each_way_is_the_published_mean():
+def test_each_normalisation_equals_its_published_mean():
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)
     valid = torch.tensor([True, True, False])
     loss = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 99.0, 99.0, 99.0], [99.0, 99.0, 99.0, 99.0]])
@@ -63,14 +63,14 @@ def test_a_valid_row_without_actions_does_not_dilute_the_sequence_mean():
 
 
 @pytest.mark.parametrize(("normalise", "max_length"), MODES)
-def test_nothing_to_learn_from_gives_zero_weights(normalise, max_length):
+def test_batches_without_valid_rows_get_weight_0(normalise, max_length):
     mask, valid = torch.ones(2, 3, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)
     for rows in (slice(0, 2), slice(0, 0)):
         assert (loss_weights(mask[rows], valid[rows], normalise=normalise, max_length=max_length) == 0).all()
         assert denominator(mask[rows], valid[rows], normalise=normalise, max_length=max_length) == 0
 
 
-def test_bad_modes_say_what_to_do():
+def test_invalid_normalisation_options_raise():
     mask, valid = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
     with pytest.raises(ValueError, match="needs max_length"):
         loss_weights(mask, valid, normalise="dr_grpo")

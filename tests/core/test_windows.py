@@ -1,4 +1,4 @@
-"""Windows: always inside the chain, never on its last step, and each way covering what it promises."""
+"""Windows: always within the denoising steps, never on the last one, and each kind covers the steps that it should."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ def test_all_steps_leaves_out_the_last():
     assert all_steps(2) == range(1)
 
 
-def test_random_window_starts_everywhere_it_may_and_nowhere_else():
+def test_random_window_uses_every_valid_start_and_no_other():
     windows = [random_window(10, 3, low=1, high=6, generator=generator(0, "window", k)) for k in range(400)]
     starts = Counter(window.start for window in windows)
     assert set(starts) == {1, 2, 3}
@@ -38,7 +38,7 @@ def test_random_window_stays_in_its_range(data):
     assert low <= window.start < window.stop <= high < num_steps
 
 
-def test_sliding_window_advances_and_begins_anew():
+def test_sliding_window_advances_and_wraps_around():
     starts = [sliding_window(10, 4, step=step, every=2, stride=2).start for step in range(12)]
     assert starts == [0, 0, 2, 2, 4, 4, 5, 5, 0, 0, 2, 2]
     assert [sliding_window(10, 9, step=step, every=1, stride=1) for step in range(3)] == [range(9)] * 3
@@ -70,6 +70,6 @@ def test_sliding_window_trains_every_step_but_the_last(data):
         (lambda: sliding_window(10, 3, step=-1, every=1, stride=1), "step >= 0"),
     ],
 )
-def test_bad_windows_name_the_legal_values(call, says):
+def test_invalid_windows_raise_with_the_valid_values(call, says):
     with pytest.raises(ValueError, match=says):
         call()

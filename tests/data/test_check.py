@@ -1,4 +1,4 @@
-"""`check` and `accept` against folders with every known defect planted, one a line."""
+"""`check` and `accept` on folders that contain every known defect, one per line."""
 
 import json
 import logging
@@ -49,7 +49,7 @@ def test_a_good_data_set_has_no_problems(photos):
     assert accept(read_folder(photos), on_bad_row="refuse") == ((0, 1), [])
 
 
-def test_everything_that_is_wrong_is_listed_with_file_and_line(photos, tmp_path):
+def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
     whole = (photos / "noise.jpg").read_bytes()
     (photos / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (photos / "empty.png").write_bytes(b"")
@@ -102,7 +102,7 @@ def test_everything_that_is_wrong_is_listed_with_file_and_line(photos, tmp_path)
     assert {problem.file for problem in check(photos)} == {file}
 
 
-def test_one_row_may_have_several_problems(photos):
+def test_several_problems_of_one_row_are_all_reported(photos):
     write(
         photos,
         row(instruction="", file_name="gone.png", mask="../x.png"),
@@ -111,7 +111,7 @@ def test_one_row_may_have_several_problems(photos):
     assert [line for line, _ in errors(check(photos))] == [1, 1, 1, 2, 2]
 
 
-def test_what_is_read_but_worth_knowing_is_a_note(photos):
+def test_harmless_irregularities_are_reported_as_notes(photos):
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (6, 8)).save(photos / "turned.png", exif=exif)
@@ -141,14 +141,14 @@ def test_what_is_read_but_worth_knowing_is_a_note(photos):
         (4, "grey levels"),
         (5, "the target is 16x6 but its source 8x6"),
     ]
-    wanted.remove((0, "the key 'taget' goes to meta; should it be 'target'?"))  # some row has a target, so it may well be meant
+    wanted.remove((0, "the key 'taget' goes to meta; should it be 'target'?"))  # not reported, because some row has a target
     assert [line for line, _ in notes(problems)] == [line for line, _ in wanted]
     assert all(what in got for (_, what), (_, got) in zip(wanted, notes(problems), strict=True))
     write(photos, row(taget="x"))
     assert notes(check(photos)) == [(0, "the key 'taget' goes to meta; should it be 'target'?")]
 
 
-def test_bad_csv_lines_are_named_by_their_first_line(photos):
+def test_invalid_csv_records_are_reported_with_their_first_line(photos):
     (photos / "metadata.csv").write_text('file_name,instruction\n"a.png","two\nlines"\na.png\na.png,x,y\n"a.png"b,x\n\na.png,"open')
     found = errors(check(photos))
     assert [line for line, _ in found] == [4, 5, 6, 8]
@@ -160,7 +160,7 @@ def test_bad_csv_lines_are_named_by_their_first_line(photos):
     ]
 
 
-def test_a_csv_header_that_is_not_csv_is_a_problem(photos):
+def test_an_invalid_csv_header_is_reported(photos):
     (photos / "metadata.csv").write_text('"file"name,instruction\na.png,x\n')
     (problem,) = check(photos)
     assert (problem.severity, problem.what.split("metadata.csv")[1]) == (
@@ -169,7 +169,7 @@ def test_a_csv_header_that_is_not_csv_is_a_problem(photos):
     )
 
 
-def test_a_path_that_holds_no_data_set_is_a_problem_of_its_own(tmp_path):
+def test_a_missing_path_is_reported_as_a_problem(tmp_path):
     (problem,) = check(tmp_path / "none")
     assert problem == Problem(str(tmp_path / "none"), 0, f"{tmp_path / 'none'}: no such file or folder")
 
@@ -179,12 +179,12 @@ def test_prompt_lists_are_checked_too(tmp_path):
     assert [line for line, _ in errors(check(tmp_path / "a.jsonl"))] == [2, 3]
 
 
-def test_problems_read_like_a_compilers():
+def test_problems_are_formatted_like_compiler_messages():
     assert str(Problem("a.jsonl", 3, "no such file")) == "a.jsonl:3: error: no such file"
     assert str(Problem("a.jsonl", 0, "odd", "note")) == "a.jsonl: note: odd"
 
 
-def test_bad_rows_refuse_a_run(photos):
+def test_accept_with_refuse_raises_and_lists_the_invalid_rows(photos):
     file = write(photos, row(), *(row(file_name=f"gone{n}.png") for n in range(7)), row(instruction="", file_name="gone.png"))
     with pytest.raises(ValueError, match="8 of 9 rows cannot be used") as refused:
         accept(read_folder(photos), on_bad_row="refuse")
@@ -206,8 +206,8 @@ def test_bad_rows_are_skipped_counted_and_logged(photos, caplog):
     assert [task.id for task in Subset(Tasks(read_folder(photos), resize=None), good)] == ["photos/1", "photos/4", "x"]
 
 
-def test_what_is_accepted_loads(photos):
-    """Whatever is planted, no accepted row fails later: the crash at step 400 that this exists to prevent."""
+def test_exactly_the_accepted_rows_can_be_loaded(photos):
+    """No accepted row may fail later, for example at step 400 of a run; `accept` exists to prevent this."""
     (photos / "cut.jpg").write_bytes((photos / "noise.jpg").read_bytes()[:300])
     lines = [
         row(),
@@ -238,7 +238,7 @@ class NoRows(list):
     problems = ()
 
 
-def test_a_run_without_rows_is_refused_either_way(photos):
+def test_accept_raises_without_usable_rows_or_with_an_unknown_on_bad_row(photos):
     write(photos, row(file_name="gone.png"))
     with pytest.raises(ValueError, match="1 of 1 rows cannot be used"):
         accept(read_folder(photos), on_bad_row="skip")
@@ -248,7 +248,7 @@ def test_a_run_without_rows_is_refused_either_way(photos):
         accept(read_folder(photos), on_bad_row="ignore")
 
 
-def test_paths_are_read_by_what_they_hold(photos, tmp_path):
+def test_read_path_reads_image_folders_and_prompt_lists(photos, tmp_path):
     write(photos, row())
     assert len(read_path(photos)[0].images) == 1
     (tmp_path / "a.txt").write_text("a cat\n")

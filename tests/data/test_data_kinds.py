@@ -1,4 +1,4 @@
-"""The open set of data sources: what a parse imports, classes of one's own, and what shared code asks of a source."""
+"""The kinds of data sources: what their classes import, user-defined classes, and `check_data_source`."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ class Numbers(DataSource):
 
 
 class Changing(Numbers):
-    """Gives other tasks each time."""
+    """Builds different tasks each time."""
 
     made: ClassVar[list[int]] = []
 
@@ -48,7 +48,7 @@ class Changing(Numbers):
 
 
 class SharesItsSecondImages(Numbers):
-    """Its held-out tasks have source images of training tasks, in another place."""
+    """Its held-out tasks have source images of training tasks, at another position."""
 
     def build(self, context: DataContext) -> DataSets:
         first, second = (Image.new("RGB", (8, 8), (255, k, 0)) for k in range(2))
@@ -59,7 +59,7 @@ class SharesItsSecondImages(Numbers):
 
 
 class Wrong(Numbers):
-    """Says that its tasks have targets."""
+    """Declares targets that its tasks do not have."""
 
     def contents(self) -> TaskContents:
         return TaskContents(target=True)
@@ -77,7 +77,7 @@ def photos(**data: object) -> dict[str, object]:
     return {**evaluate(packaged_recipes() / "photos.jsonnet"), "data": data}
 
 
-def test_no_source_imports_torch_or_datasets_when_a_recipe_is_parsed() -> None:
+def test_loading_the_data_source_classes_imports_neither_torch_nor_datasets() -> None:
     code = (
         "import sys; from retouch.data.kinds import DATA; DATA.classes(); "
         "print([name for name in ('torch', 'numpy', 'datasets', 'pyarrow', 'transformers') if name in sys.modules])"
@@ -86,7 +86,7 @@ def test_no_source_imports_torch_or_datasets_when_a_recipe_is_parsed() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_each_kind_of_the_table_is_the_class_of_its_kind() -> None:
+def test_each_kind_in_the_table_loads_a_data_source_class_with_that_kind() -> None:
     for kind in DATA:
         if kind != "import":
             found = DATA.load(kind)
@@ -94,14 +94,14 @@ def test_each_kind_of_the_table_is_the_class_of_its_kind() -> None:
             assert found.model_fields["kind"].default == kind
 
 
-def test_a_source_of_ones_own_is_a_source_like_ours() -> None:
+def test_a_user_defined_data_source_is_parsed_stored_and_compared_like_a_built_in_one() -> None:
     document = photos(**imported("Numbers", path="here"))
     recipe = parse(document)
     assert recipe.data == Numbers(path="here")
     assert recipe.data.label == "Numbers"
     assert recipe.document()["data"] == imported("Numbers", path="here", allow_test_sets=False, shared=False)
     assert parse(recipe.document()) == recipe
-    # Where the data are may change when a run is resumed, and nothing else.
+    # When a run is resumed, the path of the data may differ, but no other key.
     assert differences(recipe, parse(photos(**imported("Numbers", path="there")))) == []
     assert differences(recipe, parse(photos(**imported("Numbers", path="here", shared=True)))) == [
         "data.args.shared: False in the run, True in the recipe"
@@ -114,7 +114,7 @@ def test_a_source_of_ones_own_is_a_source_like_ours() -> None:
         parse(photos(kind="import", **{"class": "retouch.types:Task"}))
 
 
-def test_the_contract_finds_what_is_broken() -> None:
+def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones() -> None:
     check_data_source(Numbers())
     check_data_source(PlaygroundData(count=8, complexity={1: 1.0, 2: 1.0}))
     for source, message in (
@@ -127,6 +127,6 @@ def test_the_contract_finds_what_is_broken() -> None:
             check_data_source(source)
 
 
-def test_a_class_that_a_test_has_imported_needs_no_further_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_data_source_accepts_an_own_class_without_retouch_allow_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     check_data_source(Numbers())

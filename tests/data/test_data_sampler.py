@@ -1,4 +1,4 @@
-"""Which rows a step and a rank get: properties over all shapes, and the arithmetic's messages."""
+"""Which rows a step and a rank get: properties for all sizes, and the messages of `check_arithmetic`."""
 
 import re
 from collections import Counter
@@ -30,19 +30,19 @@ def test_passes_and_seeds_differ_in_order():
     assert len(orders) == 9
 
 
-def test_a_step_does_not_depend_on_what_was_asked_before():
+def test_the_rows_of_a_step_do_not_depend_on_earlier_calls():
     forward = [tasks_for_step(seed=5, step=step, count=7, size=11) for step in range(9)]
     backward = [tasks_for_step(seed=5, step=step, count=7, size=11) for step in reversed(range(9))]
     assert forward == backward[::-1]
 
 
-def test_the_steps_tasks_are_pinned():
+def test_the_tasks_of_a_step_equal_stored_values():
     """Another order would change every run that resumes."""
     assert tasks_for_step(seed=0, step=0, count=4, size=10) == [3, 4, 1, 9]
     assert tasks_for_step(seed=0, step=2, count=4, size=10) == [7, 2, 8, 3]
 
 
-def test_a_data_set_smaller_than_a_step_repeats_rows_as_groups_of_their_own():
+def test_rows_that_a_small_data_set_repeats_in_a_step_are_separate_groups():
     rows = tasks_for_step(seed=0, step=0, count=5, size=2)
     assert len(rows) == 5
     assert {2, 3} == set(Counter(rows).values())
@@ -50,7 +50,7 @@ def test_a_data_set_smaller_than_a_step_repeats_rows_as_groups_of_their_own():
     assert batch.group_ids == (0, 1, 2, 3, 4)
 
 
-def test_steps_for_passes_rounds_up_by_the_digits_given():
+def test_steps_for_passes_rounds_up_in_decimal_arithmetic():
     assert steps_for_passes(1, size=10, count=4) == 3
     assert steps_for_passes(2, size=10, count=4) == 5
     assert steps_for_passes(0.07, size=100, count=1) == 7  # 0.07 * 100 > 7 in binary
@@ -83,7 +83,7 @@ def test_the_ranks_together_have_every_row_once(step):
     for rank, batch in enumerate(batches):
         assert len(batch) == count * group_size // world
         assert [task.id for task in batch.tasks] == [str(group) for group in batch.group_ids]
-        assert set(batch.group) == set(range(len(batch.tasks)))  # no task that the rank does not act on
+        assert set(batch.group) == set(range(len(batch.tasks)))  # every task of the rank has a row on this rank
         numbers = global_rows(rows=count * group_size, minibatches=minibatches, rank=rank, world=world)
         assert [group * group_size + slot for group, slot in rows_of(batch)] == numbers
 
@@ -104,7 +104,7 @@ def test_minibatches_are_the_same_for_every_number_of_ranks(step):
 
 
 @given(small, small, small, small)
-def test_groups_stay_whole_where_the_tasks_of_a_minibatch_divide_over_ranks(per_rank, group_size, minibatches, world):
+def test_groups_are_not_split_if_the_tasks_of_a_minibatch_divide_over_ranks(per_rank, group_size, minibatches, world):
     count = per_rank * minibatches * world
     for rank in range(world):
         batch = assign(seed=0, step=0, tasks=tasks(count), group_size=group_size, minibatches=minibatches, rank=rank, world=world)
@@ -114,7 +114,7 @@ def test_groups_stay_whole_where_the_tasks_of_a_minibatch_divide_over_ranks(per_
         assert len(set(groups)) == len(groups)
 
 
-def test_a_group_may_span_ranks():
+def test_a_group_can_span_ranks():
     batch = assign(seed=0, step=0, tasks=tasks(2), group_size=8, minibatches=1, rank=1, world=8)
     assert rows_of(batch) == [(0, 2), (0, 3)]
     assert [task.id for task in batch.tasks] == ["0"]
@@ -133,7 +133,7 @@ def test_only_the_ranks_own_tasks_are_loaded():
 
 
 @given(st.integers(1, 40), small, small, small)
-def test_the_arithmetic_refuses_what_does_not_divide_and_names_what_does(count, group_size, minibatches, world):
+def test_check_arithmetic_rejects_indivisible_sizes_and_suggests_valid_ones(count, group_size, minibatches, world):
     fixed = {"minibatches": minibatches, "world": world}
     if count * group_size % (minibatches * world) == 0:
         check_arithmetic(tasks_per_step=count, group_size=group_size, **fixed)
@@ -152,7 +152,7 @@ def test_the_arithmetic_refuses_what_does_not_divide_and_names_what_does(count, 
             check_arithmetic(**{"tasks_per_step": count, "group_size": group_size, **fixed, name: value})
 
 
-def test_the_messages():
+def test_check_arithmetic_raises_with_the_expected_messages():
     whole = (
         "tasks_per_step * group_size = 30 rows do not divide over 4 ranks in 1 minibatch: "
         "use tasks_per_step 4, 8 or 12, or group_size 4, 6 or 8"

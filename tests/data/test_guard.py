@@ -1,4 +1,4 @@
-"""Known test sets are recognised by the names that recipes give them; training sets of similar names are not."""
+"""Known test sets are recognised by the paths and names in recipes; training sets with similar names are not."""
 
 import pytest
 from PIL import Image
@@ -82,17 +82,17 @@ def test_test_sets_are_recognised(place, change):
 
 
 @pytest.mark.parametrize("place", TRAINING)
-def test_training_sets_are_not(place):
+def test_training_sets_are_not_recognised_as_test_sets(place):
     assert find_test_sets([place], split="train") == ()
 
 
-def test_splits_for_testing_are_recognised():
+def test_test_splits_are_recognised():
     assert "MagicBrush test" in {known.name for known in find_test_sets(["osunlp/MagicBrush"], split="test")}
     assert [known.name for known in find_test_sets(["me/mine"], split="test_real")] == ["the split 'test_real'"]
     assert find_test_sets(["osunlp/MagicBrush"], split="dev") == ()
 
 
-def test_a_link_does_not_hide_a_test_set(tmp_path):
+def test_a_link_to_a_test_set_is_recognised(tmp_path):
     (tmp_path / "GEdit-Bench").mkdir()
     (tmp_path / "mine").symlink_to(tmp_path / "GEdit-Bench")
     assert [known.name for known in find_test_sets([tmp_path / "mine"])] == ["GEdit-Bench"]
@@ -107,7 +107,7 @@ def test_calligraphers_bench_is_recognised_by_its_files(tmp_path):
     assert [known.place for known in find_test_sets([folder, folder / "list.txt"])] == [str(folder), str(folder / "list.txt")]
 
 
-def test_training_on_a_test_set_needs_leave_and_is_recorded():
+def test_test_sets_raise_without_allow_test_sets_and_are_recorded_with_it():
     with pytest.raises(
         ValueError, match=r"prompts/ocr\.txt is Flow-GRPO's OCR test list; x/GEdit-Bench is .*data\.allow_test_sets: true"
     ):

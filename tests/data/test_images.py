@@ -41,9 +41,9 @@ def pixels(data: bytes) -> list:
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
-def test_lossless_pictures_keep_their_pixels(tmp_path, format):
+def test_lossless_images_keep_their_pixels(tmp_path, format):
     image = noise()
-    path = tmp_path / "a.bin"  # the ending says nothing
+    path = tmp_path / "a.bin"  # the extension is not used
     image.save(path, format, lossless=True)
     loaded = load_image(path)
     assert loaded.mode == "RGB"
@@ -78,7 +78,7 @@ def test_sixteen_bit_colours_keep_their_high_byte():
     assert pixels(png(2, 1, depth=16, colour=2, raw=raw)) == [[0x12, 0x56, 0xFF], [0, 0, 1]]
 
 
-def test_transparency_is_laid_over_white():
+def test_transparent_images_are_composited_over_white():
     half = Image.new("RGBA", (1, 1), (0, 0, 0, 51))  # a fifth of black
     assert pixels(encoded(half, "PNG")) == [[204] * 3]
     assert pixels(encoded(Image.new("LA", (1, 1), (7, 0)), "PNG")) == [list(WHITE)]
@@ -102,7 +102,7 @@ def test_exif_rotation_is_undone(orientation, format):
         6: 2,
         7: 6,
         8: 4,
-    }  # Pillow's Transpose that stores an image so that it has to be turned back
+    }  # the Transpose of Pillow that is the inverse of each EXIF orientation
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -114,13 +114,13 @@ def test_exif_rotation_is_undone(orientation, format):
     assert loaded.getexif().get(0x0112) is None
 
 
-def test_nothing_of_the_file_but_its_pixels_is_kept():
+def test_loaded_images_have_no_file_metadata():
     assert load_image(EncodedImage("a", encoded(noise(), "PNG", icc_profile=b"x" * 200, dpi=(300, 300)))).info == {}
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9])
-def test_truncated_files_are_refused_by_name(tmp_path, format, share):
+def test_truncated_files_raise_with_the_file_name(tmp_path, format, share):
     whole = encoded(noise(), format)
     path = tmp_path / "cut.png"
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -131,7 +131,7 @@ def test_truncated_files_are_refused_by_name(tmp_path, format, share):
 @given(
     st.sampled_from(["PNG", "JPEG", "WEBP"]), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6), st.data()
 )
-def test_damaged_bytes_give_a_picture_or_a_value_error(format, changes, data):
+def test_damaged_bytes_give_an_image_or_a_value_error(format, changes, data):
     raw = bytearray(encoded(noise(16, 8), format, exif=Image.Exif()))
     for place, value in changes:
         raw[place % len(raw)] = value
@@ -144,11 +144,11 @@ def test_damaged_bytes_give_a_picture_or_a_value_error(format, changes, data):
         except ValueError as error:
             said = str(error)
     assert said.startswith("bad: ")
-    assert "0x" not in said  # Pillow's words may hold addresses
+    assert "0x" not in said  # Pillow's messages can contain memory addresses
 
 
 @pytest.mark.parametrize("format", ["GIF", "BMP", "TIFF", "PPM", "ICO"])
-def test_other_formats_are_refused_whatever_their_ending(tmp_path, format):
+def test_other_image_formats_raise_even_with_the_extension_png(tmp_path, format):
     path = tmp_path / "picture.png"
     noise(16, 16).save(path, format)
     with pytest.raises(ValueError, match=r"picture\.png: not a PNG, JPEG or WebP"):
@@ -163,13 +163,13 @@ def test_animations_are_refused(format):
         load_image(EncodedImage("a", data))
 
 
-def test_of_a_phones_several_pictures_the_first_is_read():
+def test_the_first_image_of_an_mpo_file_is_read():
     data = encoded(Image.new("RGB", (8, 8), RED), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8), BLUE)])
     assert np.abs(np.array(pixels(data)) - np.array(RED)).max() <= 2
 
 
-def test_too_many_pixels_are_refused_by_the_header_alone():
-    # There are no pixels in these files: whoever tried to decode them would call them damaged.
+def test_images_with_too_many_pixels_raise_before_they_are_decoded():
+    # These files contain no pixels: decoding them would raise the error for damaged files.
     with pytest.raises(ValueError, match="64000000 pixels, more than the 50000000"):
         load_image(EncodedImage("bomb", png(8000, 8000, depth=8, colour=2, raw=b"")))
     with pytest.raises(ValueError, match="far more than"):
@@ -178,19 +178,19 @@ def test_too_many_pixels_are_refused_by_the_header_alone():
         load_mask(EncodedImage("bomb", png(101, 1, depth=8, colour=0, raw=b"")), max_pixels=100)
 
 
-def test_a_bomb_of_text_is_refused():
+def test_a_png_with_a_decompression_bomb_in_a_text_chunk_raises():
     bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 8_000_000))
     with pytest.raises(ValueError, match="damaged"):
         load_image(EncodedImage("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
 
 
-def test_files_that_cannot_be_opened_are_named(tmp_path):
+def test_missing_files_and_folders_raise(tmp_path):
     for path in (tmp_path / "none.png", tmp_path):
         with pytest.raises(ValueError, match="no such file"):
             load_image(path)
 
 
-def test_masks_are_greyscale(tmp_path):
+def test_masks_are_loaded_as_greyscale_and_transparent_masks_raise(tmp_path):
     assert load_mask(EncodedImage("m", encoded(Image.new("L", (2, 2), 128), "PNG"))).getcolors() == [(4, 128)]
     assert load_mask(EncodedImage("m", encoded(Image.new("1", (2, 2), 1), "PNG"))).getcolors() == [(4, 255)]
     assert load_mask(EncodedImage("m", encoded(Image.new("RGBA", (2, 2), (255, 255, 255, 255)), "PNG"))).getcolors() == [(4, 255)]
@@ -200,7 +200,7 @@ def test_masks_are_greyscale(tmp_path):
         load_mask(path)
 
 
-def test_fit_covers_then_cuts_at_the_centre():
+def test_fit_scales_to_cover_and_crops_at_the_centre():
     thirds = Image.new("RGB", (90, 30))
     for place, colour in enumerate((RED, GREEN, BLUE)):
         thirds.paste(colour, (30 * place, 0, 30 * place + 30, 30))
@@ -209,13 +209,13 @@ def test_fit_covers_then_cuts_at_the_centre():
     assert np.abs(np.asarray(small, dtype=int) - np.array(GREEN)).max() <= 2
 
 
-def test_fit_leaves_a_picture_of_the_right_size_alone():
+def test_fit_does_not_change_an_image_of_the_requested_size():
     image = noise()
     assert np.array_equal(np.asarray(fit(image, size=image.size)), np.asarray(image))
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 60))
-def test_masks_get_no_new_values_and_the_same_frame(width, height, out_width, out_height):
+def test_fitted_masks_have_no_new_values_and_the_requested_size(width, height, out_width, out_height):
     mask = Image.fromarray((np.arange(width * height).reshape(height, width) % 2 * 255).astype(np.uint8))
     fitted = fit_mask(mask, size=(out_width, out_height))
     assert fitted.size == fit(mask.convert("RGB"), size=(out_width, out_height)).size == (out_width, out_height)
@@ -223,7 +223,7 @@ def test_masks_get_no_new_values_and_the_same_frame(width, height, out_width, ou
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 32), st.integers(1, 4_000_000))
-def test_area_sizes(width, height, multiple, max_area):
+def test_area_sizes_are_multiples_within_the_area_and_not_enlarged(width, height, multiple, max_area):
     max_area = max(max_area, multiple**2)
     out = Area(max_area, multiple).size((width, height))
     assert out[0] % multiple == out[1] % multiple == 0
@@ -233,7 +233,7 @@ def test_area_sizes(width, height, multiple, max_area):
     assert out[1] <= max(height, multiple)
 
 
-def test_area_keeps_the_shape_and_does_not_enlarge():
+def test_area_keeps_the_aspect_ratio_and_does_not_enlarge():
     assert Area(1024**2).size((2048, 2048)) == (1024, 1024)
     assert Area(1024**2).size((4000, 1000)) == (2048, 512)
     assert Area(1024**2).size((300, 200)) == (288, 192)
@@ -242,6 +242,6 @@ def test_area_keeps_the_shape_and_does_not_enlarge():
         Area(100, 16)
 
 
-def test_paths_are_taken_as_text_too(tmp_path: Path):
+def test_load_image_accepts_a_path_as_str(tmp_path: Path):
     noise().save(tmp_path / "a.png")
     assert load_image(str(tmp_path / "a.png")).size == (40, 24)

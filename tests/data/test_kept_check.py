@@ -1,4 +1,5 @@
-"""The result of a check is kept beside the data set: what is decoded again, what is noticed, and what is ignored."""
+"""The result of a check is stored next to the data set: what is decoded again, which changes are detected, and which stored
+results are ignored."""
 
 import json
 import logging
@@ -23,7 +24,7 @@ from retouch.data.validation import accept, accept_rows
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The user's cache folder is the test's own."""
+    """A user's cache folder for this test only."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "retouch" / "checks"
 
@@ -77,7 +78,7 @@ def test_the_second_check_decodes_nothing(tmp_path, decoded):
     assert len(kept_files(folder)) == 1
 
 
-def test_a_changed_file_is_noticed_and_the_others_are_not_decoded_again(tmp_path, decoded, caplog):
+def test_a_changed_file_is_decoded_again_and_unchanged_files_are_not(tmp_path, decoded, caplog):
     folder = photos(tmp_path / "photos")
     assert check(folder) == []
     decoded.clear()
@@ -94,7 +95,7 @@ def test_a_changed_file_is_noticed_and_the_others_are_not_decoded_again(tmp_path
     assert check(folder) == []
 
 
-def test_a_file_that_was_missing_is_found_once_it_is_there(tmp_path):
+def test_the_existence_of_files_is_tested_again_at_every_check(tmp_path):
     folder = photos(tmp_path / "photos")
     (folder / "1.png").rename(tmp_path / "1.png")
     assert ["no such file" in problem.what for problem in check(folder)] == [True]
@@ -105,7 +106,7 @@ def test_a_file_that_was_missing_is_found_once_it_is_there(tmp_path):
     assert ["no such file" in problem.what for problem in check(folder)] == [True]
 
 
-def test_another_list_of_rows_is_another_check(tmp_path, decoded):
+def test_changed_metadata_or_limits_invalidate_the_stored_result(tmp_path, decoded):
     folder = photos(tmp_path / "photos")
     check(folder)
     decoded.clear()
@@ -114,12 +115,12 @@ def test_another_list_of_rows_is_another_check(tmp_path, decoded):
     (problem,) = check(folder)
     assert "the id 'photos/1' is taken by" in problem.what
     assert len(decoded) == 5
-    assert check(folder) == [problem]  # a repeated id is kept too
+    assert check(folder) == [problem]  # the problem of the repeated id is stored too
     assert len(decoded) == 5
-    assert check(folder, max_pixels=40) != [problem]  # another limit is another check
+    assert check(folder, max_pixels=40) != [problem]  # a stored result is for one limit
 
 
-def test_a_moved_data_set_keeps_its_check_and_names_the_new_place(tmp_path, decoded):
+def test_a_moved_data_set_keeps_its_stored_check_and_reports_the_new_path(tmp_path, decoded):
     folder = photos(tmp_path / "photos")
     damage(folder / "0.png")
     assert str(tmp_path / "photos") in str(check(folder)[0])
@@ -131,7 +132,7 @@ def test_a_moved_data_set_keeps_its_check_and_names_the_new_place(tmp_path, deco
     assert decoded == []
 
 
-def test_a_folder_that_cannot_be_written_is_kept_in_the_users_cache(tmp_path, cache, decoded, monkeypatch):
+def test_the_check_of_a_read_only_folder_is_stored_in_the_users_cache(tmp_path, cache, decoded, monkeypatch):
     folder = photos(tmp_path / "photos")
     writable = kept_check._writable
     monkeypatch.setattr(kept_check, "_writable", lambda path: path.name != ".retouch" and writable(path))
@@ -149,7 +150,7 @@ def test_a_folder_that_cannot_be_written_is_kept_in_the_users_cache(tmp_path, ca
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', "null", '{"version": 2, "digest": "x"}'])
-def test_a_damaged_result_is_ignored(tmp_path, decoded, content):
+def test_an_invalid_stored_result_is_ignored(tmp_path, decoded, content):
     folder = photos(tmp_path / "photos")
     check(folder)
     (name,) = kept_files(folder)
@@ -163,7 +164,7 @@ def test_a_damaged_result_is_ignored(tmp_path, decoded, content):
     ("key", "value"),
     [("flags", [1]), ("flags", ["x"] * 4), ("ids", None), ("files", [[9, "a", 1, 1]]), ("problems", [[0, 1, "x", "fatal"]])],
 )
-def test_a_result_with_other_values_is_ignored(tmp_path, key, value):
+def test_a_stored_result_with_invalid_values_is_ignored(tmp_path, key, value):
     folder = photos(tmp_path / "photos")
     check(folder)
     (name,) = kept_files(folder)
@@ -173,7 +174,7 @@ def test_a_result_with_other_values_is_ignored(tmp_path, key, value):
     assert [problem.line for problem in check(folder)] == [1]
 
 
-def test_what_a_run_needs_of_a_row_is_no_part_of_the_result(tmp_path, decoded):
+def test_row_requirements_of_a_run_are_checked_without_decoding_again(tmp_path, decoded):
     folder = photos(tmp_path / "photos")
     accept(read_folder(folder), on_bad_row="refuse")
     decoded.clear()
@@ -184,7 +185,7 @@ def test_what_a_run_needs_of_a_row_is_no_part_of_the_result(tmp_path, decoded):
     assert decoded == []
 
 
-def test_a_run_that_needs_pairs_gets_them_from_the_kept_result_too(tmp_path):
+def test_the_requirement_of_pairs_is_checked_equally_with_a_stored_result(tmp_path):
     folder = photos(tmp_path / "photos", chosen="0.png", rejected="1.png")
     required = RowRequirements(pairs=True)
     for _ in range(2):
@@ -196,7 +197,7 @@ def test_a_run_that_needs_pairs_gets_them_from_the_kept_result_too(tmp_path):
         assert "no chosen and rejected image" in str(refused.value)
 
 
-def test_some_rows_are_decoded_and_the_others_when_they_are_drawn(tmp_path, decoded):
+def test_check_5_decodes_5_rows_at_the_start_and_the_others_when_they_are_drawn(tmp_path, decoded):
     folder = photos(tmp_path / "photos", count=30)
     damage(folder / "7.png")
     sampled = FolderData(path=str(folder), check=5, held_out=0).build(DataContext(eval_split="train"))
@@ -213,7 +214,7 @@ def test_some_rows_are_decoded_and_the_others_when_they_are_drawn(tmp_path, deco
     assert len(decoded) == 30
 
 
-def test_a_row_that_cannot_be_drawn_is_skipped_for_the_next_one(tmp_path, caplog):
+def test_a_row_that_cannot_be_decoded_is_replaced_by_the_next_one(tmp_path, caplog):
     folder = photos(tmp_path / "photos", count=70)
     damage(folder / "66.png")
     data = FolderData(path=str(folder), check="first", held_out=0, on_bad_row="skip").build(DataContext(eval_split="train"))
@@ -222,7 +223,7 @@ def test_a_row_that_cannot_be_drawn_is_skipped_for_the_next_one(tmp_path, caplog
     assert len(caplog.records) == 1
 
 
-def test_tables_of_this_process_are_kept_by_their_content(tmp_path, cache, decoded):
+def test_checks_of_in_memory_tables_are_stored_by_content(tmp_path, cache, decoded):
     rows = [{"prompt": f"make it {number}", "image": Image.new("RGB", (8, 6), (number, 0, 0))} for number in range(3)]
     for _ in range(2):
         TableData.of(rows, held_out=0).build(DataContext(eval_split="train"))
@@ -234,13 +235,13 @@ def test_tables_of_this_process_are_kept_by_their_content(tmp_path, cache, decod
     assert len(list(cache.glob("*.json"))) == 2
 
 
-def test_prompt_lists_have_nothing_to_keep(tmp_path):
+def test_checks_of_prompt_lists_are_not_stored(tmp_path):
     (tmp_path / "a.txt").write_text("a cat\na dog\n")
     assert check(tmp_path / "a.txt") == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
 
-def test_processes_find_what_threads_find(tmp_path, monkeypatch):
+def test_checking_with_processes_gives_the_same_reports_as_with_threads(tmp_path, monkeypatch):
     folder = photos(tmp_path / "photos", count=300)
     for number in (0, 150, 299):
         damage(folder / f"{number}.png")
@@ -272,13 +273,13 @@ class Deadly:
 PARENT = os.getpid()
 
 
-def test_a_killed_process_is_named(monkeypatch):
+def test_a_killed_worker_process_raises_with_the_probable_cause(monkeypatch):
     monkeypatch.setattr(examination, "available_cpus", lambda: 2)
     with pytest.raises(ValueError, match="was killed, probably because the memory was used up"):
         list(examine_all(Deadly(), range(300), max_pixels=10, decode=range(300)))
 
 
-def test_a_long_check_logs_how_much_is_left(tmp_path, monkeypatch, caplog):
+def test_a_long_check_logs_its_progress_and_the_remaining_time(tmp_path, monkeypatch, caplog):
     folder = photos(tmp_path / "photos", count=200)
     monkeypatch.setattr(examination, "_FIRST_REPORT", 0.0)
     with caplog.at_level(logging.INFO, logger="retouch"):

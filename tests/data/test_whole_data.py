@@ -1,4 +1,4 @@
-"""Evaluation of whole data sets and of test sets, tags, and chains of thought: what data sets of the field have."""
+"""Evaluation on whole data sets and on test sets; tags and chains of thought, which published data sets contain."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_fault_2_a_run_on_a_stream_is_evaluated_on_a_whole_data_set(tmp_path: Pa
     assert changed == HubData(path="org/name", columns=data["columns"], held_out="all")
 
 
-def test_the_revision_of_the_recipes_data_is_not_that_of_other_data(tmp_path: Path) -> None:
+def test_the_revision_in_the_recipe_is_not_used_for_other_data(tmp_path: Path) -> None:
     other = stream_files.parquet(tmp_path / "other", files=1, rows=ROWS)
     columns = {"instruction": "instruction", "image": "image"}
     document = json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())
@@ -116,7 +116,7 @@ def test_fault_3_the_split_dev_of_omniedit_is_a_test_set() -> None:
     assert find_test_sets(["TIGER-Lab/OmniEdit-Filtered-1.2M"], split="train") == ()
 
 
-def test_fault_4_columns_become_tags_and_rows_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_4_tag_columns_become_tags_and_rows_of_the_result_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = folder(tmp_path, "own", task_type=lambda row: ["colour", "style"][row % 2])
     file = photos_recipe(
         tmp_path, own, data={"tags": ["task_type"], "held_out": "all"}, eval={"headline": {"task_type": ["colour"]}}
@@ -125,7 +125,7 @@ def test_fault_4_columns_become_tags_and_rows_of_the_table(tmp_path: Path, capsy
     assert {row: table[row]["n"] for row in table} == {"all": 5, "headline": 3, "task_type=colour": 3, "task_type=style": 2}
 
 
-def test_fault_4_a_row_without_its_tag_is_named(tmp_path: Path) -> None:
+def test_fault_4_a_row_without_a_value_for_a_tag_raises(tmp_path: Path) -> None:
     section = FolderData(path=str(folder(tmp_path, "own")), tags=("task_type",))
     with pytest.raises(ValueError, match="'task_type': no value for this tag"):
         section.build(DataContext())
@@ -170,13 +170,13 @@ def test_fault_5_thoughts_are_read(tmp_path: Path, column: str, value: Any, keys
         (7, (), "'why': should be text or a map of texts, not 7"),
     ],
 )
-def test_fault_5_thoughts_that_cannot_be_read_are_named(tmp_path: Path, value: Any, keys: tuple[str, ...], message: str) -> None:
+def test_fault_5_invalid_chains_of_thought_raise(tmp_path: Path, value: Any, keys: tuple[str, ...], message: str) -> None:
     own = folder(tmp_path, "own", why=lambda row: value)
     with pytest.raises(ValueError, match=message):
         FolderData(path=str(own), columns={"thought": "why"}, thought_keys=keys, held_out=1).build(DataContext())
 
 
-def test_new_keys_leave_recipes_as_they_are(tmp_path: Path) -> None:
+def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path: Path) -> None:
     document = parse(json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())).document()
     assert not {"tags", "thought_keys"} & document["data"].keys()
     recipe = parse(document, ["data.held_out=all"])

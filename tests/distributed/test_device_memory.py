@@ -1,4 +1,4 @@
-"""The memory of a run's devices: the peak of each step, by device and rank; a limit; and the cache that is given back."""
+"""The memory of a run's devices: the peak of each step by device, a limit, and emptying of the cache."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ THREE = Placement(*(torch.device("cuda", index) for index in range(3)))
 
 
 class Gpus:
-    """What is asked of torch.cuda."""
+    """Replaces the functions of torch.cuda that are called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.peaks = {index: 10**9 * (index + 1) for index in range(3)}
@@ -45,21 +45,21 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-def test_each_device_has_its_peak_of_each_step(gpus: Gpus) -> None:
+def test_peak_memory_is_reported_per_device_and_step(gpus: Gpus) -> None:
     memory = DeviceMemory(Ranks(), THREE, Devices())
     assert memory.after_step(1) == {"memory/peak_gb/policy": 1.0, "memory/peak_gb/renderer": 2.0, "memory/peak_gb/reward": 3.0}
     gpus.peaks[1] = 5 * 10**8
     assert memory.after_step(2) == {"memory/peak_gb/policy": 0.0, "memory/peak_gb/renderer": 0.5, "memory/peak_gb/reward": 0.0}
 
 
-def test_one_device_has_one_number() -> None:
+def test_single_device_reports_one_peak() -> None:
     found = DeviceMemory(Ranks(), Placement(CPU, CPU, CPU), None).after_step(1)
     assert list(found) == ["memory/peak_gb"]
     assert found["memory/peak_gb"] == pytest.approx(peak_bytes(CPU) / 1e9, rel=0.05)
     assert found["memory/peak_gb"] > 0.05  # torch alone takes that
 
 
-def test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else(gpus: Gpus) -> None:
+def test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default(gpus: Gpus) -> None:
     for every, times in ((None, 0), (5, 2), (3, 4)):
         gpus.emptied = 0
         memory = DeviceMemory(Ranks(), THREE, Devices(empty_cache_every=every))
@@ -68,7 +68,7 @@ def test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else(gpus: Gpus
         assert gpus.emptied == times
 
 
-def test_the_limit_holds_for_every_gpu_of_the_rank_and_is_off_by_default(gpus: Gpus) -> None:
+def test_memory_fraction_limits_every_gpu_of_the_rank_and_is_off_by_default(gpus: Gpus) -> None:
     limit_memory(None, THREE)
     limit_memory(Devices(), THREE)
     assert gpus.limits == {}
@@ -76,7 +76,7 @@ def test_the_limit_holds_for_every_gpu_of_the_rank_and_is_off_by_default(gpus: G
     assert gpus.limits == {0: 0.85, 1: 0.85}
 
 
-def test_a_run_logs_its_peak_beside_its_times(tmp_path: Path) -> None:
+def test_peak_memory_is_logged_with_timings_and_not_with_metrics(tmp_path: Path) -> None:
     recipe = parse(apply(SMALL, [f"out={tmp_path}", "steps=1", "trackers=[]"]))
     assert run(recipe, fresh=False) == 0
     folder = RunFolder(recipe.folder)

@@ -1,4 +1,4 @@
-"""Ranks on this machine, with real processes: what each is told, what is logged, and how all of them end."""
+"""Ranks on this machine, as real processes: their environment variables, their logs, and how they end."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def run(code: str, ranks: int, logs: Path, *, grace: float = 20.0) -> int:
     return run_ranks([sys.executable, "-c", code], rank_environments(ranks), logs=logs, grace=grace)
 
 
-def test_each_rank_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_get_environment_variables_and_logs_and_rank_0_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     code = f"import os; print(*(os.environ[name] for name in {names}))"
     assert run(code, 3, tmp_path / "logs") == 0
@@ -32,7 +32,7 @@ def test_each_rank_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().out == said[0]
 
 
-def test_threads_are_shared_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_threads_are_divided_among_ranks_unless_omp_num_threads_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     assert {one["OMP_NUM_THREADS"] for one in rank_environments(2)} == {str(max(1, cores // 2))}
@@ -41,7 +41,7 @@ def test_threads_are_shared_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one["OMP_NUM_THREADS"] for one in rank_environments(2)} == {"7"}
 
 
-def test_devices_are_given_to_all_and_told_apart_by_local_rank() -> None:
+def test_all_ranks_see_all_gpus_and_differ_in_local_rank() -> None:
     assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in rank_environments(2, [1, 3])] == [
         ("1,3", "0"),
         ("1,3", "1"),
@@ -57,25 +57,25 @@ def test_devices_are_given_to_all_and_told_apart_by_local_rank() -> None:
         (2, [1, 2, 3], "the same number of devices"),
     ],
 )
-def test_impossible_numbers_are_refused(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
+def test_invalid_numbers_of_ranks_or_gpus_raise(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         launch(nproc, gpus, ["recipes"], logs=tmp_path)
 
 
-def test_ranks_do_not_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_inside_a_rank_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="already"):
         launch(2, None, ["recipes"], logs=tmp_path)
 
 
-def test_all_end_if_one_dies_and_its_code_is_kept(tmp_path: Path) -> None:
+def test_all_ranks_end_if_one_exits_and_its_exit_code_is_returned(tmp_path: Path) -> None:
     code = f"import os, sys\nif os.environ['RANK'] == '1': sys.exit(7)\n{WAIT}"
     started = time.monotonic()
     assert run(code, 3, tmp_path) == 7
     assert time.monotonic() - started < 30
 
 
-def test_a_rank_killed_by_a_signal_counts_as_128_and_the_signal(tmp_path: Path) -> None:
+def test_exit_code_of_a_killed_rank_is_128_plus_the_signal(tmp_path: Path) -> None:
     code = f"import os, signal\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}"
     assert run(code, 2, tmp_path) == 128 + signal.SIGKILL
 
@@ -96,7 +96,7 @@ sys.exit(3)
     assert (tmp_path / "rank-0.log").read_text() == "no\n"
 
 
-def test_nothing_that_a_killed_rank_started_lives_on(tmp_path: Path) -> None:
+def test_child_processes_of_a_killed_rank_are_killed(tmp_path: Path) -> None:
     code = f"""
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -142,14 +142,14 @@ LAUNCHER = """
 import signal, sys
 from pathlib import Path
 from retouch.distributed.launching import rank_environments, run_ranks
-signal.signal(signal.SIGHUP, signal.{hang_up})  # whoever runs the tests may stand under nohup, which is inherited
+signal.signal(signal.SIGHUP, signal.{hang_up})  # the tests may run under nohup, whose setting is inherited
 sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], rank_environments(2), logs=Path(sys.argv[2]), grace=20.0))
 """
 
 
 @contextmanager
 def launched(code: str, logs: Path, *, hang_up: str = "SIG_DFL") -> Iterator["subprocess.Popen[bytes]"]:
-    """A launcher of two ranks; where the test fails it ends with them."""
+    """Start a launcher of two ranks; if the test fails, the launcher and its ranks are ended."""
     command = [sys.executable, "-c", LAUNCHER.format(hang_up=hang_up), code, str(logs)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
         try:
@@ -170,7 +170,7 @@ def _wait_for_both(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_and_ranks_may_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_is_forwarded_once_and_ranks_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
     with launched(SAVER, tmp_path) as launcher:
         _wait_for_both(tmp_path, "ready")
         launcher.send_signal(number)
@@ -180,7 +180,7 @@ def test_a_signal_is_passed_on_once_and_ranks_may_finish_saving(tmp_path: Path, 
         assert (tmp_path / f"rank-{rank}.log").read_text() == f"ready\n{heard}\nsaved\n"
 
 
-def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+def test_sighup_is_ignored_under_nohup(tmp_path: Path) -> None:
     with launched(SAVER, tmp_path, hang_up="SIG_IGN") as launcher:
         _wait_for_both(tmp_path, "ready")
         launcher.send_signal(signal.SIGHUP)
@@ -189,7 +189,7 @@ def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["ready\nSIGINT\nsaved\n"] * 2
 
 
-def test_a_second_signal_kills(tmp_path: Path) -> None:
+def test_second_signal_kills_the_ranks(tmp_path: Path) -> None:
     deaf = """
 import signal, time
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: print('heard', flush=True))
@@ -227,7 +227,7 @@ def test_ranks_and_their_children_die_with_a_killed_launcher(tmp_path: Path) -> 
     assert [process for process in processes if _alive(process)] == []
 
 
-def test_ranks_of_ours_die_even_if_the_guardian_was_killed_first(tmp_path: Path) -> None:
+def test_retouch_ranks_die_with_the_launcher_even_if_the_guardian_was_killed(tmp_path: Path) -> None:
     code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\n" + PARENT
     with launched(code, tmp_path) as launcher:
         processes = _told(tmp_path)
@@ -248,7 +248,7 @@ def test_a_rank_whose_launcher_has_already_ended_does_not_begin() -> None:
     assert "launcher of this rank has ended" in done.stderr
 
 
-def test_a_rank_keeps_the_run_folder_after_its_launcher(tmp_path: Path) -> None:
+def test_ranks_share_the_launchers_ownership_of_the_run_folder(tmp_path: Path) -> None:
     owner = Owner(tmp_path / "run")
     code = "import os, sys\nfrom pathlib import Path\nfrom retouch.records.ownership import shared_owner\n"
     code += f"shared_owner(Path({str(tmp_path / 'run')!r}), os.environ).require()\nprint('owned')"
@@ -257,7 +257,7 @@ def test_a_rank_keeps_the_run_folder_after_its_launcher(tmp_path: Path) -> None:
     assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["owned\n"] * 2
 
 
-def test_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
+def test_closed_stdout_does_not_stop_the_run(tmp_path: Path) -> None:
     talker = "import sys\nfor k in range(20000): print('line', k)\nsys.exit(0)"
     command = [sys.executable, "-c", LAUNCHER.format(hang_up="SIG_DFL"), talker, str(tmp_path)]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -267,7 +267,7 @@ def test_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.log").read_text().splitlines()[-1] == "line 19999"
 
 
-def test_launch_runs_a_command_of_ours_in_every_rank(tmp_path: Path) -> None:
+def test_launch_runs_a_retouch_command_in_every_rank(tmp_path: Path) -> None:
     assert launch(2, None, ["recipes"], logs=tmp_path) == 0
     said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert said[0] == said[1]

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits or in CPU memory: the map, its error, its steps beside torch's, and its state in a checkpoint."""
+"""AdamW with moments in 8 bits or in CPU memory: quantisation, its error, steps compared with torch's, and its saved state."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from warm_python import python
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_map_has_256_values_over_seven_decades(signed: bool) -> None:
+def test_dynamic_map_has_256_distinct_sorted_values(signed: bool) -> None:
     values = dynamic_map(signed=signed)
     assert len(values) == len(values.unique()) == 256
     assert torch.equal(values, values.sort().values)
@@ -28,7 +28,7 @@ def test_the_map_has_256_values_over_seven_decades(signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (BLOCK,), (3, 1000)])
-def test_what_is_stored_is_close(signed: bool, shape: tuple[int, ...]) -> None:
+def test_quantisation_error_is_below_2_percent_of_the_block_maximum(signed: bool, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[-1])
     x = x if signed else x.square()
     codes, scales = quantise(x, signed=signed)
@@ -60,21 +60,21 @@ def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, 
     return loss.detach(), weight.detach()
 
 
-def test_small_tensors_step_as_torchs() -> None:
+def test_8bit_adamw_matches_torch_on_small_tensors() -> None:
     assert SMALLEST > 50 * 70
     (loss, weight), (known, same) = trained("8bit", 50), trained("fp32", 50)
     torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
 
 
-def test_large_tensors_learn_as_fast() -> None:
+def test_8bit_adamw_stays_close_to_fp32_on_large_tensors() -> None:
     assert SMALLEST < 100 * 70
     (loss, weight), (known, exact) = trained("8bit", 100), trained("fp32", 100)
     assert loss.item() == pytest.approx(known.item(), rel=0.05)
     assert (weight - exact).norm() / exact.norm() < 0.1
 
 
-def test_moments_in_cpu_memory_make_torchs_steps() -> None:
+def test_adamw_with_moments_in_cpu_memory_matches_torch() -> None:
     (loss, weight), (known, exact) = trained("cpu", 100), trained("fp32", 100)
     torch.testing.assert_close(weight, exact, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
@@ -123,7 +123,7 @@ def step(made: ReplicatedStepper, key: int) -> None:
 
 
 @pytest.mark.parametrize("moments", ["8bit", "cpu"])
-def test_a_checkpoint_continues_to_the_same_bits(moments: str, tmp_path: Path) -> None:
+def test_saved_optimizer_state_resumes_bitwise(moments: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     one, other = stepper(0, moments), stepper(1, moments)
@@ -148,7 +148,7 @@ def test_a_checkpoint_continues_to_the_same_bits(moments: str, tmp_path: Path) -
         assert torch.equal(tensor, other.state()[name]), name
 
 
-def test_moments_take_two_bytes_a_weight() -> None:
+def test_8bit_moments_take_two_bytes_per_weight() -> None:
     made = stepper(0)
     step(made, 0)
     moments = [tensor for name, tensor in made.state().items() if name.startswith("weight/exp_avg")]

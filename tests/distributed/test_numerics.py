@@ -1,4 +1,4 @@
-"""What a recipe says about the algorithms of a GPU: deterministic ones, and the rounding of fp32 products."""
+"""The recipe's settings for GPU numerics: deterministic algorithms, and TF32 for fp32 products."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_p
     assert found["exact"]["metrics"] == found["plain"]["metrics"]
 
 
-def test_tf32_is_what_the_recipe_says_and_never_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_follows_the_recipe_and_is_off_in_the_image_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     before = torch.backends.cuda.matmul.allow_tf32
     try:

@@ -1,4 +1,4 @@
-"""Where the parts of a run lie: on devices of their own, in turn on one, and what ranks make of the names in a recipe."""
+"""Placement of a run's parts: on separate devices, in turn on one device, and how ranks resolve the device names of a recipe."""
 
 import json
 import os
@@ -32,7 +32,7 @@ REWARD = {"kind": "import", "class": "placed_run:Told", "combine": {"share": 1}}
 
 
 def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A step with its parts at these places, in a process of its own."""
+    """Make a step with its parts on these devices, in a separate process."""
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(tiny_writer_runs.recipe(tmp_path, writer, reward=REWARD, **changes)))
     command = [python(), str(SUPPORT / "placed_run.py"), str(file), json.dumps(where)]
@@ -48,7 +48,7 @@ APART = {"policy": "pretend:0", "renderer": "pretend:1", "reward": "pretend:2"}
 
 
 @pytest.mark.parametrize("encoder", ["frozen", pytest.param("policy", marks=pytest.mark.slow)])
-def test_parts_on_devices_of_their_own_do_what_they_do_on_one(tmp_path: Path, writer: Path, encoder: str) -> None:
+def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, writer: Path, encoder: str) -> None:
     changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
     alone = step(tmp_path, writer, HERE, **changes)
     apart = step(tmp_path, writer, APART, **changes)
@@ -68,17 +68,17 @@ def test_parts_on_devices_of_their_own_do_what_they_do_on_one(tmp_path: Path, wr
     }
 
 
-def test_one_device_is_shared_in_turn(tmp_path: Path, writer: Path) -> None:
+def test_offloaded_renderer_runs_on_the_policy_device_and_returns_to_the_cpu(tmp_path: Path, writer: Path) -> None:
     shared = step(tmp_path, writer, {**dict.fromkeys(HERE, "pretend:0"), "offload": True})
     assert shared["renderer"] == ["cpu"]
     assert shared["drawn_on"] == ["pretend:0"]
     assert levels_apart(shared["pictures"], step(tmp_path, writer, HERE)["pictures"]) <= ROUNDING
 
 
-# Weights that wait
+# Offloaded weights
 
 
-def test_what_waited_is_the_very_same_afterwards() -> None:
+def test_on_device_restores_the_original_tensors_after_an_exception() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     module.append(module[0])
     before = dict([*module.named_parameters(), *module.named_buffers()])
@@ -96,7 +96,7 @@ def test_what_waited_is_the_very_same_afterwards() -> None:
     assert all(after[name] is tensor for name, tensor in before.items())
 
 
-def test_offload_of_a_recipe(tmp_path: Path, writer: Path) -> None:
+def test_devices_offload_applies_to_the_image_model_and_not_to_the_policy(tmp_path: Path, writer: Path) -> None:
     document = tiny_writer_runs.recipe(tmp_path, writer, devices={"offload": True}, renderer__encoder="policy")
     parts = assemble(parse(document), Ranks())
     renderer = parts.renderer()
@@ -107,16 +107,16 @@ def test_offload_of_a_recipe(tmp_path: Path, writer: Path) -> None:
     parts.judge.close()
 
 
-def test_what_an_imported_model_is_made_of_is_not_known() -> None:
+def test_offload_of_a_model_with_unknown_parts_raises() -> None:
     with pytest.raises(ValueError, match=r"devices\.offload.*SimpleNamespace"):
         parts_of(SimpleNamespace())  # type: ignore[arg-type]
 
 
-# Weights that are held once
+# Shared weights
 
 
-def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path, writer: Path) -> None:
-    """The editor's text encoder is saved with the writer's weights; what is drawn is what two copies of them draw."""
+def test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora(tmp_path: Path, writer: Path) -> None:
+    """The editor's text encoder is saved with the writer's weights; the images match those with two copies of the weights."""
     editor = tmp_path / "editor"
     shutil.copytree(playground_weights(), editor)
     for file in ("model.safetensors", "config.json"):
@@ -126,7 +126,7 @@ def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path
         changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "policy__train": train}
         parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
         once = parts.image_model.text.encoder is parts.model.module  # type: ignore[attr-defined]
-        assert once == (train["kind"] == "lora")  # all weights that train would leave the frozen ones behind
+        assert once == (train["kind"] == "lora")  # if all weights are trained, the frozen encoder needs its own
         assert "reference" in parts.copies.copies
         run, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)  # type: ignore[arg-type]
         batch = phase.batch(0)
@@ -142,7 +142,7 @@ def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path
 
 
 @pytest.mark.parametrize("encoder", ["policy", "frozen"])
-def test_what_is_held_once_has_one_storage(tmp_path: Path, writer: Path, encoder: str) -> None:
+def test_shared_encoder_weights_use_one_storage(tmp_path: Path, writer: Path, encoder: str) -> None:
     editor = tmp_path / "editor"
     shutil.copytree(playground_weights(), editor)
     for file in ("model.safetensors", "config.json"):
@@ -164,7 +164,7 @@ def held(modules: list[nn.Module]) -> int:
 # Names in a recipe
 
 
-def test_names_count_a_ranks_own_gpus() -> None:
+def test_device_names_are_resolved_relative_to_the_gpus_of_a_rank() -> None:
     three = Devices(policy="cuda:0", renderer="cuda:1", reward="cuda:2")
     assert gpus_per_rank(three) == 3
     assert [str(resolve_device(name, three, local_rank=2)) for name in three.named.values()] == ["cuda:6", "cuda:7", "cuda:8"]
@@ -172,7 +172,7 @@ def test_names_count_a_ranks_own_gpus() -> None:
     assert resolve_device("cpu", three, local_rank=2) == CPU
 
 
-def test_parts_without_a_name_are_where_the_policy_is(tmp_path: Path, writer: Path) -> None:
+def test_parts_without_a_device_are_placed_with_the_policy(tmp_path: Path, writer: Path) -> None:
     ranks = Ranks(device=torch.device("cuda:5"))
     assert plan_placement(parse(tiny_writer_runs.recipe(tmp_path, writer)), ranks) == Placement(*[torch.device("cuda:5")] * 3)
     some = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"reward": "cpu", "offload": True}))
@@ -182,7 +182,7 @@ def test_parts_without_a_name_are_where_the_policy_is(tmp_path: Path, writer: Pa
     assert copies_in_cpu_memory(parse(kl)) == {"reference"}
 
 
-def test_devices_that_are_not_there_are_named(tmp_path: Path, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_device_raises_with_its_key(tmp_path: Path, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -16,13 +16,13 @@ def check(fault: str, out: Path) -> rank_faults.Outcome:
 
 
 @pytest.mark.slow
-def test_a_run_of_which_one_rank_was_killed_ends_and_continues(tmp_path: Path) -> None:
+def test_run_with_a_killed_rank_ends_in_time_and_resumes_bitwise(tmp_path: Path) -> None:
     assert check("rank 1 is killed", tmp_path).code != 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [name for name in rank_faults.FAULTS if name != "rank 1 is killed"])
-def test_a_fault_of_a_rank(fault: str, tmp_path: Path) -> None:
+def test_run_with_a_process_disk_or_network_fault_ends_in_time_and_resumes_bitwise(fault: str, tmp_path: Path) -> None:
     if fault.startswith("the network") and not rank_faults.can_partition():
         pytest.skip("no right to create a network namespace")
     found = check(fault, tmp_path)
@@ -38,7 +38,9 @@ def test_a_fault_of_a_rank(fault: str, tmp_path: Path) -> None:
         ("shape '[3, 4]' is invalid for input of size 5", False),
     ],
 )
-def test_only_a_lost_rank_is_called_one(text: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_contact_detects_only_connection_errors_of_distributed_runs(
+    text: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert lost_contact(RuntimeError(text)) == lost
     monkeypatch.delenv("WORLD_SIZE")

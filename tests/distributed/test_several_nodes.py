@@ -50,7 +50,7 @@ def written(made: Recipe) -> str:
 
 
 def end(agent: "subprocess.Popen[bytes]") -> None:
-    """With its ranks, which torchrun puts into process groups of their own but which die with it."""
+    """End the agent and its ranks; torchrun puts the ranks into separate process groups, but they die with it."""
     if agent.poll() is None:
         os.killpg(agent.pid, signal.SIGKILL)
         agent.wait()
@@ -71,7 +71,7 @@ def logs(out: Path) -> str:
     return "\n".join(file.read_text(errors="replace")[-3000:] for file in sorted(out.glob("*.log")))
 
 
-def test_two_nodes_make_the_steps_of_one_and_one_goes_on_when_a_node_is_lost(tmp_path: Path) -> None:
+def test_two_nodes_match_one_bitwise_and_one_resumes_after_a_node_is_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
         one = six_steps(tmp_path, "one")
         launcher = started(["-m", "retouch.cli", "launch", "--nproc", "4", written(one)], tmp_path / "one.log")

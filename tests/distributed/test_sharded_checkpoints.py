@@ -1,4 +1,4 @@
-"""Checkpoints of state that is spread over ranks: written with memory for one tensor, and read by any number of ranks."""
+"""Checkpoints of sharded state: written with memory for a few tensors, and read by any number of ranks."""
 
 import importlib.util
 import json
@@ -29,14 +29,14 @@ def run(ranks: int, kind: str, folder: Path, mode: str, dtype: str = "float32") 
     return load_file(folder / f"{ranks}.safetensors")
 
 
-def test_a_checkpoint_needs_memory_for_one_tensor(saved: tuple[str, Path]) -> None:
+def test_saving_a_sharded_checkpoint_needs_memory_for_less_than_four_tensors(saved: tuple[str, Path]) -> None:
     found: dict[str, Any] = json.loads((saved[1] / "2.json").read_text())
     assert found["state"] > 60 * found["largest"]
     assert found["held"] < 4 * found["largest"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_other_numbers_of_ranks_continue_from_it(saved: tuple[str, Path], ranks: int) -> None:
+def test_sharded_checkpoint_resumes_on_other_numbers_of_ranks(saved: tuple[str, Path], ranks: int) -> None:
     kind, folder = saved
     wanted = load_file(folder / "2.safetensors")
     found = run(ranks, kind if ranks > 1 else "alone", folder, "continue")

@@ -1,4 +1,4 @@
-"""What ranks share of a run, by DeepSpeed's ZeRO-2 and by FSDP2: the steps of ranks that share nothing, to rounding."""
+"""Sharded training with DeepSpeed's ZeRO-2 and with FSDP2: the same steps as replicated ranks, up to rounding."""
 
 import importlib.util
 import json
@@ -39,7 +39,7 @@ def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return [rank[train] for rank in found for train in ("lora", "full")]
 
 
-def test_the_steps_are_those_of_ranks_that_share_nothing(stepped: list[dict[str, Any]]) -> None:
+def test_sharded_steps_match_replicated_steps(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["begun_apart"] == 0
         assert found["empty_state"] == {}
@@ -52,19 +52,19 @@ def test_the_steps_are_those_of_ranks_that_share_nothing(stepped: list[dict[str,
         assert found["state_apart"] < 1e-4
 
 
-def test_what_is_no_number_on_one_rank_changes_nothing_on_any(stepped: list[dict[str, Any]]) -> None:
+def test_nan_loss_on_one_rank_raises_and_changes_nothing_on_any_rank(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["refused"]
         assert found["untouched"]
 
 
-def test_a_step_is_undone_from_what_each_rank_kept(stepped: list[dict[str, Any]]) -> None:
+def test_sharded_step_is_undone_from_the_snapshot_of_each_rank(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["stepped"]
         assert found["undone"]
 
 
-def test_state_is_taken_up_to_the_same_bits_and_by_other_steppers(stepped: list[dict[str, Any]]) -> None:
+def test_sharded_state_resumes_bitwise_and_loads_into_a_replicated_stepper(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["resumed"]
         assert found["renewed"]
@@ -73,7 +73,7 @@ def test_state_is_taken_up_to_the_same_bits_and_by_other_steppers(stepped: list[
         assert apart < 1e-4
 
 
-def test_copies_of_shared_weights_are_swapped_and_blended(stepped: list[dict[str, Any]]) -> None:
+def test_copies_of_sharded_weights_are_swapped_and_averaged(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["reference_apart"] == 0
         assert found["swapped_back"]
@@ -85,7 +85,7 @@ class Blocks(nn.Sequential):
 
 
 @pytest.mark.parametrize(("device", "page_locked"), [("cuda:0", True), ("cpu", False)])
-def test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_awaits(
+def test_offloaded_fsdp_weights_are_pinned_and_synchronized_only_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, page_locked: bool
 ) -> None:
     given, awaited = [], []
@@ -106,7 +106,7 @@ def test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_await
 
 
 def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
-    """A run of two ranks in which the policy itself reads for the editor, with guidance, an average and a KL."""
+    """Train on two ranks, with the policy as the editor's text encoder, with guidance, an EMA and a KL."""
     settings: dict[str, Any] = {
         "renderer__encoder": "policy",
         "renderer__guidance_scale": 2.0,
@@ -122,9 +122,7 @@ def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARED)
-def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_same_bits(
-    tmp_path: Path, writer: Path, sharding: str
-) -> None:
+def test_sharded_run_matches_a_replicated_run_and_resumes_bitwise(tmp_path: Path, writer: Path, sharding: str) -> None:
     plain = train(tmp_path, writer, "plain", steps=2)
     whole = train(tmp_path, writer, "whole", steps=3, sharding=sharding)
     train(tmp_path, writer, "stopped", steps=2, sharding=sharding)
@@ -142,8 +140,8 @@ def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_sam
 
 
 @pytest.mark.slow
-def test_weights_that_wait_in_cpu_memory_learn_the_same_bits_in_any_part_of_a_run(tmp_path: Path, writer: Path) -> None:
-    """On the CPU, copies to and from the device are no copies, so nothing may differ."""
+def test_run_with_weights_in_cpu_memory_for_one_step_is_bitwise_equal(tmp_path: Path, writer: Path) -> None:
+    """On the CPU, offloading does not copy anything, so the results must be bitwise equal."""
     there: dict[str, Any] = {"sharding": "fsdp2"}
     waiting = {**there, "devices": {"weights": "cpu"}}
     whole = train(tmp_path, writer, "whole", steps=3, **there)
@@ -161,7 +159,9 @@ def test_weights_that_wait_in_cpu_memory_learn_the_same_bits_in_any_part_of_a_ru
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [None, pytest.param("zero2", marks=NO_DEEPSPEED)])
-def test_a_server_gets_all_weights_of_ranks_that_share_their_optimizer(tmp_path: Path, writer: Path, sharding: str | None) -> None:
+def test_server_receives_all_weights_in_each_step_with_and_without_zero2(
+    tmp_path: Path, writer: Path, sharding: str | None
+) -> None:
     base = Qwen2_5_VLForConditionalGeneration.from_pretrained(writer).eval()
     processor = Qwen2VLImageProcessorPil.from_pretrained(writer)
     double = Double(base, image_processor=processor, image_token=base.config.image_token_id, dev_mode=True)
@@ -178,8 +178,8 @@ def test_a_server_gets_all_weights_of_ranks_that_share_their_optimizer(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_frozen_reader_that_is_the_sharded_writer_itself_reads_as_its_own(tmp_path: Path, writer: Path) -> None:
-    """The editor's text encoder has the writer's weights, so it is held once, and spread over the ranks."""
+def test_frozen_encoder_shared_with_a_sharded_writer_matches_the_replicated_run(tmp_path: Path, writer: Path) -> None:
+    """The editor's text encoder has the writer's weights, so both share one sharded copy."""
     editor = tmp_path / "editor"
     shutil.copytree(playground_weights(), editor)
     for file in ("model.safetensors", "config.json"):
@@ -194,10 +194,8 @@ def test_a_frozen_reader_that_is_the_sharded_writer_itself_reads_as_its_own(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARED)
-def test_a_value_head_beside_a_shared_writer_learns_what_it_learns_beside_a_whole_one(
-    tmp_path: Path, writer: Path, sharding: str
-) -> None:
-    """Its loss goes into the writer's weights too."""
+def test_value_head_with_a_sharded_writer_matches_the_replicated_run(tmp_path: Path, writer: Path, sharding: str) -> None:
+    """The gradient of the value loss also reaches the writer's weights."""
     head = {"kind": "gae", "head": {"coefficient": 0.5}}
     settings = {"advantage": head, "reward__combine": {"IP": 1}, "steps": 3}
     plain = train(tmp_path, writer, "plain", **settings)
@@ -213,7 +211,7 @@ def test_a_value_head_beside_a_shared_writer_learns_what_it_learns_beside_a_whol
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARED)
-def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sharding: str) -> None:
+def test_sharded_editor_run_matches_a_replicated_run(tmp_path: Path, sharding: str) -> None:
     metrics = []
     for name, key in (("plain", "null"), (sharding, sharding)):
         file = tmp_path / f"{name}.json"
@@ -229,12 +227,12 @@ def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sh
 # What is refused
 
 
-def test_zero3_is_refused_with_the_reason_and_what_to_take(tmp_path: Path, writer: Path) -> None:
+def test_zero3_raises_with_the_reason_and_alternatives(tmp_path: Path, writer: Path) -> None:
     with pytest.raises(ValueError, match=r"sharding: zero3 gathers the weights in every call.*use zero2, or fsdp2"):
         parse(tiny_writer_runs.recipe(tmp_path, writer, sharding="zero3", renderer__encoder="policy"))
 
 
-def test_one_rank_alone_shares_nothing(tmp_path: Path, writer: Path) -> None:
+def test_single_rank_uses_the_replicated_stepper(tmp_path: Path, writer: Path) -> None:
     from retouch.assembly.assembly import assemble
     from retouch.distributed.stepper import ReplicatedStepper
 

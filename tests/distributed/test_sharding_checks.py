@@ -1,4 +1,4 @@
-"""What accelerate's configurations say of sharding: those that ship start ranks that share, others are refused with the reason."""
+"""Sharding settings of accelerate: the shipped configurations start sharded ranks, and others are rejected with the reason."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ def sharded(sharding: str | None) -> Recipe:
         (None, {"ACCELERATE_USE_DEEPSPEED": "false"}),
     ],
 )
-def test_what_says_the_same_is_taken(sharding: str | None, environment: dict[str, str]) -> None:
+def test_launcher_settings_that_match_the_recipe_are_accepted(sharding: str | None, environment: dict[str, str]) -> None:
     check_sharding(sharded(sharding), environment)
 
 
@@ -64,12 +64,12 @@ def test_what_says_the_same_is_taken(sharding: str | None, environment: dict[str
         ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "has sharding fsdp2, but the recipe has zero2"),
     ],
 )
-def test_what_is_not_followed_is_refused(sharding: str | None, environment: dict[str, str], why: str) -> None:
+def test_unsupported_or_conflicting_launcher_settings_raise(sharding: str | None, environment: dict[str, str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_sharding(sharded(sharding), environment)
 
 
-def test_weights_that_wait_in_cpu_memory_need_ranks_that_share_them() -> None:
+def test_weights_in_cpu_memory_require_several_sharded_ranks() -> None:
     recipe = parse({**SMALL, "sharding": "fsdp2", "devices": {"weights": "cpu"}})
     offloads = {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true", "WORLD_SIZE": "2"}
     check_sharding(recipe, offloads)
@@ -80,10 +80,10 @@ def test_weights_that_wait_in_cpu_memory_need_ranks_that_share_them() -> None:
     assert (found.status, found.fix) == ("FAILED", "--set devices.weights=null")
 
 
-def test_a_missing_library_is_reported_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepspeed_is_reported_only_if_several_ranks_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = sharded("zero2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_sharding(recipe, {})  # one rank alone shares nothing
+    check_sharding(recipe, {})  # a single rank shards nothing
     (found,) = check_sharding_settings(recipe, world=2)
     assert (found.status, found.fix) == ("FAILED", "pip install 'retouch[deepspeed]'")
     (alone,) = check_sharding_settings(recipe, world=1)
@@ -92,7 +92,7 @@ def test_a_missing_library_is_reported_before_anything_is_loaded(monkeypatch: py
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
-def test_the_shipped_configurations_start_ranks_that_share(tmp_path: Path, sharding: str) -> None:
+def test_shipped_accelerate_configurations_start_sharded_ranks(tmp_path: Path, sharding: str) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     document = tiny_writer_runs.recipe(tmp_path, tmp_path / "writer", steps=1, sharding=sharding, eval={"tasks": 2}, ranks=2)
     file = tmp_path / "recipe.json"

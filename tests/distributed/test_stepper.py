@@ -1,4 +1,4 @@
-"""The stepper: what it adds up, where it stops, and what it leaves alone."""
+"""The stepper: accumulation, non-finite gradients, weights without gradient, saved state, master weights and fused AdamW."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def weights(made: ReplicatedStepper) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in made.parameters.items()}
 
 
-def test_losses_add_up_to_one_step() -> None:
+def test_gradients_of_several_backward_passes_accumulate() -> None:
     torch.manual_seed(0)
     whole, parts = stepper(), stepper()
     parts.module.load_state_dict(whole.module.state_dict())
@@ -30,7 +30,7 @@ def test_losses_add_up_to_one_step() -> None:
         torch.testing.assert_close(weight, weights(parts)[name], rtol=1e-6, atol=0)
 
 
-def test_what_took_no_part_is_not_even_decayed() -> None:
+def test_weights_without_gradient_are_not_decayed() -> None:
     made = stepper(weight_decay=0.5)
     before = weights(made)
     made.backward(made.module["used"](torch.ones(1, 3)).sum())
@@ -40,7 +40,7 @@ def test_what_took_no_part_is_not_even_decayed() -> None:
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
-def test_what_is_not_finite_stops_before_the_step(fault: str) -> None:
+def test_non_finite_loss_or_gradient_raises_and_skips_the_step(fault: str) -> None:
     made = stepper()
     before = weights(made)
     out = made.module["used"](torch.ones(1, 3)).sum()
@@ -53,7 +53,7 @@ def test_what_is_not_finite_stops_before_the_step(fault: str) -> None:
     assert made.step(0.1) > 0
 
 
-def test_its_state_restores_the_next_step_to_the_bit() -> None:
+def test_stepper_state_restores_the_next_step_bitwise() -> None:
     torch.manual_seed(0)
     one, other = stepper(), stepper()
     x = torch.randn(2, 3)
@@ -67,7 +67,7 @@ def test_its_state_restores_the_next_step_to_the_bit() -> None:
     assert torch.equal(weights(one)["used.weight"], weights(other)["used.weight"])
 
 
-def test_weights_in_16_bits_follow_the_fp32_path_at_a_small_learning_rate() -> None:
+def test_bf16_training_follows_fp32_training_at_a_small_learning_rate() -> None:
     """Most steps of 3e-6 are smaller than the rounding of a bf16 weight of 0.05, so they must be kept elsewhere."""
     torch.manual_seed(0)
     exact = nn.Linear(64, 64, bias=False)
@@ -135,7 +135,7 @@ def learn(made: ReplicatedStepper, steps: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fused_step_is_the_other_to_rounding(dtype: torch.dtype) -> None:
+def test_fused_steps_match_unfused_steps_up_to_rounding(dtype: torch.dtype) -> None:
     plain, fused = learner(None, dtype), learner(True, dtype)
     before = weights(plain)
     for made in (plain, fused):
@@ -147,7 +147,7 @@ def test_a_fused_step_is_the_other_to_rounding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [(True, True), (None, True), (True, None)])
-def test_a_fused_optimizer_resumes_and_changes_hands(saved: bool | None, resumed: bool | None) -> None:
+def test_optimizer_state_resumes_between_fused_and_unfused_adamw(saved: bool | None, resumed: bool | None) -> None:
     one, other = learner(saved), learner(resumed)
     learn(one, 3)
     other.module.load_state_dict(one.module.state_dict())
@@ -166,8 +166,8 @@ def test_a_fused_optimizer_resumes_and_changes_hands(saved: bool | None, resumed
     other.module.load_state_dict(kept)
 
 
-def test_only_an_accelerator_is_fused_by_default() -> None:
-    """The meta device stands for one: no kernel runs."""
+def test_adamw_is_fused_by_default_only_on_an_accelerator() -> None:
+    """The meta device is used in place of a real accelerator: no kernel runs."""
 
     def chosen(device: str, fused: bool | None) -> bool:
         made = ReplicatedStepper(nn.Linear(2, 2, device=device), Ranks(device=torch.device(device)), fused=fused)
@@ -176,7 +176,7 @@ def test_only_an_accelerator_is_fused_by_default() -> None:
     assert [chosen("cpu", None), chosen("cpu", True), chosen("meta", None), chosen("meta", False)] == [False, True, True, False]
 
 
-def test_sharded_and_replicated_weights_are_in_groups_of_their_own() -> None:
+def test_sharded_and_replicated_weights_are_in_separate_parameter_groups() -> None:
     """On an accelerator, AdamW takes all weights of a group at once, and fails if only some of them are sharded."""
 
     def made(sharded: set[str]) -> ReplicatedStepper:

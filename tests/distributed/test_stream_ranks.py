@@ -1,4 +1,4 @@
-"""Two real ranks read a stream: together every row once in a pass, and the same rows after a stop."""
+"""Two real ranks read a stream: together they read every row once per pass, and the same rows after resuming."""
 
 import os
 import subprocess
@@ -56,7 +56,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_two_ranks_draw_the_rows_of_one_process_between_them_also_after_a_stop(parts: Path) -> None:
+def test_two_ranks_together_draw_the_rows_of_one_process_also_after_resuming(parts: Path) -> None:
     train = stream_ranks.stream().build(DataContext()).train
     assert isinstance(train, UnindexedTasks)
     count, places = stream_ranks.COUNT, range(stream_ranks.COUNT)
@@ -73,7 +73,7 @@ def test_two_ranks_draw_the_rows_of_one_process_between_them_also_after_a_stop(p
 
 
 @pytest.mark.slow
-def test_two_ranks_that_stop_continue_to_the_same_bits(parts: Path, tmp_path: Path) -> None:
+def test_two_ranks_on_a_stream_resume_bitwise(parts: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     launch(whole)
     (metrics, tensors), (others, same) = bits(whole), bits(parts)

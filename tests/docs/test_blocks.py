@@ -1,4 +1,4 @@
-"""Every block of code in the documents is run, or parsed by what reads it; where it is only parsed, the reason is here.
+"""Every code block of the documents is run, or parsed by the program that reads it; the reason why it is only parsed is here.
 
 Blocks of docs/your-own.md are run by test_docs.py, those of README.md and docs/python.md by test_python_page.py, and those of
 docs/coming-from.md by tests/examples/test_from_trl.py.
@@ -99,7 +99,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("page", sorted({*pages_with("python")} - RUN_ELSEWHERE - {*PARSED}))
-def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_blocks_of_a_page_run_in_order(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("script_of_the_page")
     monkeypatch.setitem(sys.modules, script.__name__, script)
     monkeypatch.syspath_prepend(Path.cwd())
@@ -134,7 +134,7 @@ EDITOR, WRITER = "playground/grpo.jsonnet", "qwen-image-edit/writer-grpo-frozen-
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("jsonnet") if not block.file], ids=lambda block: block.place)
-def test_a_part_of_a_recipe_is_valid_in_a_recipe(block: Block, tmp_path: Path) -> None:
+def test_jsonnet_blocks_are_valid_parts_of_a_recipe(block: Block, tmp_path: Path) -> None:
     """Keys, types and combinations are checked, as in a recipe; complete recipes are files of docs/your-own.md."""
     recipe = tmp_path / "recipe.jsonnet"
     recipe.write_text(
@@ -184,7 +184,7 @@ PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
-def test_every_line_for_the_shell_is_a_command_that_is_known(page: str) -> None:
+def test_every_line_of_a_shell_block_is_a_known_command(page: str) -> None:
     for block in blocks("sh"):
         if block.page == page:
             for line in block.text.replace("\\\n", " ").splitlines():

@@ -1,4 +1,4 @@
-"""The page for those who come from other trainers: our keys exist, what is "not yet" does not, and nothing is left out."""
+"""docs/coming-from.md: keys listed as ours exist, keys marked "not yet" do not, and every argument of the others has a row."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from retouch.recipe.recipe import Recipe
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 SECTIONS = dict(re.findall(r"^## (\w)\. [^\n]*\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 
-# What these systems are told, by their own names.
+# The arguments of these systems, by their own names.
 THEIRS = {
     "A": "model_name_or_path bf16 use_peft lora_r lora_alpha lora_target_modules learning_rate num_generations n_evals "
     "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_completion_length temperature beta epsilon "
@@ -40,7 +40,7 @@ def rows(section: str) -> list[tuple[str, str, str]]:
 
 
 def known(place: str) -> bool:
-    """Whether the schema has the key ("policy.train.rank"), and lets it have the value where one is said ("rollout.chunk: 4")."""
+    """Whether the schema has the key ("policy.train.rank"), and accepts the value if one is given ("rollout.chunk: 4")."""
     path, has_value, value = place.partition(": ")
     sections, fields = [Recipe], []
     for part in path.split("."):
@@ -57,7 +57,7 @@ def takes(annotation: object, value: object) -> bool:
     return True
 
 
-def test_the_check_knows_keys() -> None:
+def test_known_accepts_existing_keys_and_values_and_rejects_others() -> None:
     assert known("policy.train.rank")
     assert known("policy.train.kind: lora")
     assert known("renderer.encoder: policy")
@@ -68,14 +68,14 @@ def test_the_check_knows_keys() -> None:
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_argument_has_a_row(section: str) -> None:
+def test_every_argument_of_the_other_system_has_a_row(section: str) -> None:
     named = {name for theirs, _, _ in rows(section) for name in re.findall(r"`([^`]+)`", theirs)}
     named |= {name.split()[0] for name in named}
     assert set(THEIRS[section].split()) - named == set()
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_what_is_ours_exists_and_what_is_not_yet_does_not(section: str) -> None:
+def test_keys_listed_as_ours_exist_and_keys_marked_not_yet_do_not(section: str) -> None:
     for theirs, ours, why in rows(section):
         places = re.findall(r"`([^`]+)`", ours)
         if ours == "nothing":
@@ -90,14 +90,14 @@ def test_what_is_ours_exists_and_what_is_not_yet_does_not(section: str) -> None:
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_keys_in_the_reasons_exist(section: str) -> None:
+def test_keys_in_the_column_of_differences_exist(section: str) -> None:
     for theirs, _, why in rows(section):
         for place in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+(?:: [\w-]+)?)`", why):
             assert place.startswith("retouch.") or place.endswith((".jsonl", ".json")) or known(place), f"{theirs}: {place}"
 
 
 @pytest.mark.parametrize("section", THEIRS)
-def test_every_feature_names_the_tests_that_check_it(section: str) -> None:
+def test_every_feature_lists_existing_test_files(section: str) -> None:
     table = SECTIONS[section][SECTIONS[section].index("| feature | works | how | checked by |") :].split("\n\n")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
     assert len(lines) > 5

@@ -1,4 +1,4 @@
-"""The documents: pages are followed to the letter, commands exist, links lead somewhere, and keys are the schema's."""
+"""The documents: code and commands of docs/your-own.md work, and commands, links, files, names and keys of all pages exist."""
 
 import ast
 import contextlib
@@ -67,7 +67,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
 
 
-# Your own data, reward and model, as the page has them
+# The data, reward and model of docs/your-own.md
 
 
 def picture(number: int, *, mask: bool = False) -> Image.Image:
@@ -100,7 +100,7 @@ def make_table(folder: Path, columns: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with every file of the page, entered, and importable as for `retouch`; everything is put back afterwards."""
+    """A working directory with every file of the page, importable as for `retouch`; everything is undone afterwards."""
     folder = tmp_path_factory.mktemp("own")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -125,7 +125,7 @@ def module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(words_of(command)[:3]))
-def test_the_pages_commands_do_what_they_say(workplace: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_your_own_page_succeed(workplace: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = os.environ["RETOUCH_ALLOW_IMPORTS"]
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     said = io.StringIO()
@@ -142,18 +142,18 @@ def test_the_pages_commands_do_what_they_say(workplace: Path, command: str, monk
         assert all(f"reward/{column}" in line for line in metrics for column in recipe.reward.combine)
 
 
-def test_the_page_has_a_command_for_each_of_its_parts() -> None:
+def test_the_your_own_page_has_commands_for_its_recipes_and_its_reward() -> None:
     kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
     assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
     assert any("my_reward:Keeps" in command for command in COMMANDS)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".jsonnet")])
-def test_the_pages_recipes_are_recipes(workplace: Path, name: str) -> None:
+def test_recipes_of_the_your_own_page_load(workplace: Path, name: str) -> None:
     assert load(name).name == Path(name).stem.replace("_", "-").replace("my-recipe", "my-model")
 
 
-def test_the_pages_data_become_the_tasks_it_says(workplace: Path) -> None:
+def test_data_of_the_your_own_page_give_the_documented_tasks(workplace: Path) -> None:
     recipe = load("recipes/photos.jsonnet", ["data.path=my_photos"])
     sets = build_sets(recipe, recipe.data, size=None)
     tasks = {task.instruction: task for tasks in (sets.train, sets.heldout) for task in tasks}
@@ -169,25 +169,25 @@ def test_the_pages_data_become_the_tasks_it_says(workplace: Path) -> None:
     assert {task.text for tasks in (prompts.train, prompts.heldout) for task in tasks} == {None, "open"}
 
 
-def test_the_pages_own_tests_pass(workplace: Path) -> None:
+def test_the_tests_of_the_your_own_page_pass(workplace: Path) -> None:
     found = [made for name, made in vars(module("test_mine")).items() if name.startswith("test_")]
     assert len(found) == 5
     for test in found:
         test()
 
 
-def test_the_pages_reward_is_ten_lines() -> None:
+def test_the_reward_of_the_your_own_page_has_at_most_ten_lines() -> None:
     lines = [line for line in FILES["my_reward.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 10
 
 
-def test_the_pages_model_kinds_are_the_schemas() -> None:
+def test_the_your_own_page_lists_every_image_model_kind() -> None:
     table = re.findall(r"^\| `([\w-]+)` \| `\w+Pipeline`", YOUR_OWN, re.MULTILINE)
     shown = [kind for kind in IMAGE_MODELS if kind != "import" and not kind.startswith("playground")]
     assert sorted(table) == sorted(shown)
 
 
-def test_the_guides_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_of_the_lora_guide_passes_the_contract_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "guides" / "lora.md").read_text()
     (block,) = [block["text"] for block in BLOCK.finditer(page) if block["language"] == "python" and "class " in block["text"]]
     (tmp_path / "bright.py").write_text(block)
@@ -200,7 +200,7 @@ def test_the_guides_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytes
 
 
 def complaint(command: str) -> str | None:
-    """What the tool says of a command that it does not know; a command that is only named may lack its arguments."""
+    """The error message for a command that does not exist, or None; a command that is only mentioned needs no arguments."""
     tool, *words = shlex.split(command, comments=True)
     if tool == "make":
         targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -221,7 +221,7 @@ def test_every_command_exists(page: Path) -> None:
     assert {command: found for command in commands(page) if (found := complaint(command))} == {}
 
 
-def test_invented_commands_are_seen(tmp_path: Path) -> None:
+def test_commands_that_do_not_exist_are_detected(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`retouch conjure`, `retouch.types`, `makefile`, `make test` or:\n\n```sh\nA=1 make gold  # from lead\n```\n")
     found = list(commands(page))
@@ -257,7 +257,7 @@ def test_every_function_and_test_that_a_page_names_exists(page: str, least: int)
         assert name in defined(root / file), f"{file}::{name}"
 
 
-def test_every_name_of_the_package_that_is_named_exists() -> None:
+def test_every_retouch_name_in_a_page_can_be_imported() -> None:
     texts = [page.read_text().split("<!-- shape -->")[0] for page in PAGES]  # the column "before" names modules that are gone
     named = {name for text in texts for name in re.findall(r"`(retouch(?:\.\w+)+)(?::\w+)?`", text)}
     assert len(named) > 20
@@ -283,7 +283,7 @@ def defined(file: Path) -> set[str]:
     return found
 
 
-def test_the_page_of_keys_is_the_schemas() -> None:
+def test_the_recipes_page_equals_the_generated_one() -> None:
     spec = importlib.util.spec_from_file_location("generate_recipes", ROOT / "docs" / "generate_recipes.py")
     assert spec is not None
     assert spec.loader is not None
@@ -293,7 +293,7 @@ def test_the_page_of_keys_is_the_schemas() -> None:
     assert (ROOT / "docs" / "recipes.md").read_text() == generator.page(), again
 
 
-def test_the_page_of_keys_has_every_key() -> None:
+def test_the_recipes_page_lists_every_key() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     for key in places(Recipe):
         assert key in ("kind", "mode") or f"| `{key}` |" in text, key
@@ -319,7 +319,7 @@ def test_every_metric_that_troubleshooting_names_is_written() -> None:
     assert {name for name in said if f'"{name}"' not in source and name.removeprefix("time/") not in stages} == set()
 
 
-def test_the_error_that_troubleshooting_shows_is_the_one_that_is_raised() -> None:
+def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one() -> None:
     shown = next(block["text"] for block in BLOCK.finditer(TROUBLE) if "does not fit" in block["text"])
     first, advice = shown.splitlines()
     recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
@@ -334,7 +334,7 @@ def packages() -> set[str]:
     return {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")} - {"."}
 
 
-def test_the_source_trees_list_every_package() -> None:
+def test_the_tables_of_the_source_tree_list_every_package() -> None:
     rows = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "src" / "README.md").read_text(), re.MULTILINE)
     assert {row for row in rows if not row.endswith(".py")} - {"models/configs"} == packages()
     tree = (ROOT / "docs" / "architecture.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]

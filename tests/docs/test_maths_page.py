@@ -22,7 +22,7 @@ def test_every_named_test_exists():
     assert not missing
 
 
-def test_every_line_of_a_table_names_a_proof():
+def test_every_table_row_names_a_test():
     lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| formula", "| rule"))]
     assert len(lines) > 30
     assert not [line for line in lines if "::test_" not in line]

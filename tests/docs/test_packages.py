@@ -1,4 +1,4 @@
-"""Every package of the source tree says what belongs in it and what it may import."""
+"""The docstring of every package of the source tree describes its contents and which packages it may import."""
 
 import ast
 from pathlib import Path
@@ -9,12 +9,12 @@ SOURCE = Path(__file__).parents[2] / "src" / "retouch"
 PACKAGES = sorted(file.relative_to(SOURCE).parent.as_posix() for file in SOURCE.rglob("__init__.py") if file.parent != SOURCE)
 
 
-def test_there_are_packages() -> None:
+def test_the_list_of_packages_contains_known_packages() -> None:
     assert {"core", "models/common", "doctor"} < set(PACKAGES)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_says_what_belongs_in_it_and_what_it_may_import(package: str) -> None:
+def test_package_docstrings_have_at_least_15_words_and_mention_imports(package: str) -> None:
     text = ast.get_docstring(ast.parse((SOURCE / package / "__init__.py").read_text(encoding="utf-8")))
     assert text is not None, f"{package}/__init__.py has no docstring"
     assert len(text.split()) >= 15, f"{package}/__init__.py: the docstring is too short to say what belongs in it"

@@ -1,4 +1,4 @@
-"""Names in the source tree are words of the field: none of those that a reader of TRL or diffusers would not guess."""
+"""Names in the source tree do not contain private words that a reader of TRL or diffusers could not guess."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ FORBIDDEN = {
     "vain": "impossible",
     "worth": "advantage",
 }
-"""Words that were once used in names here, and what the field says."""
+"""Words that names must not contain, and the standard term for each."""
 
 
 def names(tree: ast.AST) -> Iterator[str]:
@@ -49,14 +49,14 @@ def forbidden_in(code: str) -> list[str]:
     return [f"{name}: the field says {FORBIDDEN[word]}" for name, word in found]
 
 
-def test_a_forbidden_word_is_found_wherever_a_name_is_defined() -> None:
+def test_forbidden_words_are_detected_in_every_kind_of_definition() -> None:
     code = "import a as worth\ndef mend(vain): painter = self.roomy = 1\nclass TheSlips: pass\ndef fix(worthless): pass"
     found = {line.partition(":")[0] for line in forbidden_in(code)}
     assert found == {"mend", "TheSlips", "worth", "vain", "painter", "roomy"}
 
 
 @pytest.mark.parametrize("package", sorted({file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py")}))
-def test_names_are_words_of_the_field(package: str) -> None:
+def test_names_in_a_package_contain_no_forbidden_word(package: str) -> None:
     root = SOURCE / package
     files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
     found = [f"{file.relative_to(SOURCE)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]

@@ -73,7 +73,7 @@ def test_the_readmes_results_are_those_of_the_results_page() -> None:
     assert set(named) <= ranges
 
 
-def test_the_figures_are_those_that_their_script_draws() -> None:
+def test_the_figures_equal_the_output_of_their_script() -> None:
     spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
     assert spec is not None
     assert spec.loader is not None

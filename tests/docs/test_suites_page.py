@@ -1,4 +1,4 @@
-"""The page of the suites is what their classes say, and every published set is refused for training."""
+"""docs/suites.md equals what its generator writes, and every published benchmark is detected as a test set."""
 
 import importlib.util
 from pathlib import Path
@@ -28,7 +28,7 @@ PUBLISHED = {
 OWN_DATA = {"import", "playground", "preservation", "multi-turn", "pickscore", "hpsv2", "aesthetic"}
 
 
-def test_the_page_is_what_the_classes_say():
+def test_the_suites_page_equals_the_generated_one():
     spec = importlib.util.spec_from_file_location("generate_suites", ROOT / "docs" / "generate_suites.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,7 +37,7 @@ def test_the_page_is_what_the_classes_say():
     assert module.page() == (ROOT / "docs" / "suites.md").read_text(encoding="utf-8"), "run `python docs/generate_suites.py`"
 
 
-def test_every_suite_is_complete():
+def test_every_suite_has_a_name_a_headline_column_and_a_protocol():
     assert set(PUBLISHED) | OWN_DATA == set(SUITES)
     for name in set(SUITES) - {"import"}:
         suite = SUITES.load(name)
@@ -49,5 +49,5 @@ def test_every_suite_is_complete():
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_no_published_set_is_for_training(name):
+def test_published_benchmarks_are_detected_as_test_sets(name):
     assert find_test_sets([PUBLISHED[name]])

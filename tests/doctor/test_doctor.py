@@ -91,13 +91,13 @@ def test_findings_are_aligned() -> None:
 # The installation
 
 
-def test_this_installation_is_good() -> None:
+def test_check_install_reports_ok_for_this_installation() -> None:
     found = list(check_install())
     assert [finding.subject for finding in found] == ["python", "torch", "diffusers", "transformers", "peft", "libraries"]
     assert {finding.status for finding in found} == {"ok"}
 
 
-def test_unsupported_versions_are_named_with_the_command_that_fixes_them() -> None:
+def test_unsupported_versions_are_reported_with_the_pip_command() -> None:
     requirements = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
     found = list(check_versions([Requirement(each) for each in requirements]))
     assert [(finding.subject, finding.status) for finding in found] == [
@@ -112,7 +112,7 @@ def test_unsupported_versions_are_named_with_the_command_that_fixes_them() -> No
     assert found[4].text.startswith("1 other")
 
 
-def test_without_a_recipe_the_installation_and_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_without_a_recipe_checks_the_installation_and_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = doctor(capsys)
     assert code == 0
     assert any(line.startswith("ok      playground    the built-in model loads and samples") for line in lines)
@@ -133,7 +133,7 @@ def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> Non
 # The full-size recipe, without its weights
 
 
-def test_the_full_size_recipe_is_ready_up_to_the_download(
+def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -175,7 +175,7 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     ]
 
 
-def test_without_cuda_the_plan_is_for_a_common_gpu_and_a_note_says_so() -> None:
+def test_without_cuda_memory_is_planned_for_an_h100_with_a_note() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device, so that is planned for")
     target, finding = check_device("auto", device=None, weights_here=False)
@@ -188,12 +188,12 @@ def test_without_cuda_the_plan_is_for_a_common_gpu_and_a_note_says_so() -> None:
     assert check_device("cuda", device=None, weights_here=True)[1].status == "FAILED"
 
 
-def test_an_unknown_device_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_device_raises_with_the_known_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="4090"):
         cli.main(["doctor", "--device", "h20O", "--debug"])
 
 
-def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
+def test_memory_plan_of_the_full_size_recipe_matches_its_settings() -> None:
     recipe = load(FULL)
     described = describe(recipe, None)
     assert described is not None
@@ -206,7 +206,7 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
 
 
-def test_sharded_weights_that_wait_are_planned_in_cpu_memory_and_saved_whole() -> None:
+def test_offloaded_sharded_training_state_is_planned_in_cpu_memory() -> None:
     shared = ["sharding=fsdp2", "devices.weights=cpu", "optimizer.moments=cpu"]
     described = describe(load(FULL), None)
     assert described is not None
@@ -234,7 +234,7 @@ def test_a_plan_that_fits_with_little_room_is_a_note() -> None:
     )
 
 
-def test_what_backpropagation_through_the_reward_adds_is_not_planned_and_said() -> None:
+def test_memory_of_draft_backpropagation_is_reported_as_not_planned() -> None:
     found, _ = check_memory(load("playground/draft"), playground_weights(), PlannedDevice("card", 10**12, None))
     assert found.status == "note"
     assert "plus what draft adds, which is not planned: its steps with gradient, the decoder's backward pass" in found.text
@@ -267,7 +267,7 @@ _NFT = ('objective={"kind":"nft","reference_weight":0.1}', 'rollout={"num_steps"
         (*_FULL_BF16, *_NFT),
     ],
 )
-def test_the_footprint_is_what_a_run_keeps(changes: tuple[str, ...]) -> None:
+def test_planned_footprint_matches_the_tensors_of_a_run(changes: tuple[str, ...]) -> None:
     recipe = small(*changes)
     parts = assemble(recipe, Ranks())
     described = describe(recipe, playground_weights())
@@ -292,7 +292,7 @@ def test_the_footprint_is_what_a_run_keeps(changes: tuple[str, ...]) -> None:
     parts.judge.close()
 
 
-def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trial_step_of_a_small_recipe_passes_and_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path)
     code, lines = doctor(capsys, file, "--device", "cpu")
     assert code == 0, "\n".join(lines)
@@ -302,7 +302,7 @@ def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, caps
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_trial_step_samples_no_more_rows_at_once_than_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_step_samples_at_most_rollout_chunk_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble(small("rollout.chunk=3", "tasks_per_step=8"), Ranks())
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a reward was computed"))
     seen: list[tuple[int, ...]] = []
@@ -326,7 +326,7 @@ def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective:
     assert [(check.name, check.ok) for check in checks] == [("gradient", True), ("moved", True), ("frozen", True)]
 
 
-def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = doctor(capsys, recipe_file(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
     assert code == 1
     assert lines[-2] == "not ready: memory"
@@ -339,7 +339,7 @@ def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: 
 # Recipes
 
 
-def test_ranks_that_cannot_share_a_step_are_named() -> None:
+def test_check_batch_reports_ranks_that_do_not_divide_the_batch() -> None:
     (good, unmeant) = check_batch(small("ranks=4"), world=2)
     assert good.text == "2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks"
     assert (unmeant.status, unmeant.text) == ("note", "the recipe is meant for 4 ranks, and there are 2")
@@ -350,13 +350,13 @@ def test_ranks_that_cannot_share_a_step_are_named() -> None:
     assert [finding.text.split(":")[0] for finding in check_batch(phased, world=1)] == ["phase a", "phase b"]
 
 
-def test_a_run_on_other_ranks_than_meant_says_so_and_goes_on(tmp_path: Path) -> None:
+def test_run_on_another_number_of_ranks_logs_it_and_continues(tmp_path: Path) -> None:
     changes = ("ranks=4", "steps=1", f"out={tmp_path}", "device=cpu", "trackers=[]", "policy.ema=null")
     assert run(small(*changes), fresh=False) == 0
     assert "the recipe is meant for 4 ranks, and there is 1" in (tmp_path / "small" / "train.log").read_text()
 
 
-def test_problems_of_the_data_are_shown(photos: Path) -> None:
+def test_check_data_reports_image_problems(photos: Path) -> None:
     recipe = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.5}}', 'reward={"kind":"share","combine":{"share":1}}')
     ((finding, sets),) = check_data(recipe)
     assert sets is not None
@@ -372,7 +372,7 @@ def test_problems_of_the_data_are_shown(photos: Path) -> None:
     assert finding.fix == f"retouch data check {photos}"
 
 
-def test_held_out_tasks_must_have_the_headlines_tags() -> None:
+def test_headline_tags_without_held_out_tasks_are_a_failure() -> None:
     ((finding, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
     assert finding.status == "FAILED"
     ((finding, _),) = check_data(small('eval.headline={"complexity":["1"]}'))
@@ -388,7 +388,7 @@ class Unsure:
         return {"overall": torch.full((len(samples),), math.nan)}
 
 
-def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small()
     sets = build_sets(recipe, recipe.data, size=None)
     good = check_scoring(recipe, sets)
@@ -431,7 +431,7 @@ class Placed:
         (["device=cuda"], 0, False, "cpu"),
     ],
 )
-def test_the_reward_is_built_where_the_run_would(
+def test_reward_is_built_on_the_device_of_the_run_if_it_exists(
     changes: list[str], gpus: int, mps: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this machine lacks the device, the reward is built on one that it has."""
@@ -464,7 +464,7 @@ def test_a_reward_that_compares_images_is_not_tested_on_one(tmp_path: Path, colu
     assert not (tmp_path / "queue").exists()
 
 
-def test_the_doctor_waits_for_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_does_not_wait_for_judge_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
 
     async def wait(client: ChatClient) -> None:
@@ -486,14 +486,14 @@ def test_the_doctor_waits_for_no_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     assert waited == ["training"]
 
 
-def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_package_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     assert check_trackers(small()).status == "ok"
     missing = check_trackers(small('trackers=["wandb"]'))
     assert (missing.status, missing.fix) == ("FAILED", "pip install 'retouch[track]'")
 
 
-def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -> None:
+def test_run_folder_with_the_same_run_is_a_note_and_with_another_a_failure(tmp_path: Path) -> None:
     recipe = small(f"out={tmp_path}")
     assert check_folder(recipe).status == "ok"
     folder = RunFolder(recipe.folder)
@@ -520,7 +520,7 @@ def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -
         ("no such folder: weights", "correct policy.model"),
     ],
 )
-def test_a_run_that_cannot_be_built_names_the_key_to_correct(says: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_that_cannot_be_built_suggests_the_key_to_correct(says: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError(says)
 
@@ -540,7 +540,7 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     assert found.text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
 
 
-def test_checkpoints_of_a_run_whose_length_is_in_passes(tmp_path: Path) -> None:
+def test_disk_check_counts_the_checkpoints_of_a_run_measured_in_passes(tmp_path: Path) -> None:
     changes = ["steps=null", "passes=2", "tasks_per_step=2", "checkpoints.every=1", "checkpoints.keep_every=2"]
     recipe = small(f"out={tmp_path}", *changes)
     sets = build_sets(recipe, recipe.data, size=None)
@@ -555,7 +555,7 @@ def test_checkpoints_of_a_run_whose_length_is_in_passes(tmp_path: Path) -> None:
     assert check_disk(recipe, 10**18, steps=None).status == "FAILED"
 
 
-def test_each_phase_is_as_long_as_the_passes_over_its_own_data() -> None:
+def test_steps_of_each_phase_follow_from_passes_over_its_own_data() -> None:
     data = small().document()["data"]
     phases = [{"name": name, "passes": 1, "data": {**data, "count": count}} for name, count in (("a", 4), ("b", 40), ("c", 4))]
     recipe = small("steps=null", "tasks_per_step=2", f"phases={json.dumps(phases)}")
@@ -578,7 +578,7 @@ TWO_RATES = 'phases=[{"name": "one", "steps": 1}, {"name": "two", "steps": 1, "l
         ("gradient", ['policy.train.targets=["to_q"]'], "--set policy.train.targets=null"),
     ],
 )
-def test_what_a_failed_trial_step_suggests_can_be_typed(
+def test_fix_of_a_failed_trial_step_is_a_valid_override(
     check: str, changes: list[str], fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small(*changes)
@@ -591,7 +591,7 @@ def test_what_a_failed_trial_step_suggests_can_be_typed(
 
 
 @pytest.mark.parametrize(("check", "expected"), [("frozen", "writes to weights"), ("kl_gradient", "do not depend on the trained")])
-def test_what_no_override_can_correct_is_said(check: str, expected: str) -> None:
+def test_failed_check_that_no_override_fixes_is_explained(check: str, expected: str) -> None:
     assert expected in trial._suggested_fix(small(), check)
 
 
@@ -614,14 +614,14 @@ def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monk
             find_weights(wrong)
 
 
-def test_weights_that_cannot_be_downloaded_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_of_weights_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="the weights of some/model could not be downloaded"):
         fetch_weights("some/model")
 
 
-def test_a_folder_is_described_as_the_published_models_are(tmp_path: Path) -> None:
+def test_parts_in_lists_the_models_of_a_folder(tmp_path: Path) -> None:
     described = parts_in(playground_weights())
     assert sorted(described) == ["text_encoder", "transformer", "vae"]
     assert described["transformer"]["class"] == "QwenImageTransformer2DModel"
@@ -640,7 +640,7 @@ def test_two_ranks_on_one_gpu_are_a_failure() -> None:
     assert shared.text.splitlines()[1:] == ["a cuda:0 GPU-1: ranks 0, 2"]
 
 
-def test_what_differs_between_ranks_is_named() -> None:
+def test_check_same_reports_values_that_differ_between_ranks() -> None:
     same = json.dumps({"torch": "2.13", "git": "abc"})
     assert check_same("versions", [same, same]).status == "ok"
     other = check_same("versions", [same, json.dumps({"torch": "2.11"}), same])
@@ -648,7 +648,7 @@ def test_what_differs_between_ranks_is_named() -> None:
     assert other.text.splitlines()[1:] == ["git: abc on ranks 0, 2; none on rank 1", "torch: 2.13 on ranks 0, 2; 2.11 on rank 1"]
 
 
-def test_a_sum_that_comes_back_wrong_is_a_failure() -> None:
+def test_wrong_all_reduce_result_is_a_failure() -> None:
     class NoCommunication(Ranks):
         def sum(self, values: torch.Tensor) -> torch.Tensor:
             return values
@@ -671,7 +671,7 @@ def test_a_single_rank_gathers_its_own_texts() -> None:
     assert isinstance(bad, Finding)
 
 
-def test_distributed_without_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_doctor_without_a_launcher_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     code, lines = doctor(capsys, "--distributed")
     assert code == 1
@@ -693,7 +693,7 @@ print("codes", *codes)
 """
 
 
-def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
+def test_launched_ranks_report_agreement_and_differences(tmp_path: Path, photos: Path) -> None:
     recipe = recipe_file(tmp_path, "ranks=2")
     (tmp_path / "elsewhere").mkdir()
     command = [python(), "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]

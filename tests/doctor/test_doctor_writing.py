@@ -44,7 +44,7 @@ def statuses(found: Sequence[Finding]) -> list[str]:
     return [finding.status for finding in found]
 
 
-def test_system_a_on_an_h200() -> None:
+def test_memory_plan_of_qwen_image_edit_writer_grpo_fits_an_h200() -> None:
     found, loading = check(A, "h200")
     assert found.status == "ok"
     assert loading.text == "loading takes 57.70 GB of CPU memory, for each rank of the machine"
@@ -68,7 +68,7 @@ def test_a_frozen_encoder_fits_an_h100_with_little_room() -> None:
     assert lines(found)["text_encoder"] == pytest.approx(16.6, rel=0.005)
 
 
-def test_an_offloaded_image_model_leaves_an_update_more_room() -> None:
+def test_offloading_the_image_model_makes_the_update_fit() -> None:
     changes = ("devices=null", "renderer.batch=1", "microbatch=64", "policy.gradient_checkpointing=true", "rollout.chunk=16")
     together, offloaded = (check(C, "a100-40gb", *changes, *more) for more in ((), ("devices.offload=true",)))
     assert together[0].status == "FAILED"
@@ -77,7 +77,7 @@ def test_an_offloaded_image_model_leaves_an_update_more_room() -> None:
     assert "of offloaded weights in CPU memory" in offloaded[-1].text
 
 
-def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
+def test_prompt_enhancer_has_a_memory_plan_for_each_of_its_three_gpus() -> None:
     found = check(C, "h100")
     assert statuses(found) == ["ok"] * 3
     policy, renderer, _ = map(lines, found)
@@ -107,7 +107,7 @@ def test_a_part_in_cpu_memory_is_not_compared_with_the_gpu() -> None:
         (C, "4090", ("microbatch=1",), "--set renderer.batch=1"),
     ],
 )
-def test_a_plan_that_does_not_fit_names_the_keys_to_lower(name: str, card: str, changes: tuple[str, ...], next_words: str) -> None:
+def test_memory_plan_that_does_not_fit_suggests_a_fix(name: str, card: str, changes: tuple[str, ...], next_words: str) -> None:
     failures = [finding for finding in check(name, card, *changes) if finding.status == "FAILED"]
     assert failures
     assert "not fit" in failures[0].text
@@ -116,7 +116,7 @@ def test_a_plan_that_does_not_fit_names_the_keys_to_lower(name: str, card: str, 
         assert "settings that need less: --set" in failures[0].text
 
 
-def test_following_the_advice_makes_it_fit() -> None:
+def test_following_the_suggested_fixes_makes_the_plan_fit() -> None:
     changes: list[str] = ["microbatch=64"]
     for _ in range(6):
         failures = [finding for finding in check(C, "a100-40gb", *changes) if finding.status == "FAILED"]
@@ -127,7 +127,7 @@ def test_following_the_advice_makes_it_fit() -> None:
     raise AssertionError(changes)
 
 
-def test_fsdp2_shards_the_writer() -> None:
+def test_memory_plan_with_fsdp2_shards_the_writer() -> None:
     whole, sharded = (lines(check(A, "h200", f"sharding={kind}")[0])["writer, frozen weights"] for kind in ("zero2", "fsdp2"))
     replicated = 2 * (2 * 152064 * 3584 + 676_550_144) / 1e9  # embeddings and head, and the vision tower
     assert sharded == pytest.approx(replicated + (whole - replicated) / 8, abs=0.01)
@@ -136,13 +136,13 @@ def test_fsdp2_shards_the_writer() -> None:
     assert "GB of the writer's training state in CPU memory, for each rank of the machine" in waiting.text
 
 
-def test_models_without_a_known_configuration_are_named() -> None:
+def test_models_without_a_known_configuration_are_reported_as_not_counted() -> None:
     found = check(C, "h100", 'reward.rewards.taste={"kind": "pickscore"}')
     assert found[-1].status == "note"
     assert "not counted, because their configuration is not known: the models of pickscore" in found[-1].text
 
 
-def test_a_benchmark_is_refused_before_it_is_downloaded() -> None:
+def test_training_on_a_benchmark_fails_before_its_download() -> None:
     ((finding, sets),) = check_data(load(A))
     assert (finding.status, sets) == ("FAILED", None)
     assert "Complex-Edit" in finding.text
@@ -158,7 +158,7 @@ def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> N
     assert "use zero2" in said
 
 
-def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emu3_memory_plan_uses_the_published_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "DATA_DIR": "/d",
         "BASE_EXP_DIR": "/r",
@@ -178,7 +178,7 @@ def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: 
 
 
 @pytest.mark.parametrize("start", ["s", "sc"])
-def test_the_playgrounds_image_tokens_have_a_plan_too(start: str) -> None:
+def test_playground_emu3_has_a_memory_plan(start: str) -> None:
     recipe = load("recipes/emu3/sft_sc__rl_sc-playground.jsonnet", [f"policy.model.start={start}"])
     assert isinstance(recipe.policy.model, PlaygroundEmu3)
     folder, _ = recipe.policy.model.find_weights()
@@ -220,9 +220,7 @@ _SHARDED = ("devices=null", "ranks=8", "sharding=fsdp2")
         ((_AHEAD, *_SHARDED), 1 + 2, 1 + 2),  # FSDP2 shards all copies
     ],
 )
-def test_weight_copies_are_planned_where_and_in_the_type_in_which_they_are_kept(
-    changes: tuple[str, ...], on_device: int, saved: int
-) -> None:
+def test_weight_copies_are_planned_on_their_device_and_in_their_dtype(changes: tuple[str, ...], on_device: int, saved: int) -> None:
     """In units of the weights, which are in 16 bits. A checkpoint also has fp32 master weights and both moments: 2 + 4."""
     recipe = load(C, (*_FULL, *changes))
     (found, *_), checkpoint = check_writer_memory(recipe, None, PlannedDevice("h200", GPUS["h200"], None))

@@ -1,4 +1,4 @@
-"""What first users of `retouch doctor` ran into: missing variables, weights and files, advice that does not fit, time and cost."""
+"""Problems of first users of `retouch doctor`: missing variables, weights and files, advice that does not fit, time and cost."""
 
 import os
 import re
@@ -35,7 +35,7 @@ VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BAS
 
 
 @pytest.mark.parametrize("command", ["doctor", "train"])
-def test_fault_11_all_missing_variables_are_named_at_once(
+def test_fault_11_all_missing_variables_are_reported_at_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in VARIABLES:
@@ -48,7 +48,7 @@ def test_fault_11_all_missing_variables_are_named_at_once(
     assert "manifestification" not in said
 
 
-def test_fault_11_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_11_fix_for_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ((finding, _),) = check_data(load("sd3/ocr-grpo"))
     assert (finding.status, finding.fix) == ("FAILED", "--set data.path=FILE.txt")
@@ -62,7 +62,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_fault_11_rl_from_an_export_that_does_not_exist_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_11_memory_is_planned_for_rl_from_an_export_that_does_not_exist_yet(capsys: pytest.CaptureFixture[str]) -> None:
     start = f"{os.environ['APP__BASE_EXP_DIR']}/sft_s"
     lines = doctor(capsys, "emu3/sft_s__rl_s", "--device", "h200")
     assert any(line.startswith("ok      memory        policy, renderer need ") for line in lines)
@@ -73,7 +73,7 @@ def test_fault_11_rl_from_an_export_that_does_not_exist_has_a_plan(capsys: pytes
     assert "next: retouch launch --nproc 8 emu3/sft_s  (weights)" in lines
 
 
-def test_fault_11_the_run_that_will_be_exported_says_its_size(tmp_path: Path) -> None:
+def test_fault_11_base_model_of_a_future_export_is_read_from_its_run(tmp_path: Path) -> None:
     made = tmp_path / "runs" / "mine"
     RunFolder(made).write_recipe({"policy": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}})
     path = made / "somewhere" / "writer"
@@ -94,13 +94,13 @@ def test_fault_11_the_run_that_will_be_exported_says_its_size(tmp_path: Path) ->
         ("a/nobody-knows/exported/writer", None, "train and export that run, or give --base MODEL for its size"),
     ],
 )
-def test_fault_11_weights_that_nothing_is_known_of(path: str, base: str | None, fix: str) -> None:
+def test_fault_11_fix_for_missing_weights_is_to_train_them_or_give_a_base(path: str, base: str | None, fix: str) -> None:
     found = future_weights(path, base=base)
     assert (found.base, found.fix) == (base, fix)
     assert ("planned" in found.text) == (base is not None)
 
 
-def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_11_memory_is_planned_for_the_base_of_missing_weights(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else"]
     assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --device h100 --base MODEL" in doctor(
         capsys, *words
@@ -109,7 +109,7 @@ def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.C
     assert any(line.startswith("ok      memory        policy needs ") for line in lines)
 
 
-def test_fault_11_weights_that_can_be_downloaded_are_not_weights_to_come(
+def test_fault_11_downloadable_weights_are_not_reported_as_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
@@ -141,7 +141,7 @@ def test_fault_11_the_doctor_ends_with_the_smallest_change_that_fits(capsys: pyt
         (lambda recipe: False, None),
     ],
 )
-def test_fault_11_changes_are_few_and_mild(fits: Callable[[Recipe], bool], changes: tuple[str, ...] | None) -> None:
+def test_fault_11_smallest_fit_changes_no_more_than_needed(fits: Callable[[Recipe], bool], changes: tuple[str, ...] | None) -> None:
     recipe = load("sd3/ocr-grpo", ["rollout.chunk=8", "eval.batch=32", "microbatch=9"])
     found = smallest_fit(recipe, fits)
     assert (None if found is None else set(found)) == (None if changes is None else set(changes))
@@ -154,7 +154,7 @@ def test_fault_11_changes_are_few_and_mild(fits: Callable[[Recipe], bool], chang
         ("sd3/prompt-enhancer", ['policy.train={"kind": "full"}', "devices.reference=cpu", "ranks=8"]),
     ],
 )
-def test_fault_11_changes_that_are_refused_together_do_not_hide_those_that_fit(name: str, refused: list[str]) -> None:
+def test_fault_11_smallest_fit_skips_invalid_combinations_of_changes(name: str, refused: list[str]) -> None:
     recipe = load(name, [*refused, "microbatch=8", "policy.gradient_checkpointing=false"])
     with pytest.raises(ValueError, match="fsdp2"):
         parse(recipe.document(), ["sharding=fsdp2"])
@@ -163,7 +163,7 @@ def test_fault_11_changes_that_are_refused_together_do_not_hide_those_that_fit(n
     assert set(found) == {"policy.gradient_checkpointing=true", "microbatch=1"}
 
 
-def test_fault_11_every_failure_has_its_own_next_step() -> None:
+def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None:
     failures = [
         failed("sharding", "DeepSpeed is not installed", fix="pip install 'retouch[deepspeed]'"),
         failed("data", "photos: no such folder", fix="--set data.path=DIR"),
@@ -181,7 +181,7 @@ def test_fault_11_every_failure_has_its_own_next_step() -> None:
     assert DoctorOptions(estimate=True).words() == ["--estimate"]
 
 
-def test_fault_11_missing_weights_of_a_reward_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     finding = check_scoring(load("flux-kontext/photos"), None)
     assert (finding.status, finding.fix) == ("FAILED", "hf download yuvalkirstain/PickScore_v1")
@@ -214,7 +214,9 @@ def test_fault_11_time_and_cost_are_estimated() -> None:
 @pytest.mark.parametrize(
     "words", [["--price-per-hour", "-1", "quickstart"], ["--estimate"], ["--price-per-hour", "nan", "quickstart"]]
 )
-def test_fault_11_an_estimate_of_nothing_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_11_invalid_prices_and_estimates_without_a_recipe_are_rejected(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["doctor", *words]) == 2
     assert "--price-per-hour" in capsys.readouterr().err
 

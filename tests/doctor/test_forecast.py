@@ -1,4 +1,4 @@
-"""The forecast of `retouch doctor --estimate`: whose target a recipe has, and the arithmetic of its hours."""
+"""The forecast of `retouch doctor --estimate`: which target applies to a recipe, and the calculation of its hours."""
 
 from retouch.doctor.forecast import TARGETS, forecast_of
 from retouch.recipe.recipe import load
@@ -25,7 +25,7 @@ def test_other_tasks_of_the_playground_and_several_phases_have_no_target() -> No
     assert not any(each.fits(recipe) for recipe in (single, phases) for each in TARGETS)
 
 
-def test_a_published_target_is_steps_times_the_cost_of_a_step() -> None:
+def test_forecast_is_published_steps_times_the_time_of_a_step() -> None:
     found = forecast_of(load("sd3/ocr-grpo"), 0.006, "32 x h100")
     assert found.status == "note"
     first, caution, basis = found.text.splitlines()
@@ -36,13 +36,13 @@ def test_a_published_target_is_steps_times_the_cost_of_a_step() -> None:
     assert "issues/96" in basis
 
 
-def test_images_are_compared_if_steps_are_smaller() -> None:
+def test_forecast_compares_images_if_steps_have_fewer_images() -> None:
     recipe = load("sd3/ocr-grpo", ["tasks_per_step=24", "ranks=16"])
     first, *_, last = forecast_of(recipe, 0.003, "16 x h100").text.splitlines()
     assert "3.0 h to 6.0 h on 16 x h100 (1,000 to 2,000 steps" in first
     assert last == "a step of that run has 1,152 images, one of this recipe 576: images are compared, not steps"
 
 
-def test_without_a_curve_only_the_cost_of_a_thousand_steps_is_given() -> None:
+def test_forecast_without_a_target_gives_only_the_time_of_1000_steps() -> None:
     text = forecast_of(load("flux2/ocr-grpo"), 0.05, "8 x h100").text
     assert text.startswith("1000 steps take 50.0 h on 8 x h100. How many steps a target takes is not known")

@@ -1,4 +1,4 @@
-"""Image tokens under the grammar's plug-in in a real vLLM server, with prompts read in parts and requests that are preempted."""
+"""Image tokens from a real vLLM server with the grammar plug-in, with chunked prefill and preempted requests."""
 
 import logging
 import re
@@ -49,8 +49,8 @@ def preemptions(client):
 
 
 @pytest.mark.timeout(3600)  # ten thousand tokens by Triton's interpreter, on a machine that may be busy
-def test_no_token_breaks_the_grammar(server, folder, tmp_path):
-    """Also for prompts that are read in parts, and requests that are set aside and taken up again."""
+def test_all_served_image_tokens_follow_the_grammar(server, folder, tmp_path):
+    """Also with chunked prefill, and for requests that are preempted and resumed."""
     editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
     tiny_models.make_trainable(editor.module, "lora", PretrainedLanguageModel.lora_targets)
     tiny_writers.move(editor.module)
@@ -76,7 +76,7 @@ def test_requests_without_a_grammar_are_not_changed(server, folder, tmp_path):
     assert (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max() < 1e-3
 
 
-def test_a_recipe_runs(server, folder, tmp_path):
+def test_a_recipe_with_image_tokens_runs_on_the_server(server, folder, tmp_path):
     section = {"kind": "vllm", "url": server.url, "patience": 60.0, "timeout": 600.0, "max_mismatch": 1e-3}
     reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
     tokens = tiny_writer_runs.image_tokens(folder)

@@ -1,4 +1,4 @@
-"""A real vLLM server that returns what top-k and top-p kept, and servers that were started with the wrong flags."""
+"""A real vLLM server that returns the mask of top-k and top-p, and servers that were started with the wrong flags."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def double(folder, **options):
     return Double(Qwen2ForCausalLM.from_pretrained(folder).eval(), max_num_seqs=16, max_model_len=512, **options)
 
 
-def test_what_top_k_and_top_p_kept(folder, tmp_path):
+def test_log_probabilities_match_with_the_returned_top_k_and_top_p_mask(folder, tmp_path):
     with vllm_server.running(folder, tmp_path, *vllm_server.LORA, "--return-sampling-mask", runner=2) as server:
         assert like_vllm.differences(server.url, double(folder, sampling_mask=True), like_vllm.MASK) == []
         for sampling in ({"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}):
@@ -49,8 +49,8 @@ def test_what_top_k_and_top_p_kept(folder, tmp_path):
             without.rollout(batch())
 
 
-def test_a_server_with_raw_log_probabilities(folder, tmp_path):
-    """Nor does it return a mask, or have development endpoints."""
+def test_a_server_with_raw_log_probabilities_is_rejected(folder, tmp_path):
+    """This server also returns no mask and has no development endpoints."""
     with vllm_server.running(folder, tmp_path, *vllm_server.LORA, "--logprobs-mode", "raw_logprobs") as server:
         exchanges = (*like_vllm.ALWAYS, *like_vllm.ADAPTERS, *like_vllm.NO_DEVELOPMENT)
         assert like_vllm.differences(server.url, double(folder, processed=False, max_lora_rank=32), exchanges) == []
@@ -62,7 +62,7 @@ def test_a_server_with_raw_log_probabilities(folder, tmp_path):
             policy.rollout(batch())
 
 
-def test_a_server_without_scale_out_and_runtime_lora(folder, tmp_path):
+def test_a_server_without_scale_out_and_runtime_lora_is_rejected(folder, tmp_path):
     with vllm_server.running(folder, tmp_path, *vllm_server.LORA, scale_out=False, runtime_lora=False) as server:
         exchanges = (*like_vllm.NO_SCALE_OUT, *like_vllm.NO_RUNTIME_LORA)
         assert like_vllm.differences(server.url, double(folder, scale_out=False, runtime_lora=False), exchanges) == []

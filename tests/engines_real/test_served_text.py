@@ -43,7 +43,7 @@ def off(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
 
 
-def test_the_double_answers_as_the_server(server, folder):
+def test_the_test_double_answers_like_the_real_server(server, folder):
     double = Double(
         Qwen2ForCausalLM.from_pretrained(folder).eval(), max_num_seqs=16, max_model_len=512, has_lora=False, dev_mode=True
     )
@@ -51,7 +51,7 @@ def test_the_double_answers_as_the_server(server, folder):
     assert like_vllm.differences(server.url, double, exchanges) == []
 
 
-def test_every_update_is_reloaded_and_stale_weights_are_found(server, folder, tmp_path):
+def test_every_update_is_reloaded_and_stale_weights_raise(server, folder, tmp_path):
     policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3)
     optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=0.05)
     for step in range(3):
@@ -68,7 +68,7 @@ def test_every_update_is_reloaded_and_stale_weights_are_found(server, folder, tm
         policy.rollout(batch())
 
 
-def test_a_failed_reload_is_noticed_and_the_next_one_repairs_it(server, folder, tmp_path):
+def test_a_failed_reload_raises_and_the_next_one_succeeds(server, folder, tmp_path):
     policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3)
     wanted = policy.rollout(batch())
     publisher = policy.engine._weights
@@ -83,7 +83,7 @@ def test_a_failed_reload_is_noticed_and_the_next_one_repairs_it(server, folder, 
 
 
 def test_weights_of_another_client_are_replaced(server, folder, tmp_path):
-    """What a restart does: the server has another version than was published."""
+    """As after a restart: the server has another version of the weights than the policy published."""
     policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path)
     wanted = policy.rollout(batch())
     other = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path / "other")
@@ -108,7 +108,7 @@ def test_a_server_sleeps_between_rollouts(server, folder, tmp_path):
         assert not is_asleep(client)
 
 
-def test_what_the_server_says_of_itself(server, folder, tmp_path):
+def test_server_properties_are_read_and_a_server_without_lora_is_rejected(server, folder, tmp_path):
     policy = served_models.policy(served_models.writer(folder), server.url, tmp_path)
     with policy.engine._connect() as client:
         found = query_server(client)

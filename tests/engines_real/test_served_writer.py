@@ -49,7 +49,7 @@ def off(trajectory):
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.5])
-def test_completions_come_from_the_policys_distribution(server, folder, tmp_path, temperature):
+def test_served_completions_match_the_distribution_of_the_policy(server, folder, tmp_path, temperature):
     """Also with an image that the processor resizes, which is sent at its final size."""
     policy = served_models.policy(
         served_models.writer(folder), server.url, tmp_path, sampling={"temperature": temperature, "max_new_tokens": 12}
@@ -68,7 +68,7 @@ def test_completions_come_from_the_policys_distribution(server, folder, tmp_path
     assert not torch.isin(trajectory.ids[trajectory.mask], (~policy.model.grammar.vocabularies[0]).nonzero()[:, 0]).any()
 
 
-def test_every_update_is_loaded_and_a_stale_adapter_is_found(server, folder, tmp_path):
+def test_every_update_is_loaded_and_a_stale_adapter_raises(server, folder, tmp_path):
     policy = served_models.policy(served_models.writer(folder), server.url, tmp_path, max_mismatch=1e-3)
     optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=2.0)
     for step in range(3):
@@ -91,7 +91,7 @@ def test_every_update_is_loaded_and_a_stale_adapter_is_found(server, folder, tmp
         assert not [card for card in json.loads(client.get("/v1/models"))["data"] if card["parent"] is not None]
 
 
-def test_seeds_and_more_rows_than_fit_at_once(server, folder, tmp_path):
+def test_served_completions_depend_on_the_seed_and_not_on_the_batch(server, folder, tmp_path):
     """20 rows of a task are above ``--max-num-seqs 16``."""
     policy = served_models.policy(served_models.writer(folder), server.url, tmp_path)
     batch = tiny_writing.batch(served_models.tasks(1, images=False), 20)
@@ -103,7 +103,7 @@ def test_seeds_and_more_rows_than_fit_at_once(server, folder, tmp_path):
     assert not torch.equal(other.ids, first.ids)
 
 
-def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path, monkeypatch):
+def test_requests_that_the_server_rejects_raise_with_its_message(server, folder, tmp_path, monkeypatch):
     writer = served_models.writer(folder, train="none")
     tiny_writers.tiny_models.make_trainable(writer.module, "lora", ["q_proj"])
     for parameter in ("lora_A", "lora_B"):
@@ -129,7 +129,7 @@ def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path, 
         wrong.rollout(tiny_writing.batch(served_models.tasks(1)))
 
 
-def test_a_recipe_runs_and_the_server_may_be_killed_and_started_again(server, folder, tmp_path):
+def test_a_run_continues_after_the_server_is_killed_and_restarted(server, folder, tmp_path):
     section = {"kind": "vllm", "url": server.url, "patience": 600.0, "timeout": 600.0, "max_mismatch": 1e-3}
     recipe = parse(tiny_writer_runs.recipe(tmp_path, folder, rollout__engine=section, steps=4, learning_rate=0.05))
     assert not [finding for finding in check_engines(recipe) if finding.status == "FAILED"]

@@ -1,4 +1,4 @@
-"""Where an adapter of ours goes in SGLang's own models: every layer of it has a layer there, with the same weights.
+"""Our adapters in SGLang's own models: every layer of an adapter has a layer there, with the same weights.
 
 Runs SGLang's loader of adapters on its layers for tiny models, on a CPU. It needs ``sglang`` 0.5.23 with what its models import
 (docs/engines.md).
@@ -97,7 +97,7 @@ def weights_of(own):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_of_our_adapter_is_one_of_theirs(lora_pipeline, monkeypatch, tmp_path, family):
+def test_every_adapter_layer_is_loaded_into_the_sglang_model(lora_pipeline, monkeypatch, tmp_path, family):
     own, pipeline, applied = loaded(lora_pipeline, monkeypatch, tmp_path, family)
     adapter, expected = pipeline.lora_adapters["ours"], weights_of(own)
     if family == "qwen-image":  # the projections of the text are one layer
@@ -114,7 +114,7 @@ def test_every_layer_of_our_adapter_is_one_of_theirs(lora_pipeline, monkeypatch,
     assert pipeline.loaded_adapter_alphas == {"ours": own.peft_config["default"].lora_alpha}
 
 
-def test_an_adapter_of_a_part_of_joined_projections_is_lost(lora_pipeline, monkeypatch, tmp_path):
-    """Which is why such targets are refused (tests/policies/engines/test_sglang_engine.py)."""
+def test_adapters_of_only_some_fused_projections_are_not_applied_by_sglang(lora_pipeline, monkeypatch, tmp_path):
+    """Therefore such targets are refused (tests/policies/engines/test_sglang_engine.py)."""
     own, _, applied = loaded(lora_pipeline, monkeypatch, tmp_path, "qwen-image", ("attn.to_q", "attn.add_k_proj"))
     assert applied == len(weights_of(own)) / 2 > 0

@@ -124,7 +124,7 @@ def ours(asked, row):
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
 @pytest.mark.parametrize("actions", [range(4), range(1, 3), range(3, 4)])
-def test_its_steps_and_log_probabilities_are_ours(kind, actions):
+def test_sglang_steps_and_log_probabilities_match_ours(kind, actions):
     asked = request(kind=kind, actions=actions)
     for row in parse_rollout(served(asked), asked):
         assert row.latents.shape == (len(actions) + 1, *SHAPE)
@@ -132,8 +132,8 @@ def test_its_steps_and_log_probabilities_are_ours(kind, actions):
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps"])
-def test_in_16_bits_its_log_probabilities_are_those_of_states_before_rounding(kind):
-    """Why the policy measures anew: the returned states are rounded, and the reported log-probabilities are not."""
+def test_sglang_bf16_log_probabilities_belong_to_the_states_before_rounding(kind):
+    """Why the policy computes log-probabilities again: the returned states are rounded, the reported log-probabilities are not."""
     asked = request(kind=kind, actions=range(3))
     for row in parse_rollout(served(asked, dtype=torch.bfloat16), asked):
         assert torch.equal(row.latents, row.latents.bfloat16().float())
@@ -141,7 +141,7 @@ def test_in_16_bits_its_log_probabilities_are_those_of_states_before_rounding(ki
         assert 0 < off.max() < 2e-2
 
 
-def test_a_request_has_only_fields_of_theirs_and_sampling_parameters_take_them():
+def test_requests_have_only_fields_that_sglang_and_its_sampling_parameters_accept():
     from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
     from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
     from sglang.multimodal_gen.configs.sample.stablediffusion3 import StableDiffusion3SamplingParams
@@ -157,7 +157,7 @@ def test_a_request_has_only_fields_of_theirs_and_sampling_parameters_take_them()
             assert parameters.should_use_classifier_free_guidance() == (guidance > 1)
 
 
-def test_their_loader_reads_the_adapter_that_is_published(tmp_path):
+def test_the_sglang_loader_reads_the_published_adapter(tmp_path):
     import sglang
     from safetensors.torch import load_file
 
@@ -179,7 +179,7 @@ def test_their_loader_reads_the_adapter_that_is_published(tmp_path):
     assert all(torch.equal(read[name], trained[name]) for name in read)
 
 
-def test_the_double_has_their_request_and_their_serialization():
+def test_the_test_double_has_the_request_fields_and_serialization_of_sglang():
     import msgspec
     from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import RolloutRequest as Theirs
     from sglang.multimodal_gen.runtime.entrypoints.post_training.utils import _maybe_deserialize
@@ -195,7 +195,7 @@ def test_the_double_has_their_request_and_their_serialization():
     assert (read["a"][1:], read["b"]) == (value["a"][1:], value["b"])
 
 
-def test_another_noise_level_or_schedule_is_noticed():
+def test_another_schedule_raises_and_another_noise_level_changes_log_probabilities():
     asked = request()
     body = served(asked)
     other = replace(asked, chain=replace(asked.chain, sigmas=_scheduler(5).sigmas * 0.99))
@@ -203,4 +203,4 @@ def test_another_noise_level_or_schedule_is_noticed():
         parse_rollout(body, other)
     louder = replace(asked, chain=replace(asked.chain, noise_level=0.8))
     row = parse_rollout(body, louder)[0]
-    assert (ours(louder, row) - row.log_probs).abs().min() > 1e-3  # a hundred times what the same level differs by
+    assert (ours(louder, row) - row.log_probs).abs().min() > 1e-3  # a hundred times the difference at the same noise level

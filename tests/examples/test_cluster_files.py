@@ -1,4 +1,4 @@
-"""The job files for clusters, executed with stand-ins for a cluster: each rank gets its place and the same command."""
+"""The job files for clusters, executed with stand-ins for a cluster: each rank gets its rank variables and the same command."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def load(name: str):
     return yaml.safe_load((FILES / name).read_text())
 
 
-def test_slurm_gives_each_rank_its_place(execute) -> None:
+def test_slurm_sets_the_rank_variables_of_each_process(execute) -> None:
     job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": "70001", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
     lines = execute(str(FILES / "slurm.sh"), **job)
     place = "WORLD_SIZE=4 MASTER=first TIMEOUT=1800 retouch train my recipe.jsonnet"
@@ -59,7 +59,7 @@ def test_slurm_on_one_node_launches_a_rank_per_gpu(execute, arguments: list[str]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_slurm_on_one_node_ends_as_the_run_ends(tmp_path: Path, stopped: bool) -> None:
+def test_slurm_on_one_node_ends_with_the_exit_code_of_the_run(tmp_path: Path, stopped: bool) -> None:
     """With the signal, the script waits until the run has saved its checkpoint; without it, the run's exit code is the job's."""
     run = tmp_path / "retouch"
     run.write_text("#!/usr/bin/env bash\ntrap 'sleep 0.3; echo saved; exit 5' TERM\necho began\n" + "sleep 0.1\n" * 20 + "exit 3\n")
@@ -79,7 +79,7 @@ def test_slurm_on_one_node_ends_as_the_run_ends(tmp_path: Path, stopped: bool) -
     assert (said, job.returncode) == (("saved\n", 5) if stopped else ("", 3))
 
 
-# Read by bash before the script: sends the signal right before the command that is like PLACE, once the run has begun.
+# Bash reads this before the script. It sends the signal right before the command that matches PLACE, once the run has begun.
 EARLY_SIGNAL = """unset BASH_ENV
 trap 'if [[ -z ${sent:-} && $BASH_COMMAND == $PLACE ]]; then
   sent=1; until [[ -e $BEGUN ]]; do sleep 0.01; done; kill -TERM $$; fi' DEBUG
@@ -88,7 +88,7 @@ trap 'if [[ -z ${sent:-} && $BASH_COMMAND == $PLACE ]]; then
 
 @pytest.mark.parametrize("place", ["run=*", "trap*kill*", "*-n*stopped*", "wait*"])
 def test_slurm_on_one_node_passes_an_early_signal_on(tmp_path: Path, place: str) -> None:
-    """The run has begun, and the script may not know its process yet."""
+    """The signal arrives when the run has begun and the script may not know the process id of the run yet."""
     run, before = tmp_path / "retouch", tmp_path / "before.sh"
     run.write_text("#!/usr/bin/env bash\ntrap 'echo saved; exit 5' TERM\ntouch $BEGUN\n" + "sleep 0.05\n" * 400 + "exit 3\n")
     run.chmod(0o755)
@@ -103,7 +103,7 @@ def test_slurm_on_one_node_passes_an_early_signal_on(tmp_path: Path, place: str)
     assert (said, job.returncode) == ("saved\n", 5)
 
 
-def test_each_pod_of_a_jobset_is_a_node(execute) -> None:
+def test_each_pod_of_a_jobset_starts_torchrun_as_one_node(execute) -> None:
     (job,) = load("jobset.yaml")["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     assert spec["parallelism"] == spec["completions"] == 2
@@ -119,7 +119,7 @@ def test_each_pod_of_a_jobset_is_a_node(execute) -> None:
         assert line.endswith(f"TIMEOUT=1800 torchrun {where} -m retouch.cli train /shared/recipe.jsonnet")
 
 
-def test_kubeflow_gives_torchrun_its_place(execute, tmp_path: Path) -> None:
+def test_kubeflow_starts_torchrun_with_the_recipe(execute, tmp_path: Path) -> None:
     trainer = load("trainjob.yaml")["spec"]["trainer"]
     assert trainer["numNodes"] == 2
     variables = {each["name"]: each["value"] for each in trainer["env"]}
@@ -143,6 +143,6 @@ def test_a_ray_job_launches_on_one_machine(execute) -> None:
     assert line.endswith(f"{asked} retouch launch --nproc 4 my recipe.jsonnet --set out=/shared/runs")
 
 
-def test_the_page_names_every_file() -> None:
+def test_the_cluster_page_mentions_every_job_file() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
     assert all(f"examples/cluster/{file.name}" in page for file in FILES.iterdir())

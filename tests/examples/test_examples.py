@@ -38,7 +38,7 @@ def test_an_example_runs_to_its_end(name: str, tmp_path: Path, monkeypatch: pyte
         assert list(run.glob("*/export.json"))
 
 
-def test_a_server_and_a_run_that_uses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_uses_the_example_reward_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [python(), str(EXAMPLES / "reward_server.py"), "--tiny", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -26,7 +26,7 @@ def code(file: Path) -> list[str]:
     return text.splitlines()[end:]
 
 
-def test_at_most_ten_lines_differ() -> None:
+def test_the_trl_and_retouch_scripts_differ_in_at_most_ten_lines() -> None:
     matcher = difflib.SequenceMatcher(a=code(SCRIPTS["trl"]), b=code(SCRIPTS["retouch"]), autojunk=False)
     changes = [(high - low, to - start) for tag, low, high, start, to in matcher.get_opcodes() if tag != "equal"]
     assert sum(max(sizes) for sizes in changes) <= 10

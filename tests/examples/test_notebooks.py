@@ -37,8 +37,8 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_committed_clean(notebook: Path) -> None:
-    """The fields of format 4.5, no outputs, no other metadata; every section has a text."""
+def test_a_notebook_is_committed_without_outputs(notebook: Path) -> None:
+    """The fields of format 4.5, no outputs, and no other metadata."""
     document = json.loads(notebook.read_text())
     assert (document["nbformat"], document["nbformat_minor"]) == (4, 5)
     assert set(document["metadata"]) == {"kernelspec", "language_info"}

@@ -1,4 +1,4 @@
-"""The one-file Flow-GRPO: short, on its own, right by diffusers' pipeline, and the same mathematics as the library's."""
+"""The one-file Flow-GRPO is short, does not import Retouch, and matches diffusers' pipeline and the gradient of the library."""
 
 import ast
 import importlib.util
@@ -58,7 +58,7 @@ def lora(transformer):
     return {name: weight for name, weight in transformer.named_parameters() if weight.requires_grad}
 
 
-def test_is_short_and_stands_alone():
+def test_the_example_has_at_most_250_lines_and_does_not_import_retouch():
     source = PATH.read_text()
     assert len(source.splitlines()) <= 250
     imported = set()
@@ -70,7 +70,7 @@ def test_is_short_and_stands_alone():
     assert imported - sys.stdlib_module_names == {"torch", "diffusers", "transformers", "peft"}
 
 
-def test_ratio_is_one_before_each_update_and_the_reward_is_a_share(history):
+def test_the_ratio_is_one_before_each_update_and_rewards_are_between_0_and_1(history):
     assert len(history) == 3
     for row in history:
         assert row["ratio_max_first"] <= 1e-6
@@ -78,7 +78,7 @@ def test_ratio_is_one_before_each_update_and_the_reward_is_a_share(history):
         assert row["grad_norm"] > 0
 
 
-def test_a_seed_decides_everything(history):
+def test_training_is_deterministic_for_a_seed(history):
     assert without_times(list(one_file.train(2, 0))) == without_times(history[:2])
     assert not torch.equal(one_file.draw_noise(0, 0).initial, one_file.draw_noise(1, 0).initial)
 
@@ -96,14 +96,14 @@ def test_weights_change_the_ratio(pipeline):
         torch._foreach_zero_(factors)
 
 
-def test_building_leaves_the_global_generator_alone():
+def test_building_models_does_not_change_the_global_random_state():
     before = torch.random.get_rng_state()
     models = one_file.build_models(SEED)
     one_file.add_lora(models.transformer, SEED)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_without_noise_it_paints_what_the_pipeline_paints(pipeline, monkeypatch):
+def test_without_noise_the_images_match_the_diffusers_pipeline(pipeline, monkeypatch):
     monkeypatch.setattr(one_file, "NOISE_LEVEL", 0.0)
     prompts = one_file.PROMPTS[:2]
     noise = one_file.draw_noise(SEED, 0)
@@ -131,7 +131,7 @@ def test_transition_matches_the_golden_vectors(case, monkeypatch):
     assert (one_file.log_prob(x_next, ours) - torch.tensor(case["log_prob_mean_over_dims"])).abs().max() <= 1e-6
 
 
-def test_share_of_red():
+def test_share_of_red_equals_hand_computed_values():
     colours = torch.tensor([[255, 0, 0], [90, 90, 90], [0, 0, 0], [50, 100, 50]], dtype=torch.uint8)
     shares = one_file.share_of_red(colours.view(4, 3, 1, 1).expand(4, 3, 2, 2))
     assert shares.tolist() == pytest.approx([1, 1 / 3, 1 / 3, 1 / 4])
@@ -181,7 +181,7 @@ def relative_difference(ours, theirs):
 
 @pytest.fixture(params=["at the start", "later on"])
 def pipeline_and_later(request, pipeline):
-    """With the LoRA as it begins, where half of its gradient is 0, and with both of its factors filled."""
+    """With the initial LoRA, where half of its gradient is 0, and with a LoRA in which both factors are not 0."""
     factors = [weight for name, weight in lora(pipeline.transformer).items() if "lora_B" in name]
     if request.param == "later on":
         with torch.no_grad():
@@ -192,7 +192,7 @@ def pipeline_and_later(request, pipeline):
         torch._foreach_zero_(factors)
 
 
-def test_gradient_is_the_library_s(pipeline_and_later):
+def test_the_gradient_matches_that_of_the_library(pipeline_and_later):
     pipeline, prompts, step = pipeline_and_later, one_file.PROMPTS[1:3], 0
     noise = one_file.draw_noise(SEED, step)
     ours = one_file.first_gradient(pipeline, prompts, noise)

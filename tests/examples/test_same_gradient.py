@@ -1,4 +1,4 @@
-"""The library's first step, built from recipes/tiny-sd3.jsonnet and driven by the real loop, is the one-file example's."""
+"""The first step of recipes/tiny-sd3.jsonnet in the real training loop equals that of the one-file example."""
 
 import math
 import sys
@@ -44,7 +44,7 @@ def pixels(images):
     return torch.stack([torch.from_numpy(np.array(image)) for image in images]).permute(0, 3, 1, 2)
 
 
-def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
+def test_the_first_gradient_matches_the_one_file_example(first_step, monkeypatch):
     one_file, collected, gradient, maxima = first_step
     assert maxima["policy/ratio_max"] <= 1e-6
 
@@ -53,7 +53,7 @@ def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
     decode, shown = one_file.decode, pixels(collected.images)
 
     def same_pictures(pipeline, latents):
-        # Latents equal to rounding may still fall on two sides of an 8-bit colour: then both are to judge the same image.
+        # Latents that differ only by rounding can give neighbouring 8-bit colours, so both score the same image.
         assert (latents - collected.trajectory.outputs).abs().max() < 1e-5
         apart = (decode(pipeline, latents).int() - shown.int()).abs()
         assert apart.max() <= 1
@@ -71,7 +71,7 @@ def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
     assert apart / size <= 1e-5
 
 
-def test_rewards_are_the_one_file_s(first_step):
+def test_rewards_match_the_one_file_example(first_step):
     one_file, collected, _, _ = first_step
     assert collected.judged.rewards == pytest.approx(one_file.share_of_red(pixels(collected.images)), abs=1e-6)
 

@@ -19,7 +19,7 @@ def write_samples(folder: Path, step: int, colour: str, *, size: tuple[int, int]
 
 
 @pytest.mark.parametrize(("size", "shown"), [((24, 12), (120, 60)), ((100, 50), (100, 50)), ((256, 128), (128, 64))])
-def test_images_fill_their_place(tmp_path: Path, size: tuple[int, int], shown: tuple[int, int]) -> None:
+def test_small_images_are_enlarged_and_large_images_reduced(tmp_path: Path, size: tuple[int, int], shown: tuple[int, int]) -> None:
     write_samples(tmp_path, 0, "red", size=size)
     write_samples(tmp_path, 20, "blue", size=size)
     sheet = before_and_after(tmp_path)

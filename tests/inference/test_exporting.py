@@ -154,7 +154,7 @@ def test_a_run_with_a_function_as_reward_is_exported_without_its_script(tmp_path
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "by-trainer" / name).read_bytes()
 
 
-def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+def test_invalid_exports_raise_and_write_nothing(tmp_path: Path) -> None:
     folder = trained(tmp_path, **NO_AVERAGE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()

@@ -25,7 +25,7 @@ from tiny_recipes import SMALL
 LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "comfyui_lora.safetensors")
 
 
-def test_the_card_of_a_run(tmp_path: Path) -> None:
+def test_the_model_card_has_valid_metadata_code_and_scores(tmp_path: Path) -> None:
     recipe = parse({**SMALL, "out": str(tmp_path / "runs")})
     run(recipe, fresh=False)
     export_target(str(recipe.folder), to=tmp_path / "out")
@@ -51,7 +51,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
         ast.parse(code)
 
 
-def test_the_card_says_that_tasks_have_no_score(tmp_path: Path) -> None:
+def test_the_model_card_mentions_tasks_without_a_score(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step, missing in ((0, {}), (1, {}), (2, {"overall": 1})):
         folder.write_eval(step, "heldout", table={"all": {"n": 6, "overall": 5.0}}, ci95={}, missing=missing)
@@ -60,7 +60,7 @@ def test_the_card_says_that_tasks_have_no_score(tmp_path: Path) -> None:
     assert at_2.startswith("Means over 6 held-out tasks; tasks without a score are left out.")
 
 
-def test_a_run_without_images_and_with_one_evaluation(tmp_path: Path) -> None:
+def test_the_card_of_a_run_without_samples_and_evaluations_has_no_scores(tmp_path: Path) -> None:
     recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "samples": {**SMALL.get("samples", {}), "every": 0}})
     run(recipe, fresh=False)
     for folder in recipe.folder.glob("samples/*"):
@@ -88,7 +88,7 @@ def test_a_run_without_images_and_with_one_evaluation(tmp_path: Path) -> None:
         ("someone/a-model", ZImageModel, (None, None)),
     ],
 )
-def test_base_model_and_licence(tmp_path: Path, base: str, family: Any, licence: tuple[str | None, str | None]) -> None:
+def test_cards_have_base_model_and_licence(tmp_path: Path, base: str, family: Any, licence: tuple[str | None, str | None]) -> None:
     for name in LORA_FILES:
         (tmp_path / name).touch()
     assert _base_model("python:" + base) == (base, True)
@@ -101,7 +101,7 @@ def test_base_model_and_licence(tmp_path: Path, base: str, family: Any, licence:
     assert "models/loras" in text
 
 
-def test_whole_weights(tmp_path: Path) -> None:
+def test_the_card_of_full_weights_says_finetune_and_loads_the_transformer(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     assert _metadata(tmp_path, "someone/a-model", SD3Model)["base_model_relation"] == "finetune"
     text = "\n".join(_use(tmp_path, SD3Model.pipeline, "SD3Transformer2DModel", base="someone/a-model"))

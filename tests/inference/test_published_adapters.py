@@ -1,4 +1,4 @@
-"""Published IP-Adapters in pickles: the same weights in safetensors, and nothing but tensors is read."""
+"""Published IP-Adapters in pickle files: the safetensors have the same weights, and only tensors are unpickled."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ QFORMER = FORM.model_copy(update={"projection": "qformer"})
 
 
 def transformer(seed: int, form: IpAdapter = FORM) -> torch.nn.Module:
-    """A tiny Flux with the adapter of system B, with weights of its own."""
+    """A tiny Flux with the adapter of system B (docs/coming-from.md) and random weights from ``seed``."""
     made = tiny_models.flux_transformer(channels=64)
     ip_adapter.attach(made, form, embed_width=12, seed=seed)
     random = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ def parts(made: torch.nn.Module, folder: Path) -> tuple[dict[str, torch.Tensor],
     }
 
 
-def test_a_run_starts_from_a_converted_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_converted_adapter_has_the_weights_of_the_original(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = transformer(1)
     projection, attention = parts(one, tmp_path / "one")
     torch.save({"image_proj": projection, "ip_adapter": attention}, tmp_path / "adapter.bin")
@@ -68,7 +68,7 @@ def calligrapher(made: torch.nn.Module, file: Path) -> None:
     torch.save({**{f"image_proj_{half}": each for half, each in halves.items()}, "attn_adapter": attention}, file)
 
 
-def test_a_run_starts_from_calligraphers_adapter_with_its_qformer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_calligrapher_adapters_keep_qformer_and_mlp_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = transformer(1, QFORMER)
     calligrapher(one, tmp_path / "calligrapher.bin")
     assert main(["convert", str(tmp_path / "calligrapher.bin"), "--to", str(tmp_path / "made")]) == 0
@@ -82,8 +82,8 @@ def test_a_run_starts_from_calligraphers_adapter_with_its_qformer(tmp_path: Path
     assert_same([theirs.image_projection_layers[0].mlp], [projection.image_projection_layers[0]])
 
 
-def test_its_tokens_are_those_of_the_published_formula() -> None:
-    """Those of an MLP plus queries that attend to 32 vectors, with a norm of attended plus queries, and another one after it."""
+def test_qformer_tokens_equal_the_published_formula() -> None:
+    """The tokens of the MLP plus those of queries that attend to 32 vectors: two norms in sequence of attended + queries."""
     projection = ip_adapter.modules(transformer(1, QFORMER))[0].image_projection_layers[0]
     embeds = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
     state, attend = projection.qformer.state_dict(), projection.qformer.cross_attn
@@ -104,7 +104,7 @@ def test_its_tokens_are_those_of_the_published_formula() -> None:
     torch.testing.assert_close(projection(embeds) - projection.mlp(embeds), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_blocks_without_an_adapter_leave_no_gap(tmp_path: Path) -> None:
+def test_adapter_blocks_are_renumbered_without_gaps(tmp_path: Path) -> None:
     """Blocks are numbered in their order, whatever their numbers in the source's list of modules."""
     projection, _ = parts(transformer(1), tmp_path / "one")
     attention = {f"{k}.{what}.weight": torch.full((2, 2), float(k)) for k in (3, 10, 4) for what in ("to_k_ip", "to_v_ip")}
@@ -118,7 +118,7 @@ class Evil:
         return print, ("code ran",)
 
 
-def test_what_is_not_an_adapter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_not_an_ip_adapter_raise_and_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     projection, attention = parts(transformer(1), tmp_path / "one")
     cases = [
         ({"image_proj": Evil(), "ip_adapter": attention}, "contains more than numbers"),

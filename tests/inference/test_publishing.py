@@ -1,4 +1,4 @@
-"""Weights that a run pushes to the Hub are those that `retouch export` writes; a Hub that fails costs the run nothing."""
+"""Weights that a run pushes to the Hub are those that `retouch export` writes; if the Hub fails, the run continues."""
 
 import json
 from collections.abc import Iterator
@@ -46,13 +46,13 @@ def told(recipe: Recipe) -> str:
 
 
 def content_of(name: str, content: bytes) -> Any:
-    """safetensors writes its header in any order."""
+    """The content to compare: the tensors of safetensors, whose header is written in any order; otherwise the bytes."""
     if not name.endswith(".safetensors"):
         return content
     return {key: tensor.tolist() for key, tensor in load(content).items()}
 
 
-def test_a_push_is_an_export_of_its_step(tmp_path: Path, hub: Hub) -> None:
+def test_a_push_uploads_the_files_of_an_export_of_its_step(tmp_path: Path, hub: Hub) -> None:
     pushing = recipe(tmp_path, every=1)
     assert run(pushing, fresh=False) == 0
     assert (hub.private, hub.branches) == ({REPO: True}, {REPO: {"main", "step-000001", "step-000002"}})
@@ -68,7 +68,7 @@ def test_a_push_is_an_export_of_its_step(tmp_path: Path, hub: Hub) -> None:
     assert not any((pushing.folder / "push").iterdir())
 
 
-def test_a_trainer_pushes_what_it_saves(tmp_path: Path, hub: Hub) -> None:
+def test_push_to_hub_uploads_the_same_files_as_save_pretrained(tmp_path: Path, hub: Hub) -> None:
     made = retouch.Trainer.from_recipe(parse({**SMALL, "out": str(tmp_path)}), progress=False)
     made.train()
     made.push_to_hub(REPO)
@@ -79,12 +79,12 @@ def test_a_trainer_pushes_what_it_saves(tmp_path: Path, hub: Hub) -> None:
         made.push_to_hub("someone/else")
 
 
-def test_by_default_the_end_is_pushed_and_shown_as_the_recipe_says(tmp_path: Path, hub: Hub) -> None:
+def test_the_last_step_is_pushed_by_default_with_the_visibility_of_the_recipe(tmp_path: Path, hub: Hub) -> None:
     assert run(recipe(tmp_path, private=False), fresh=False) == 0
     assert (hub.private, hub.branches) == ({REPO: False}, {REPO: {"main", "step-000002"}})
 
 
-def test_pushing_changes_no_bit_of_the_run(tmp_path: Path, hub: Hub) -> None:
+def test_pushing_leaves_the_weights_of_the_run_bitwise_equal(tmp_path: Path, hub: Hub) -> None:
     pushing, alone = recipe(tmp_path / "a", every=1), parse({**SMALL, "out": str(tmp_path / "b")})
     for each in (pushing, alone):
         assert run(each, fresh=False) == 0
@@ -93,7 +93,7 @@ def test_pushing_changes_no_bit_of_the_run(tmp_path: Path, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("part", ["/branch/", "/preupload/", "/commit/"])
-def test_what_could_not_be_sent_stays_and_the_run_goes_on(tmp_path: Path, hub: Hub, part: str) -> None:
+def test_a_failed_push_keeps_its_files_and_the_run_continues(tmp_path: Path, hub: Hub, part: str) -> None:
     hub.refuses[part] = 403
     pushing = recipe(tmp_path)
     assert run(pushing, fresh=False) == 0
@@ -103,14 +103,14 @@ def test_what_could_not_be_sent_stays_and_the_run_goes_on(tmp_path: Path, hub: H
     assert not hub.files
 
 
-def test_who_may_not_write_hears_of_it_before_the_first_step(tmp_path: Path, hub: Hub) -> None:
+def test_missing_write_access_to_the_hub_raises_before_the_first_step(tmp_path: Path, hub: Hub) -> None:
     hub.refuses["/api/repos/create"] = 403
     with pytest.raises(ValueError, match=f"push.repo {REPO}: the Hugging Face Hub refused it"):
         run(recipe(tmp_path), fresh=False)
     assert not list(tmp_path.glob("*/metrics.jsonl"))
 
 
-def test_without_a_token_nothing_is_pushed_and_the_run_says_so(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_token_nothing_is_pushed_and_the_log_reports_it(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(publishing, "get_token", lambda: None)
     pushing = recipe(tmp_path)
@@ -121,7 +121,7 @@ def test_without_a_token_nothing_is_pushed_and_the_run_says_so(tmp_path: Path, h
     assert (finding.status, "nothing will be pushed" in finding.text) == ("note", True)
 
 
-def test_a_machine_that_is_offline_pushes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_offline_mode_is_reported_as_the_reason_not_to_push(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "HF_HUB_OFFLINE", True)
     assert why_not_pushable() == "HF_HUB_OFFLINE is set"
 
@@ -135,6 +135,6 @@ def test_a_machine_that_is_offline_pushes_nothing(monkeypatch: pytest.MonkeyPatc
         ({"checkpoints": {"every": 0, "keep_every": 3}}, "checkpoints.keep_every"),
     ],
 )
-def test_mistakes_are_named(change: dict[str, Any], says: str) -> None:
+def test_invalid_push_settings_raise(change: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse({**SMALL, **change})

@@ -18,7 +18,7 @@ def test_fault_8_images_are_resized_as_in_training(tmp_path: Path) -> None:
         assert made.size == (24, 24)
 
 
-def test_fault_8_image_tokens_have_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_8_sampling_image_tokens_prints_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (24, 24), (90, 120, 30)).save(tmp_path / "scene.png")
     words = [
         "--instruction",

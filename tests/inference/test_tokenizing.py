@@ -1,4 +1,4 @@
-"""From images to image tokens on disk, and from these to a run: the command, its shards, and what training makes of the codes."""
+"""`retouch data tokenize` stores images as image tokens: the command, its shards, and runs that train on the stored codes."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A folder of edits, some of them thought about."""
+    """A folder of edits; each row has a thought."""
     root = tmp_path_factory.mktemp("pictures")
     lines = []
     for number, task in enumerate(read_tasks(json.dumps(PLAYGROUND), size=(24, 24))):
@@ -64,7 +64,7 @@ def document(tmp_path, folder, lists, **changes):
     return tiny_writer_runs.recipe(tmp_path / "runs", folder, **{**tiny_writer_runs.image_tokens(folder), **settings})
 
 
-def test_codes_are_those_that_the_model_would_encode(folder, pictures, made):
+def test_stored_codes_equal_the_codes_of_the_model(folder, pictures, made):
     tasks = read_tasks(str(pictures), size=(24, 24))
     names = json.loads((made / "list" / "tokenized_datalist.json").read_text())["path_list"]
     assert names == [f"{number}%2Fa.safetensors" for number in range(12)]
@@ -75,10 +75,10 @@ def test_codes_are_those_that_the_model_would_encode(folder, pictures, made):
             assert file.metadata()["instruction"] == task.instruction
 
 
-def test_shards_make_what_one_process_makes(tmp_path, folder, pictures, made):
+def test_shards_together_equal_the_output_of_one_process(tmp_path, folder, pictures, made):
     job = Job(source=str(pictures), model=str(folder), out=tmp_path / "d", size=(24, 24), device="cpu", batch=3)
     assert [tokenize_shard(job, shard, of=3) for shard in (2, 0)] == [None, None]
-    # What another job left there is not taken for a shard of this one.
+    # A file that another job left there does not count as a shard of this job.
     shutil.copy(tmp_path / "d/list/shards/00000-of-00003.json", tmp_path / "d/list/shards/00001-of-00003.json")
     other = json.loads((tmp_path / "d/list/shards/00001-of-00003.json").read_text()) | {"stamp": "another"}
     (tmp_path / "d/list/shards/00001-of-00003.json").write_text(json.dumps(other))
@@ -98,14 +98,14 @@ def test_shards_make_what_one_process_makes(tmp_path, folder, pictures, made):
 
 
 @pytest.mark.slow
-def test_processes_share_the_rows(tmp_path, folder, pictures, made):
+def test_two_processes_tokenize_the_same_rows_as_one(tmp_path, folder, pictures, made):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu"]
     assert main(["data", "tokenize", str(pictures), *words, "--processes", "2"]) == 0
     lists = [json.loads((root / "list/tokenized_datalist.json").read_text())["path_list"] for root in (tmp_path / "d", made)]
     assert lists[0] == lists[1]
 
 
-def test_a_task_that_brings_codes_is_read_and_drawn_as_its_pictures_are(folder, pictures, made, tmp_path):
+def test_tasks_with_stored_codes_are_encoded_and_decoded_like_tasks_with_images(folder, pictures, made, tmp_path):
     sets = assemble(parse(document(tmp_path, folder, [made])), Ranks()).sets[0]
     assert (len(sets.train), len(sets.heldout)) == (9, 3)
     task = sets.train[0]
@@ -125,14 +125,14 @@ def scored(task):
     return LedgerSample(split="eval", task=task, image="", completion=None, judge="", **numbers)
 
 
-def test_what_only_the_model_can_show_is_not_judged_again(folder, made, tmp_path):
+def test_tasks_without_stored_images_cannot_be_scored_again(folder, made, tmp_path):
     recipe = parse(document(tmp_path, folder, [made]))
     heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
     with pytest.raises(ValueError, match="retouch data tokenize --pictures"):
         RunTasks(recipe)(scored(heldout))
 
 
-def test_stored_pictures_are_opened(folder, pictures, tmp_path):
+def test_images_stored_with_the_tokens_equal_the_originals(folder, pictures, tmp_path):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu", "--pictures"]
     section = json.dumps({"kind": "folder", "path": str(pictures)})
     assert main(["data", "tokenize", section, *words]) == 0
@@ -155,7 +155,7 @@ def test_a_run_on_tokens_trains_and_is_judged(folder, made, tmp_path):
     assert step["policy/ratio_max_first"] <= 1e-5
 
 
-def test_what_is_judged_does_not_train_and_lists_are_mixed(folder, made, tmp_path):
+def test_validation_items_do_not_train_and_coefficients_mix_the_lists(folder, made, tmp_path):
     half = tmp_path / "half"
     names = json.loads((made / "list/tokenized_datalist.json").read_text())["path_list"]
     (half / "list").mkdir(parents=True)
@@ -165,7 +165,7 @@ def test_what_is_judged_does_not_train_and_lists_are_mixed(folder, made, tmp_pat
     recipe = parse(document(tmp_path, folder, [], data=data))
     sets = assemble(recipe, Ranks()).sets[0]
     trained = [sets.train[k].id for k in range(len(sets.train))]
-    # The 8 that are not judged, 1.5 times; the second list is judged whole, and nothing of it is left to train on.
+    # The 8 items that are not for validation, 1.5 times; the whole second list is for validation, so none of it trains.
     assert len(trained) == 12
     assert len(set(trained)) == 8
     assert {sets.heldout[k].id.split("/", 1)[1] for k in range(4)} == {f"{k}/a" for k in range(4)}
@@ -185,7 +185,7 @@ def test_tokens_of_another_size_or_for_another_policy_are_refused(folder, made, 
         parse(document(tmp_path, folder, [made], policy=writer, renderer=drawn))
 
 
-def test_what_cannot_be_tokenized_is_said(folder, tmp_path, capsys):
+def test_sources_that_cannot_be_tokenized_end_with_an_error_message(folder, tmp_path, capsys):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--device", "cpu"]
     assert main(["data", "tokenize", str(tmp_path / "nothing"), *words]) == 2
     assert "no such file or folder" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def enhancer(tmp_path: Path, speaker: Path) -> Path:
-    """The recipe of a writer of prompts, whose completions are all cut off, and such are faults."""
+    """The recipe of a prompt writer; completions that are cut off are rendered."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     return save(
         tmp_path,
@@ -55,7 +55,7 @@ def save(folder: Path, document: dict[str, Any]) -> Path:
     return path
 
 
-def test_one_prompt_or_a_batch_say_the_same(enhancer: Path) -> None:
+def test_a_batch_of_prompts_gives_the_same_completions_as_single_prompts(enhancer: Path) -> None:
     write = retouch.open_writer(str(enhancer))
     many = write.many(PROMPTS)
     assert many == [write(prompt) for prompt in PROMPTS]
@@ -64,7 +64,7 @@ def test_one_prompt_or_a_batch_say_the_same(enhancer: Path) -> None:
     assert write.many([]) == []
 
 
-def test_a_trained_writer_is_opened_with_what_it_has_learnt(enhancer: Path) -> None:
+def test_open_writer_loads_the_trained_weights_of_a_run(enhancer: Path) -> None:
     recipe = parse(json.loads(enhancer.read_text()) | {"steps": 1, "learning_rate": 0.3})
     assert run(recipe, fresh=False) == 0
     trained, before = (retouch.open_writer(str(place)) for place in (recipe.folder, enhancer))
@@ -74,7 +74,7 @@ def test_a_trained_writer_is_opened_with_what_it_has_learnt(enhancer: Path) -> N
     assert [before(prompt).text for prompt in PROMPTS] != [trained(prompt).text for prompt in PROMPTS]
 
 
-def test_a_writer_that_sees_pictures_is_shown_them(tmp_path: Path, writer: Path) -> None:
+def test_a_batch_with_images_gives_the_same_completions_as_single_calls(tmp_path: Path, writer: Path) -> None:
     write = retouch.open_writer(str(save(tmp_path, tiny_writer_runs.recipe(tmp_path, writer))))
     seen = [[tiny_models.picture(k, 24, 24)] for k in range(3)]
     alone = [write("make it red", images) for images in seen]
@@ -83,7 +83,7 @@ def test_a_writer_that_sees_pictures_is_shown_them(tmp_path: Path, writer: Path)
         write.many(["a"] * 3, seen[:1])
 
 
-def test_a_policy_that_does_not_write_is_refused() -> None:
+def test_open_writer_raises_for_a_policy_that_generates_no_text() -> None:
     with pytest.raises(ValueError, match="generates no text"):
         retouch.open_writer("recipes/quickstart.jsonnet")
 
@@ -92,7 +92,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_list_of_prompts(enhancer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampling_a_prompt_list_matches_single_prompts(enhancer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "list.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     arguments = ["sample", str(enhancer), "--instructions", str(tmp_path / "list.txt"), "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 0
@@ -110,7 +110,7 @@ def test_a_list_of_prompts(enhancer: Path, tmp_path: Path, capsys: pytest.Captur
     assert "already" in capsys.readouterr().err
 
 
-def test_lines_of_a_list_start_from_noise_of_their_own(enhancer: Path, tmp_path: Path) -> None:
+def test_equal_lines_of_a_list_start_from_different_noise(enhancer: Path, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a red cat\na red cat\n", encoding="utf-8")
     assert cli.main(["sample", str(enhancer), "--instructions", str(tmp_path / "list.txt"), "--out", str(tmp_path / "out")]) == 0
     first, second = lines_of(tmp_path / "out")
@@ -118,7 +118,7 @@ def test_lines_of_a_list_start_from_noise_of_their_own(enhancer: Path, tmp_path:
     assert (tmp_path / "out" / first["image"]).read_bytes() != (tmp_path / "out" / second["image"]).read_bytes()
 
 
-def test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted(
+def test_faulty_completions_fall_back_to_the_instruction_and_are_counted(
     enhancer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = json.loads(enhancer.read_text())
@@ -134,7 +134,7 @@ def test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted(
     assert f"{len(fallen)} of 5 images were made from the instruction itself" in capsys.readouterr().err
 
 
-def test_a_list_with_pictures_is_edited(tmp_path: Path, writer: Path) -> None:
+def test_a_list_with_source_images_gives_images_of_their_sizes(tmp_path: Path, writer: Path) -> None:
     recipe = save(tmp_path, tiny_writer_runs.recipe(tmp_path, writer))
     rows = []
     for number, side in enumerate((24, 24, 48)):
@@ -157,7 +157,7 @@ def test_a_list_with_pictures_is_edited(tmp_path: Path, writer: Path) -> None:
         ("list.csv.gz", "a", "metadata is read from"),
     ],
 )
-def test_a_bad_list_is_refused_before_anything_is_loaded(
+def test_an_invalid_list_is_an_error_before_the_recipe_is_loaded(
     name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_text(text)
@@ -167,7 +167,7 @@ def test_a_bad_list_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_picture_beside_a_list_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_argument_together_with_a_list_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["sample", "x", "--instructions", "list.txt", "--image", "in.png", "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 2
     assert "need --instruction" in capsys.readouterr().err

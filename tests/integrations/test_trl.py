@@ -1,4 +1,4 @@
-"""The bridge to TRL: completions as ids, three outcomes, keys of noise; and the trainer itself, in front of tiny editors."""
+"""The TRL integration: completions as ids, three outcomes of a reward, keys of the noise, and TRL's trainer with tiny models."""
 
 import importlib.util
 import os
@@ -29,14 +29,14 @@ from warm_python import python
 SUPPORT = Path(__file__).parents[1] / "support"
 EXAMPLE = SUPPORT.parents[1] / "examples" / "train_grpo_trl.py"
 WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed (extra `trl`)")
-# TRL and transformers warn of names that they themselves still use.
+# TRL and transformers warn about deprecated names that they use themselves.
 THEIRS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 
 
-# What TRL hands over
+# What TRL passes to the reward
 
 
-def test_pictures_are_made_of_the_ids_and_not_of_the_text():
+def test_images_are_rendered_from_completion_ids_and_not_from_text():
     function, spy = bridge()
     assert call(function, [[7, 8, 2], [5], [6, 3], [2], []]) == [7.0, 5.0, 6.0, 9.0, 9.0]
     ((_, outputs),) = spy.seen
@@ -45,16 +45,16 @@ def test_pictures_are_made_of_the_ids_and_not_of_the_text():
     assert [output.truncated for output in outputs] == [False, True, False, False, False]
 
 
-def test_only_the_last_end_is_one():
+def test_only_one_final_end_token_is_removed_from_a_completion():
     function, spy = bridge()
     call(function, [[7, 2, 8], [7, 2, 2]])
     assert [output.ids for output in spy.seen[0][1]] == [(7, 2, 8), (7, 2)]
 
 
-def test_three_outcomes():
+def test_a_reward_is_a_value_the_minimum_for_faults_or_none_for_missing_scores():
     metrics = {}
     function, _ = bridge(unread=5, combine={"light": 2.0, "dark": 1.0}, max_missing=0.25)
-    # A value, the minima of the columns for what could not be drawn, None for what could not be judged.
+    # A value; the minima of the columns if the image could not be rendered; None if a score is missing.
     assert call(function, [[7], [0], [5], [4]], log_metric=metrics.__setitem__) == [2 * 7 + 248, 2 * -1 + 0, None, 2 * 4 + 251]
     assert metrics == {
         "reward/light": pytest.approx((7 - 1 + 4) / 3),
@@ -64,14 +64,14 @@ def test_three_outcomes():
     }
 
 
-def test_a_column_that_nobody_could_judge_is_not_logged():
+def test_a_column_without_any_score_is_not_logged():
     metrics = {}
     function, _ = bridge(unread=5, max_missing=1.0)
     assert call(function, [[5]], log_metric=metrics.__setitem__) == [None]
     assert set(metrics) == {"reward/dark", "reward/missing_fraction", "reward/fault_fraction"}
 
 
-def test_too_many_missing_end_the_training():
+def test_too_many_missing_scores_raise():
     function, _ = bridge(unread=5, max_missing=0.2)
     with pytest.raises(TooManyMissing, match="25% of the samples have no score, but max_missing allows only 20%"):
         call(function, [[7], [6], [5], [4]])
@@ -96,7 +96,7 @@ def test_rows_of_a_group_share_one_task():
     assert (tasks[0] is tasks[1], tasks[2] is tasks[3]) == (True, True)
 
 
-def test_two_ranks_agree(tmp_path):
+def test_two_ranks_share_group_keys_have_distinct_slots_and_raise_together(tmp_path):
     path = os.pathsep.join([str(SUPPORT), *sys.path[1:]])
     ranks = [{**environment, "PYTHONPATH": path} for environment in rank_environments(2)]
     command = [python(), "-W", "ignore", str(SUPPORT / "tiny_bridge.py"), str(tmp_path)]
@@ -104,18 +104,18 @@ def test_two_ranks_agree(tmp_path):
     (group, slots, said), (other_group, other_slots, other_said) = (
         (tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)
     )
-    assert group == other_group  # a group that both have rows of
+    assert group == other_group  # a group with rows on both ranks
     assert (slots, other_slots) == ("[0, 1]", "[2, 3]")
     assert said == other_said
     assert said.startswith("25% of the samples have no score")
 
 
-# What the writer reads
+# The inputs of the writer
 
 
 @WITH_TRL
 @pytest.mark.parametrize("cls", [QwenImageEdit, QwenImageEditPlus])
-def test_trl_lets_the_writer_read_what_the_editor_reads(cls):
+def test_the_processor_encodes_prompts_and_images_like_the_writer(cls):
     from trl.data_utils import prepare_multimodal_messages
 
     writer = writer_for(tiny_editing.editor(tiny_editing.parts(), cls, condition_area=32 * 64), tiny_writers.module())
@@ -136,8 +136,8 @@ def test_trl_lets_the_writer_read_what_the_editor_reads(cls):
     assert [len(row["images"]) for row in rows] == [len(task.images) for task in tasks]
 
 
-def test_what_is_padded_is_padded_on_the_left():
-    """As TRL pads the prompts' ids; the types of tokens, which give them their positions, must lie under them."""
+def test_the_processor_pads_on_the_left():
+    """TRL pads the prompts' ids on the left; the token types, which determine the positions, must be aligned with them."""
     writer = writer_for(tiny_editing.editor(tiny_editing.parts()), tiny_writers.module())
     tasks = tiny_editing.tasks()[:2]
     processor = processor_for(writer)
@@ -150,7 +150,7 @@ def test_what_is_padded_is_padded_on_the_left():
     assert writer.template.tokenizer.padding_side == "right"
 
 
-def test_a_text_that_looks_like_jinja_stays_a_text():
+def test_jinja_syntax_in_a_template_or_prompt_is_not_evaluated():
     template = TURNS.format(system='say "{{ 1 + 1 }}" {% raw %} \\n é', user="{}")
     writer = QwenWriter(
         tiny_writers.module(),
@@ -162,18 +162,18 @@ def test_a_text_that_looks_like_jinja_stays_a_text():
     assert text == template.replace("{}", "{{ red }}")
 
 
-def test_a_writer_without_eyes_needs_no_processor():
+def test_processor_for_raises_for_a_text_only_writer():
     writer = QwenWriter(tiny_writers.module("qwen2.5"), tiny_writers.tokenizer(), template=tiny_writers.TEMPLATE)
     with pytest.raises(ValueError, match="takes no images; give TRL its tokenizer"):
         processor_for(writer)
 
 
-# The trainer itself
+# TRL's trainer
 
 
 @WITH_TRL
 @THEIRS
-def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
+def test_grpo_trainer_trains_only_the_adapter_with_rewards_of_images(tmp_path, monkeypatch):
     from peft import LoraConfig, get_peft_model
     from trl import GRPOConfig, GRPOTrainer
 

@@ -1,4 +1,4 @@
-"""What `make bench` compares with TRL is the same learning: one batch of TRL's gives one gradient in both."""
+"""`make bench` compares the same computation in Retouch and TRL: a batch of TRL gives the same gradient in both."""
 
 import importlib.util
 import math
@@ -75,7 +75,7 @@ def ours(twins, pair, batch):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
-def test_one_batch_has_one_gradient(twins, tmp_path):
+def test_the_gradient_on_a_batch_of_trl_equals_the_gradient_of_trl(twins, tmp_path):
     setting = twins.Setting("test", side=24, longest=12)
     pair = twins.twins(setting, seed=0, steps=1)
     batch, rewards, theirs = trls(twins, pair, setting, tmp_path)

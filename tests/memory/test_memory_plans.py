@@ -106,7 +106,7 @@ def vision_weights(language: dict[str, Any]) -> int:
     return sum(weight.numel() for name, weight in build_meta(language).named_parameters() if name.startswith("model.visual."))
 
 
-def test_trained_weights_follow_from_parameter_counts() -> None:
+def test_planned_weights_gradients_and_moments_follow_from_parameter_counts() -> None:
     language = published_language_model(VLM)
     assert language is not None
     wide, narrow, layers = 3584, 512, 28
@@ -141,7 +141,7 @@ def test_trained_weights_follow_from_parameter_counts() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_planned_activations_of_a_layer_are_those_of_the_cpu(checkpointing: bool) -> None:
+def test_planned_activations_match_the_peak_measured_on_the_cpu(checkpointing: bool) -> None:
     planned, measured = [], []
     for layers in (2, 6):
         model = small(layers)
@@ -178,7 +178,7 @@ def test_the_kv_cache_is_as_large_as_that_of_transformers() -> None:
     assert planned("rollout", rollout=(5, 5)) == planned("evaluation", evaluation=5) > planned("evaluation")
 
 
-def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
+def test_planned_update_memory_is_linear_in_rows_and_in_logits_at_once() -> None:
     part = described(small(2))
 
     def update(**changes: Any) -> int:
@@ -213,7 +213,7 @@ def image_model(transformer: nn.Module) -> dict[str, Any]:
     return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in modules.items()}
 
 
-def test_the_planned_decoding_of_latents_is_that_of_the_cpu() -> None:
+def test_planned_memory_of_decoding_latents_matches_the_peak_on_the_cpu() -> None:
     vae = tiny_models.sd3_vae()
     side = 32 // 2 ** (len(vae.config.block_out_channels) - 1)
     latents = torch.randn(2, vae.config.latent_channels, side, side)
@@ -240,7 +240,7 @@ def test_a_part_on_another_device_is_not_counted() -> None:
 # Image tokens
 
 
-def test_emu3_from_its_published_configuration() -> None:
+def test_the_emu3_plan_matches_counts_by_hand() -> None:
     """Counts by hand: embeddings and head, and 32 layers of grouped-query attention and a gated MLP."""
     described = parts("emu3")
     width, inner, layers, narrow, vocabulary = 4096, 14336, 32, 1024, 184_622
@@ -283,7 +283,7 @@ def test_emu3_from_its_published_configuration() -> None:
     assert plan["update: activations and logits"] - alone["update: activations and logits"] == 2 * 255 * vocabulary
 
 
-def test_the_planned_image_tokenizer_is_that_of_the_cpu() -> None:
+def test_planned_memory_of_the_image_tokenizer_matches_the_peak_on_the_cpu() -> None:
     vq = tiny_emu3.module(deep=True).model.vqmodel
     plan = codes_plan(described(vq), decoded=3, encoded=2, size=(32, 48))
     planned = rows(plan)

@@ -28,7 +28,7 @@ TINY = {
 
 
 def described(name):
-    """A tiny transformer and what ``parts`` would say of it."""
+    """A tiny transformer and its description in the form that ``parts`` returns."""
     module = TINY[name]()
     config = {key: value for key, value in module.config.items() if not key.startswith("_")}
     return module, {"class": type(module).__name__, "config": config}
@@ -62,17 +62,17 @@ def rows(setup, model=QWEN):
         ("emu3", "autoencoder", 0.271),
     ],
 )
-def test_published_sizes(model, part, billions):
+def test_parameter_counts_match_published_sizes(model, part, billions):
     assert stored_count(parts(model)[part]) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_bytes_of_qwen_image_in_bf16():
+def test_planned_bytes_of_qwen_image_in_bf16_match_published_figures():
     made = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000))
     assert made["text_encoder"] / 1e9 == pytest.approx(16.6, rel=0.02)
     assert made["transformer, frozen weights"] / 1e9 == pytest.approx(41, rel=0.02)
 
 
-def test_unknown_models_are_named():
+def test_unknown_models_raise_with_their_name():
     assert set(known_models()) >= {
         *("emu3", "flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
         *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium", "z-image"),
@@ -83,8 +83,8 @@ def test_unknown_models_are_named():
         parameter_count({"class": "Other", "config": {}})
 
 
-def test_what_sets_fluxs_siblings_apart():
-    """Fill reads 320 channels more of each token, and the distilled model is not told of guidance."""
+def test_flux_variants_differ_by_the_expected_parameter_counts():
+    """Fill reads 320 more channels per token, and the distilled model has no guidance embedding."""
     dev, fill, schnell = (parts(f"flux.1-{name}")["transformer"] for name in ("dev", "fill-dev", "schnell"))
     width = 24 * 128
     assert parameter_count(fill) - parameter_count(dev) == (384 - 64) * width
@@ -92,14 +92,14 @@ def test_what_sets_fluxs_siblings_apart():
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_counts_are_those_of_real_models(name):
+def test_parameter_counts_equal_those_of_real_models(name):
     module, part = described(name)
     assert parameter_count(part) == module.num_parameters()
     assert stored_count(part) == sum(tensor.numel() for tensor in module.state_dict().values())
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_adapters_are_as_large_as_peft_makes_them(name):
+def test_lora_parameter_counts_equal_those_of_peft(name):
     module, part = described(name)
     targets = FAMILIES[name].lora_targets
     module.requires_grad_(False)
@@ -107,12 +107,12 @@ def test_adapters_are_as_large_as_peft_makes_them(name):
     assert lora_count(part, rank=4, targets=targets) == sum(w.numel() for w in module.parameters() if w.requires_grad)
 
 
-def test_a_target_that_matches_nothing():
+def test_a_lora_target_that_matches_no_layer_raises():
     with pytest.raises(ValueError, match=r"'attn\.to_queue'"):
         plan(QWEN, Setup(lora=LoraShape(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
 
 
-def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
+def test_planned_state_of_a_full_fine_tune_equals_that_of_adamw():
     module, part = described("qwen")
     optimizer = torch.optim.AdamW(module.parameters())
     for weight in module.parameters():
@@ -133,12 +133,12 @@ def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
     assert made["autocast's copy of the trained weights"] == 2 * whole
     assert "transformer, frozen weights" not in made
     table = rows(Setup(lora=None, rows=1, tokens=10), SD3_MEDIUM)["transformer, frozen weights"]
-    assert table == 2 * 384 * 384 * 1536  # its positions are a table that is not trained
+    assert table == 2 * 384 * 384 * 1536  # its position embeddings are a table that is not trained
 
 
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_about_what_autograd_keeps(name, dtype):
+def test_planned_activations_are_within_20_percent_of_what_autograd_saves(name, dtype):
     module, part = described(name)
     if name == "z-image":
         part["config"] |= {"n_layers": 6, "n_heads": 4, "n_kv_heads": 4, "dim": 128}
@@ -176,12 +176,12 @@ def test_activations_are_about_what_autograd_keeps(name, dtype):
     assert inputs_kept < activation_bytes(shape, Setup(**setup)) < measured
 
 
-def test_z_image_is_counted_as_it_is_built():
+def test_the_z_image_plan_equals_counts_by_hand():
     width, text, read = 3840, 2560, 256
     feed = int(width / 3 * 8)
     block = 4 * width**2 + 3 * width * feed + 4 * width + 2 * 128  # no biases; four norms of tokens, two of heads
     told = (read + 1) * 4 * width
-    ends = (64 + 1) * width + (width + 1) * 64 + (read + 1) * width  # tokens in and out, and what the last layer is told
+    ends = (64 + 1) * width + (width + 1) * 64 + (read + 1) * width  # input, output and modulation of the last layer
     time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
     whole = 34 * block + 32 * told + ends + time + words + padding
     assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
@@ -192,7 +192,7 @@ def test_z_image_is_counted_as_it_is_built():
     assert rows(setup, Z_IMAGE)["gradients"] == 4 * 32 * 34 * (4 * 2 * width + 3 * (width + feed))
 
 
-def test_fsdp_shares_the_transformer_and_nothing_else():
+def test_fsdp_shards_the_transformer_and_nothing_else():
     one = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000))
     eight = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8, sharding="fsdp"))
     for name in ("transformer, frozen weights", "transformer, trained weights", "gradients", "AdamW's two moments"):
@@ -206,7 +206,7 @@ def test_fsdp_shares_the_transformer_and_nothing_else():
     assert waiting == {name: eight[name] for name in ("two gathered blocks", "text_encoder", "vae", "activations (estimate)")}
 
 
-def test_parts_elsewhere_and_copies():
+def test_excluded_parts_and_weight_copies_change_the_plan():
     setup = {"lora": QWEN_LORA, "rows": 1, "tokens": 100}
     base, less = rows(Setup(**setup)), rows(Setup(**setup, without=("text_encoder",), copies=(torch.float32, torch.bfloat16)))
     assert less == {
@@ -225,6 +225,6 @@ EIGHT_BITS = torch.float8_e4m3fn
     "wrong",
     [{"rows": 0}, {"tokens": 0}, {"ranks": 0}, {"copies": (EIGHT_BITS,)}, {"dtype": EIGHT_BITS}, {"trained_dtype": EIGHT_BITS}],
 )
-def test_impossible_setups(wrong):
+def test_invalid_setups_raise(wrong):
     with pytest.raises(ValueError, match=r"at least|16 or 32"):
         Setup(**{"lora": None, "rows": 1, "tokens": 1, **wrong})

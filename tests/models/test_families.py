@@ -1,4 +1,4 @@
-"""Image models as a recipe names them: read without torch, built in or of one's own."""
+"""The image models that a recipe can select: parsed without torch, built in or imported from the user's code."""
 
 import json
 import subprocess
@@ -31,13 +31,13 @@ print([name for name in json.loads(sys.argv[1]) if name in sys.modules])
 
 
 class Mine(ImageModel):
-    """A model of one's own with fields."""
+    """A user's model with fields."""
 
     width: int = 8
 
 
 class Halved(DiffusersModel):
-    """A family of one's own."""
+    """A user's model family."""
 
     adapter = "nowhere:Adapter"
     pipeline = "FluxPipeline"
@@ -77,7 +77,7 @@ def test_no_kind_imports_torch_when_a_recipe_is_read() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in IMAGE_MODELS if kind != "import"])
-def test_a_kinds_class_and_its_document(kind: str) -> None:
+def test_each_kind_is_parsed_to_its_class_and_serialised_back(kind: str) -> None:
     section = IMAGE_MODELS.load(kind)
     assert section is not None
     assert issubclass(section, DiffusersModel)
@@ -89,7 +89,7 @@ def test_a_kinds_class_and_its_document(kind: str) -> None:
     assert made.model == section(path="some/where", size=(32, 48), dtype="float16")
 
 
-def test_an_imported_class_that_derives_from_the_base_is_a_section_of_its_own() -> None:
+def test_imported_model_section_is_parsed_with_its_own_fields() -> None:
     document = {
         "kind": "import",
         "class": f"{__name__}:Halved",
@@ -104,7 +104,7 @@ def test_an_imported_class_that_derives_from_the_base_is_a_section_of_its_own() 
     assert made.model.published() is None
 
 
-def test_any_other_class_is_imported_when_it_is_built() -> None:
+def test_imported_class_that_is_no_section_is_imported_at_build() -> None:
     made = policy(kind="import", **{"class": f"{__name__}:Plain", "args": {"width": 3}})
     assert isinstance(made.model, ImportedModel)
     built: Any = made.model.build(device=torch.device("cpu"))

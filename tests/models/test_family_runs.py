@@ -1,4 +1,4 @@
-"""FLUX.2-klein, Qwen-Image-2.1 and Z-Image in recipes: runs with tiny models, what diffusers reads of them, and their memory."""
+"""FLUX.2-klein, Qwen-Image-2.1 and Z-Image in recipes: runs with tiny models, adapters in diffusers, and memory plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,7 +106,7 @@ def weights(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @every_family
-def test_rl_with_guidance_and_what_diffusers_makes_of_the_adapter(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
+def test_adapter_trained_with_guidance_gives_equal_velocities_in_diffusers(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
     made = recipe_of(tiny.model(weights), tmp_path, minibatches=2, learning_rate=tiny.learning_rate)
     made["policy"]["gradient_checkpointing"] = True
     made["rollout"]["guidance_scale"] = 2.0
@@ -138,7 +138,9 @@ def test_rl_with_guidance_and_what_diffusers_makes_of_the_adapter(tiny: Tiny, we
     ids=["flux2", "qwen-image-2"],
     scope="module",
 )
-def test_it_learns_to_edit_images(tiny: Tiny, more: dict[str, int], source_tokens: int, weights: Path, tmp_path: Path) -> None:
+def test_editing_run_takes_a_step_and_memory_plan_counts_source_tokens(
+    tiny: Tiny, more: dict[str, int], source_tokens: int, weights: Path, tmp_path: Path
+) -> None:
     made = recipe_of(tiny.model(weights, size=None, **more), tmp_path, steps=1)
     recipe = parse(made | {"data": {"kind": "folder", "path": str(edits_of(tmp_path)), "held_out": 1}})
     assert run(recipe, fresh=False) == 0
@@ -150,7 +152,7 @@ def test_it_learns_to_edit_images(tiny: Tiny, more: dict[str, int], source_token
 
 
 @every_editor
-def test_the_twin_differs_in_its_world_and_sizes_alone(tiny: Tiny) -> None:
+def test_playground_twin_keeps_the_algorithm_settings_of_the_full_recipe(tiny: Tiny) -> None:
     full, twin = (load(name).document() for name in (tiny.recipe, tiny.recipe.replace(".jsonnet", "-playground.jsonnet")))
     for key in ("objective", "advantage", "optimizer", "minibatches", "epochs"):
         assert full[key] == twin[key]
@@ -160,7 +162,7 @@ def test_the_twin_differs_in_its_world_and_sizes_alone(tiny: Tiny) -> None:
 
 
 @every_family
-def test_a_recipe_is_checked_before_its_weights_are_looked_for(tiny: Tiny, tmp_path: Path) -> None:
+def test_unsupported_model_settings_raise_when_the_recipe_is_parsed(tiny: Tiny, tmp_path: Path) -> None:
     own = f"only .*'flux' .* has it, and this is '{tiny.kind}'"
     with pytest.raises(ValueError, match=rf"policy\.model\.guidance: unknown key; {own}"):
         parse(recipe_of(tiny.model(guidance=3.5), tmp_path))
@@ -178,7 +180,7 @@ def test_a_recipe_is_checked_before_its_weights_are_looked_for(tiny: Tiny, tmp_p
     [*((tiny, tiny.published) for tiny in FAMILIES.values()), (FAMILIES["z-image"], "Tongyi-MAI/Z-Image")],
     ids=[*FAMILIES, "z-image-base"],
 )
-def test_what_memory_it_takes_is_planned_from_the_published_configuration(tiny: Tiny, path: str, tmp_path: Path) -> None:
+def test_memory_is_planned_from_the_published_configuration(tiny: Tiny, path: str, tmp_path: Path) -> None:
     recipe = parse(recipe_of(tiny.model(path=path), tmp_path))
     published = describe(recipe, None)
     assert published is not None
@@ -195,7 +197,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(tiny: 
 
 
 @every_family
-def test_a_folder_is_planned_with_the_numbers_that_it_holds(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
+def test_memory_plan_of_a_local_folder_counts_its_weights(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
     recipe = parse(recipe_of(tiny.model(weights), tmp_path))
     in_folder = describe(recipe, weights)
     assert in_folder is not None
@@ -208,7 +210,7 @@ def test_a_folder_is_planned_with_the_numbers_that_it_holds(tiny: Tiny, weights:
 
 
 @every_editor
-def test_adapters_are_as_large_as_peft_makes_them(tiny: Tiny) -> None:
+def test_lora_count_matches_the_parameters_created_by_peft(tiny: Tiny) -> None:
     module, targets = tiny.parts.transformer(), tiny.section.lora_targets
     linear = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear) and "transformer_blocks" in name]
     left_out = [name for name in linear if not name.endswith(targets)]
@@ -221,7 +223,7 @@ def test_adapters_are_as_large_as_peft_makes_them(tiny: Tiny) -> None:
 
 
 @every_editor
-def test_sampling_takes_what_it_takes_on_the_cpu(tiny: Tiny) -> None:
+def test_planned_rendering_memory_matches_the_measured_peak_on_cpu(tiny: Tiny) -> None:
     module, vae, family = tiny.parts.transformer(), tiny.parts.vae(), tiny.section(path=tiny.published)
     parts = {"transformer": described(module), "vae": described(vae)}
     batch = ImageBatch(rows=2, size=(64, 96), source=(64, 64), sources=1, text=24, dtype=torch.float32)

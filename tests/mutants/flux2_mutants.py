@@ -4,45 +4,57 @@ from mutant import Mutant
 
 _MODEL = "models/flux2/model.py"
 _TEST = "tests/models/flux2/test_flux2.py"
-_SAMPLES = f"{_TEST}::test_samples_what_the_pipeline_samples"
+_SAMPLES = f"{_TEST}::test_sampled_latents_match_the_pipeline"
 
 FLUX2 = (
-    Mutant("the layers in another order", _MODEL, "LAYERS = (9, 18, 27)", "LAYERS = (27, 18, 9)", f"{_SAMPLES}[0-1.0]"),
-    Mutant("the prompt with thinking on", _MODEL, "THINKING = False", "THINKING = True", f"{_SAMPLES}[0-1.0]"),
-    Mutant("prompts padded to the longest", _MODEL, 'PADDING = "max_length"', 'PADDING = "longest"', f"{_SAMPLES}[0-1.0]"),
     Mutant(
-        "noise drawn before it is packed",
+        "the states of the text encoder's layers are concatenated in reverse order",
+        _MODEL,
+        "LAYERS = (9, 18, 27)",
+        "LAYERS = (27, 18, 9)",
+        f"{_SAMPLES}[0-1.0]",
+    ),
+    Mutant("the prompt of FLUX.2 is encoded with thinking on", _MODEL, "THINKING = False", "THINKING = True", f"{_SAMPLES}[0-1.0]"),
+    Mutant(
+        "prompts are padded to the longest prompt instead of the maximum length",
+        _MODEL,
+        'PADDING = "max_length"',
+        'PADDING = "longest"',
+        f"{_SAMPLES}[0-1.0]",
+    ),
+    Mutant(
+        "noise is drawn in the unpacked layout",
         _MODEL,
         "shape = (1, 4 * self.channels, *self.grid(size))",
         "return super().noise(size, generators, device)\n        shape = ()",
         f"{_SAMPLES}[0-1.0]",
     ),
     Mutant(
-        "a shift that does not know the number of steps",
+        "the timestep shift ignores the number of steps",
         _MODEL,
         "compute_empirical_mu(tokens, num_steps)",
         "compute_empirical_mu(tokens, 50)",
-        f"{_TEST}::test_sigmas_are_the_pipelines[4-size0]",
+        f"{_TEST}::test_sigmas_match_the_pipeline[4-size0]",
     ),
     Mutant(
-        "reference images in the place of the output",
+        "reference images have the position ids of the output",
         _MODEL,
         "_places(10 * k, *grid, 1)",
         "_places(0, *grid, 1)",
         f"{_SAMPLES}[1-1.0]",
     ),
     Mutant(
-        "latents that are not normalised",
+        "latents are not normalised",
         _MODEL,
         "return (tokens - self.vae.bn.running_mean.float()) / self._deviation()",
         "return tokens",
         f"{_SAMPLES}[1-1.0]",
     ),
     Mutant(
-        "a reference image cut at its corner",
+        "a reference image is cropped at its corner instead of its center",
         _MODEL,
         "(image.width - width) // 2, (image.height - height) // 2",
         "0, 0",
-        f"{_TEST}::test_a_reference_image_is_prepared_as_the_pipeline_prepares_it[70-81]",
+        f"{_TEST}::test_reference_image_preprocessing_is_bitwise_equal_to_the_pipeline[70-81]",
     ),
 )

@@ -1,4 +1,4 @@
-"""Deliberate bugs in the objectives that follow the gradient of a reward, and in the weights of denoising steps."""
+"""Deliberate bugs in the objectives that differentiate a reward (DRaFT, ReFL), and in the loss weights of denoising steps."""
 
 from mutant import Mutant
 
@@ -6,59 +6,59 @@ _TESTS = "tests/objectives/test_reward_gradient.py"
 
 GRADIENTS = (
     Mutant(
-        "the reward is lowered",
+        "the loss has the wrong sign, so the reward falls",
         "objectives/reward_gradient.py",
         "value = -(weights * used).sum()",
         "value = (weights * used).sum()",
-        f"{_TESTS}::test_a_step_brings_images_nearer_to_their_targets[draft]",
+        f"{_TESTS}::test_gradient_step_increases_the_score[draft]",
     ),
     Mutant(
-        "the state between two steps with gradient is a constant",
+        "the gradient is cut between denoising steps",
         "policies/denoising/backpropagation.py",
         "velocity = model.velocity(module, x, sigma.expand(len(x)), conditioning)",
         "x = x.detach()\n        velocity = model.velocity(module, x, sigma.expand(len(x)), conditioning)",
-        f"{_TESTS}::test_the_gradient_in_fp64[False]",
+        f"{_TESTS}::test_image_gradient_passes_gradcheck_in_fp64[False]",
     ),
     Mutant(
-        "the predicted image is one Euler step away",
+        "the predicted image is one Euler step away instead of at sigma 0",
         "policies/denoising/backpropagation.py",
         "sigmas = sigmas[[0, -1]]",
         "sigmas = sigmas[:2]",
         f"{_TESTS}::test_refl_scores_the_clean_image_that_the_model_predicts",
     ),
     Mutant(
-        "the state is kept one step late",
+        "the first state with gradient is kept one step too late",
         "objectives/reward_gradient.py",
         "return num_steps - self.steps",
         "return min(num_steps - self.steps + 1, num_steps - 1)",
-        f"{_TESTS}::test_the_gradient_is_that_of_the_whole_chain_with_a_constant_beginning[3-sd3]",
+        f"{_TESTS}::test_draft_gradient_equals_backpropagation_through_the_last_steps_of_the_chain[3-sd3]",
     ),
     Mutant(
-        "ranks draw steps of their own",
+        "each rank draws its own gradient step",
         "objectives/reward_gradient.py",
         'generator=generator(seed, "refl", step)',
         "generator=None",
-        f"{_TESTS}::test_refl_draws_one_step_for_all_ranks_and_another_in_the_next_training_step",
+        f"{_TESTS}::test_refl_draws_its_gradient_step_deterministically_from_seed_and_training_step",
     ),
     Mutant(
-        "weights by noise change the size of the loss",
+        "noise weights of denoising steps do not have a mean of 1",
         "policies/denoising/transitions.py",
         "return made.step_std / made.step_std.mean()",
         "return made.step_std",
-        "tests/objectives/test_policy_gradient.py::test_weights_by_noise_multiply_the_loss_of_each_step[branch]",
+        "tests/objectives/test_policy_gradient.py::test_noise_step_weights_multiply_the_loss_of_each_denoising_step[branch]",
     ),
     Mutant(
-        "several differentiated rewards are added without their weights",
+        "differentiable rewards are added without their weights",
         "rewards/combine/gradients.py",
         "scores = [weight * rewards[name]",
         "scores = [rewards[name]",
-        "tests/objectives/test_reward_gradient.py::test_several_rewards_are_their_weighted_sum_with_its_gradient",
+        "tests/objectives/test_reward_gradient.py::test_several_rewards_give_their_weighted_sum_and_pass_gradcheck",
     ),
     Mutant(
-        "tensors are cropped at the corner",
+        "image tensors are cropped at the corner instead of the center",
         "rewards/scorers/dual_encoder.py",
         "images = images[..., top : top + crop[0], left : left + crop[1]]",
         "images = images[..., : crop[0], : crop[1]]",
-        "tests/rewards/scorers/test_gradients.py::test_the_preprocessing_differs_by_two_levels_at_most[clip-True]",
+        "tests/rewards/scorers/test_gradients.py::test_tensor_preprocessing_differs_from_the_processor_by_at_most_two_levels[clip-True]",
     ),
 )

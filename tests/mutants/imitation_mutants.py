@@ -1,4 +1,4 @@
-"""Deliberate bugs in the choice of the samples that a run imitates and of the groups that it replaces."""
+"""Deliberate bugs in imitation: the weights of the samples, and the refill that replaces groups of equal rewards."""
 
 from mutant import Mutant
 
@@ -12,59 +12,59 @@ IMITATION = (
         "core/advantages.py",
         "better = (together & (rewards > rewards[:, None]))",
         "better = (together & (rewards < rewards[:, None]))",
-        f"{_WEIGHTS}::test_the_best_equal_a_loop_over_sorted_groups[1]",
+        f"{_WEIGHTS}::test_best_of_group_equals_a_loop_over_sorted_groups[1]",
     ),
     Mutant(
-        "a missing score counts among the samples of a group",
+        "missing scores count towards the number of samples in a group",
         "core/advantages.py",
         "count = _group_sum(valid.float(), index, groups)[index]",
         "count = _group_sum(torch.ones_like(rewards), index, groups)[index]",
-        f"{_LOOP}::test_the_gradient_is_that_of_flow_matching_on_the_best_images",
+        f"{_LOOP}::test_best_advantage_gradient_equals_flow_matching_on_the_best_images",
     ),
     Mutant(
-        "weights grow with the temperature",
+        "scores are multiplied by the temperature instead of divided",
         "core/advantages.py",
         "eps=eps, clip=None) / temperature",
         "eps=eps, clip=None) * temperature",
         f"{_WEIGHTS}::test_exponential_weights_equal_a_loop_over_groups[0.3]",
     ),
     Mutant(
-        "a step is compared group by group",
+        "rewards are always compared within groups, never over the whole step",
         "objectives/advantages.py",
         'compared = group if self.over == "group" else torch.zeros_like(group)',
         "compared = group",
-        f"{_LOOP}::test_the_gradient_of_reward_weighted_regression",
+        f"{_LOOP}::test_gradient_of_reward_weighted_regression_matches_a_hand_written_sum",
     ),
     Mutant(
-        "rows that are left out have the weights of those that stay",
+        "the remaining rows get the loss weights of the first rows",
         "training/loop.py",
         "        weights[there],\n        minibatch.epoch,",
         "        weights[: len(there)],\n        minibatch.epoch,",
-        f"{_LOOP}::test_the_gradient_is_that_of_cross_entropy_of_the_best_completions",
+        f"{_LOOP}::test_best_advantage_gradient_equals_cross_entropy_of_the_best_completions",
     ),
     Mutant(
-        "ranks evaluate as many rows as they happen to have",
+        "each rank evaluates only as many rows as it has with nonzero weight",
         "training/loop.py",
         "count = max(1, int(ranks.max((~unused).sum().float())))",
         "count = max(1, int((~unused).sum()))",
-        f"{_LOOP}::test_ranks_learn_what_one_rank_learns[best-2]",
+        f"{_LOOP}::test_gradient_and_metrics_on_several_ranks_match_one_rank[best-2]",
     ),
     Mutant(
-        "missing scores are equal",
+        "a group with fewer than two scores counts as a group of equal rewards",
         "core/advantages.py",
         "return ids[comparable & equal]",
         "return ids[equal]",
-        f"{_REFILL}::test_missing_scores_are_not_equal",
+        f"{_REFILL}::test_missing_scores_do_not_count_as_equal_rewards",
     ),
     Mutant(
-        "the scores of a replaced group stay",
+        "a replaced group keeps its old rewards",
         "training/refill.py",
         "joined.rewards[origin],",
         "judged.rewards,",
         f"{_REFILL}::test_a_group_of_equal_rewards_is_replaced_and_the_others_stay",
     ),
     Mutant(
-        "every round has the noise of the first",
+        "every refill round uses the noise of the first round",
         "training/refill.py",
         "numbers = tuple(place + turn * groups for place in places)",
         "numbers = tuple(place + groups for place in places)",
@@ -75,6 +75,6 @@ IMITATION = (
         "data/sampler.py",
         "others = [row for row in order if row not in own] or order",
         "others = order",
-        f"{_REFILL}::test_further_tasks_are_not_those_of_the_step_and_come_once",
+        f"{_REFILL}::test_further_tasks_differ_from_those_of_the_step_and_do_not_repeat",
     ),
 )

@@ -1,4 +1,4 @@
-"""Deliberate bugs in the playground's text-to-image scenes (paintings): their tasks, their judge, and inference with them."""
+"""Deliberate bugs in the playground's text-to-image scenes (paintings): their tasks, their judge, and inference with writers."""
 
 from mutant import Mutant
 
@@ -8,59 +8,59 @@ USING = "tests/inference/test_using_writers.py"
 
 PAINTING = (
     Mutant(
-        "things too many cost nothing",
+        "extra objects in a painting cost nothing",
         "rewards/playground/painting_judge.py",
         "(wanted.sum(-1) + extra)",
         "wanted.sum(-1)",
-        f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
+        f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
-        "a thing is looked for on the background that was asked for",
+        "objects are compared with templates on the requested instead of the actual background",
         "rewards/playground/painting_judge.py",
         "CELL_TEMPLATES[seen.backgrounds[:, None], requested]",
         "CELL_TEMPLATES[background[:, None], requested]",
-        f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
+        f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
-        "incomplete completions are drawn in the request's stead",
+        "the request names only the objects of an incomplete completion",
         "data/playground/paintings.py",
         "else request(scene.background, things, random)",
         "else request(scene.background, named, random)",
-        f"{TASKS}::test_lazy_completions_stop_early_and_change_nothing_else",
+        f"{TASKS}::test_incomplete_completions_are_truncated_and_nothing_else_changes",
     ),
     Mutant(
-        "held-out completions are incomplete",
+        "completions of held-out paintings are incomplete",
         "data/playground/paintings.py",
         'demonstration_faults = ("incomplete",)',
         "demonstration_faults = ()",
-        "tests/recipe/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",
+        "tests/recipe/test_recipe_of_writers.py::test_held_out_tasks_of_playground_paintings_have_no_incomplete_completions",
     ),
     Mutant(
-        "a blind renderer hears what was written",
+        "a renderer that ignores completions still receives their text",
         "renderers/wrappers.py",
         "ids=(), text=task.instruction, truncated=False",
         "ids=(), truncated=False",
-        "tests/renderers/test_blind.py::test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through",
+        "tests/renderers/test_blind.py::test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer",
     ),
     Mutant(
-        "falling back is not told",
+        "a sample that fell back to the instruction is not reported",
         "inference/sampling.py",
         "texts[row], row in failed)",
         "texts[row], False)",
-        f"{USING}::test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted",
+        f"{USING}::test_faulty_completions_fall_back_to_the_instruction_and_are_counted",
     ),
     Mutant(
-        "a writer opens without its average",
+        "a writer is opened without the weight copies of its checkpoint",
         "inference/opening.py",
         "copies.snapshot(name)",
         "copies.snapshot('reference')",
-        f"{USING}::test_a_trained_writer_is_opened_with_what_it_has_learnt",
+        f"{USING}::test_open_writer_loads_the_trained_weights_of_a_run",
     ),
     Mutant(
-        "all lines of a list start from one noise",
+        "all prompts of a list start from the same noise",
         "inference/sampling.py",
         "group_ids=tuple(ids[row] for row in rows)",
         "group_ids=(0,) * len(rows)",
-        f"{USING}::test_lines_of_a_list_start_from_noise_of_their_own",
+        f"{USING}::test_equal_lines_of_a_list_start_from_different_noise",
     ),
 )

@@ -1,4 +1,4 @@
-"""Deliberate bugs in placement: weights that are sharded over ranks, weights that are held once, and memory plans."""
+"""Deliberate bugs in placement: weights that are sharded over ranks, modules that share weights, and memory plans."""
 
 from mutant import Mutant
 
@@ -10,80 +10,80 @@ CHECKS = "tests/distributed/test_sharding_checks.py"
 
 PLACING = (
     Mutant(
-        "FSDP takes means of gradients that are shares of a sum",
+        "FSDP averages gradients over ranks instead of summing them",
         "distributed/fsdp.py",
         "inner.set_gradient_divide_factor(1.0)",
         "inner.set_gradient_divide_factor(2.0)",
-        f"{SHARDING}::test_the_steps_are_those_of_ranks_that_share_nothing[fsdp2]",
+        f"{SHARDING}::test_sharded_steps_match_replicated_steps[fsdp2]",
     ),
     Mutant(
-        "weights that are whole on every rank learn from their own rank alone",
+        "gradients of replicated weights are not summed over ranks",
         "distributed/fsdp.py",
         "flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in replicated]))",
         "flat = torch.cat([gradient.flatten() for gradient in replicated])",
-        f"{SHARDING}::test_the_steps_are_those_of_ranks_that_share_nothing[fsdp2]",
+        f"{SHARDING}::test_sharded_steps_match_replicated_steps[fsdp2]",
     ),
     Mutant(
-        "a copy of shared weights stays where it was swapped in",
+        "sharded weights are not restored after a copy was swapped in",
         "distributed/sharded_copies.py",
         "shard.copy_(current[name])",
         "shard.add_(0.0)",
-        f"{SHARDING}::test_copies_of_shared_weights_are_swapped_and_blended[fsdp2]",
+        f"{SHARDING}::test_copies_of_sharded_weights_are_swapped_and_averaged[fsdp2]",
     ),
     Mutant(
-        "weights that should wait in CPU memory stay on the device",
+        "weights stay on the device although they should be offloaded to the CPU",
         "distributed/fsdp.py",
         "CPUOffloadPolicy(pin_memory=on_gpu) if weights_on_cpu else",
         "CPUOffloadPolicy(pin_memory=on_gpu) if False else",
-        f"{SHARDING}::test_weights_that_wait_are_page_locked_for_a_gpu_whose_copies_the_host_awaits",
+        f"{SHARDING}::test_offloaded_fsdp_weights_are_pinned_and_synchronized_only_for_a_gpu",
     ),
     Mutant(
-        "accelerate's ZeRO-3 is passed over",
+        "ZeRO-3 in accelerate's configuration is not rejected with its own reason",
         "distributed/placement.py",
         'if stage == "3":',
         'if stage == "4":',
-        f"{CHECKS}::test_what_is_not_followed_is_refused",
+        f"{CHECKS}::test_unsupported_or_conflicting_launcher_settings_raise",
     ),
     Mutant(
-        "a frozen reader of the writer's own weights reads with what it has learnt",
+        "a frozen encoder that shares the writer's weights encodes with the adapter",
         "models/qwen_image/encoder.py",
         "made = ResponseEncoder.without_adapter if frozen else",
         "made = ResponseEncoder.policy if frozen else",
-        f"{PLACEMENT}::test_a_frozen_encoder_of_the_writers_own_weights_is_held_once",
+        f"{PLACEMENT}::test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora",
     ),
     Mutant(
-        "the policy's reader is held beside the policy",
+        "the editor's text encoder is a copy of the policy's module",
         "models/qwen_image/encoder.py",
         "        editor.text.encoder = writer\n",
         "        editor.text.encoder = __import__('copy').deepcopy(writer)\n",
-        f"{PLACEMENT}::test_what_is_held_once_has_one_storage",
+        f"{PLACEMENT}::test_shared_encoder_weights_use_one_storage",
     ),
     Mutant(
-        "freed tensors are counted",
+        "freed tensors count towards the peak memory",
         "memory/peak.py",
         "if not entry[0].expired()",
         "if entry[0]",
         f"{PLANS}::test_freed_tensors_are_not_counted_and_views_are_not_counted_twice",
     ),
     Mutant(
-        "without checkpoints one layer's activations are planned for all",
+        "without gradient checkpointing, only one layer's activations are planned",
         "memory/tokens.py",
         "layers * kept + peak - kept if shared",
         "peak if shared",
-        f"{PLANS}::test_the_planned_activations_of_a_layer_are_those_of_the_cpu[False]",
+        f"{PLANS}::test_planned_activations_match_the_peak_measured_on_the_cpu[False]",
     ),
     Mutant(
-        "the plan leaves out the models of rewards",
+        "the memory plan leaves out the models of rewards",
         "doctor/writer_memory.py",
         'parts.setdefault(device, []).append(("reward", MemoryPlan((row,))))',
         "pass",
-        f"{DOCTOR}::test_system_c_has_a_plan_for_each_of_its_three_gpus",
+        f"{DOCTOR}::test_prompt_enhancer_has_a_memory_plan_for_each_of_its_three_gpus",
     ),
     Mutant(
-        "torch's cache is emptied unasked",
+        "torch's cache is emptied although the recipe does not request it",
         "distributed/device_memory.py",
         "devices.empty_cache_every or 0",
         "devices.empty_cache_every or 5",
-        "tests/distributed/test_device_memory.py::test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else",
+        "tests/distributed/test_device_memory.py::test_cache_is_emptied_at_the_interval_of_the_recipe_and_never_by_default",
     ),
 )

@@ -1,4 +1,4 @@
-"""Deliberate bugs in the renderers that read the completions of writers."""
+"""Deliberate bugs in the renderers that make images from completions."""
 
 from mutant import Mutant
 
@@ -8,80 +8,80 @@ PROMPTS = "tests/renderers/test_prompt_renderer.py"
 
 RENDERING = (
     Mutant(
-        "an empty response closes its turn",
+        "a closing token is appended to an empty response",
         "models/qwen_image/responses.py",
         "[[*response, closing]] if len(response) else [[]]",
         "[[*response, closing]]",
-        f"{READING}::test_an_empty_response_gives_the_pipelines_bits",
+        f"{READING}::test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline",
     ),
     Mutant(
-        "a response leaves its turn open",
+        "no closing token is appended to a response",
         "models/qwen_image/responses.py",
         "[[*response, closing]]",
         "[[*response]]",
-        f"{READING}::test_a_response_stands_in_the_open_turn_as_it_was_sampled",
+        f"{READING}::test_response_ids_are_appended_to_the_prompt_without_retokenisation",
     ),
     Mutant(
-        "the negative branch is read by the policy as it is now",
+        "the negative branch is encoded with the policy's current weights",
         "models/qwen_image/responses.py",
         "with self.encoder.published():",
         "if True:",
-        f"{READING}::test_the_policys_encoder_moves_with_it_and_its_negative_does_not",
+        f"{READING}::test_encoding_uses_current_policy_weights_and_the_negative_does_not",
     ),
     Mutant(
-        "the policy reads with its dropout on",
+        "dropout is active while the policy encodes responses",
         "models/qwen_image/responses.py",
         "with self.encoder.reading(), evaluating(self.encoder.module):",
         "with self.encoder.reading(), torch.no_grad():",
         f"{DRAWING}::test_dropout_is_off_while_the_policy_reads",
     ),
     Mutant(
-        "a token for a picture may stand in a response",
+        "image tokens are accepted in a response",
         "models/qwen_image/responses.py",
         "and k not in self._image_ids",
         "",
-        f"{READING}::test_what_cannot_be_read",
+        f"{READING}::test_accepts_rejects_long_responses_and_invalid_tokens",
     ),
     Mutant(
-        "the encoder is spared rows that are not drawn",
+        "the encoder skips rows that have no usable response",
         "renderers/responses.py",
         "by_length(range(len(tasks)), length",
         "by_length([row for row in range(len(tasks)) if responses[row]], length",
         f"{DRAWING}::test_ranks_call_the_encoder_equally_often",
     ),
     Mutant(
-        "a sharded negative is remembered",
+        "the negative branch of a sharded encoder is cached",
         "renderers/responses.py",
         "if self.sampler.guided and not self.sharded:",
         "if self.sampler.guided:",
         f"{DRAWING}::test_ranks_call_the_encoder_equally_often[4.0]",
     ),
     Mutant(
-        "a group does not start alike",
+        "shared noise differs between the rows of a group",
         "renderers/sampling.py",
         'return [generator(seed, "noise", step, group) for seed, step, group, _ in keys]',
         'return [generator(seed, "noise", step, group, slot) for seed, step, group, slot in keys]',
-        f"{DRAWING}::test_a_group_starts_alike_and_steps_do_not",
+        f"{DRAWING}::test_noise_is_shared_within_a_group_and_differs_between_groups_and_steps",
     ),
     Mutant(
-        "a cut-off completion is always drawn",
+        "a truncated completion is rendered although cut_off is fault",
         "renderers/prompts.py",
         'None if completion.truncated and config.cut_off == "fault" else _prompt_in(completion)',
         "_prompt_in(completion)",
-        f"{PROMPTS}::test_cut_off_is_a_fault_where_the_recipe_says_so",
+        f"{PROMPTS}::test_cut_off_completions_are_rendered_with_draw_and_none_with_fault",
     ),
     Mutant(
-        "the task's own prompt is drawn",
+        "the image is made from the task's own prompt",
         "renderers/prompts.py",
         "enhanced[row] = replace(task, instruction=prompt, images=())",
         "enhanced[row] = replace(task, images=())",
-        f"{PROMPTS}::test_the_pictures_are_the_pipelines",
+        f"{PROMPTS}::test_images_match_those_of_the_diffusers_pipeline",
     ),
     Mutant(
-        "a thought without an end is an answer",
+        "an unclosed thought in a completion is used as its answer",
         "core/answers.py",
         "if _THINKS.search(text):",
         "if not text:",
-        "tests/renderers/test_answers.py::test_where_there_is_none",
+        "tests/renderers/test_answers.py::test_completions_without_a_prompt_give_none",
     ),
 )

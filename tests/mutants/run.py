@@ -35,8 +35,8 @@ DIED = 70
 
 
 def main(words: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Runs, for each deliberate bug, the test that must notice it.")
-    parser.add_argument("names", nargs="*", metavar="WORDS", help="only bugs whose name has one of these words")
+    parser = argparse.ArgumentParser(description="Runs, for each deliberate bug, the test that must fail.")
+    parser.add_argument("names", nargs="*", metavar="WORDS", help="only bugs whose name contains one of these words")
     parser.add_argument(
         "--under",
         action="append",
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
     asked = parser.parse_args(words)
     chosen = choose(asked.names, asked.under)
     if not chosen:
-        parser.error("no deliberate bug has such a name in such a file; the bugs are listed in tests/mutants")
+        parser.error("no deliberate bug matches these names and files; the bugs are listed in tests/mutants")
     os.chdir(ROOT)
     for module, attributes in HEAVY.items():
         for attribute in attributes:
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def choose(names: Sequence[str], under: Sequence[str]) -> list[Mutant]:
-    """Return the mutants that have one of the words in their name and are in one of the files or folders; empty: all."""
+    """Return the mutants whose name contains one of ``names`` and whose file is in one of ``under``. Empty: all."""
     folders = [Path(path) for path in under]
     return [
         mutant
@@ -99,7 +99,7 @@ def runner(copy: Path) -> Callable[[Sequence[str]], int]:
 
 
 def tested(copy: Path, tests: Sequence[str]) -> int:
-    """Run the tests in the fork, without output and without byte code, which would hide a change within the same second."""
+    """Run the tests in the fork, without output. Byte code is not written, as it would hide a change within the same second."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.dont_write_bytecode = True

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_applies_and_names_a_test(mutant):
+def test_a_mutant_applies_to_the_source_and_its_test_exists(mutant):
     text = (ROOT / "src" / "retouch" / mutant.file).read_text()
     assert text.count(mutant.old) == 1
     compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
@@ -23,7 +23,7 @@ def test_applies_and_names_a_test(mutant):
     assert function.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_names_are_names():
+def test_mutant_names_are_unique():
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
 
@@ -40,7 +40,7 @@ def test_slices_by_folder_leave_no_mutant_out():
 
 
 @pytest.mark.slow  # the files and functions are checked above; this collects a third of all tests
-def test_pytest_finds_every_test_by_its_parameters():
+def test_pytest_collects_every_test_that_a_mutant_names():
     tests = dict.fromkeys(mutant.test for mutant in MUTANTS)
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-p", "no:cacheprovider", *tests]
     found = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)

@@ -1,54 +1,54 @@
-"""Deliberate bugs in the policies that write."""
+"""Deliberate bugs in autoregressive policies: decoding, log-probabilities, vision features and gradient checkpointing."""
 
 from mutant import Mutant
 
-CONTRACT = "tests/policies/autoregressive/test_autoregressive.py::test_keeps_the_contract"
+CONTRACT = "tests/policies/autoregressive/test_autoregressive.py::test_autoregressive_policy_passes_the_contract_checks"
 DECODING = "tests/policies/autoregressive/test_decoding.py"
 WRITER = "tests/models/qwen_vl/test_qwen_writer.py"
 
 WRITING = (
     # Rollouts
     Mutant(
-        "tokens keyed by place in the batch",
+        "sampled tokens are keyed by position in the batch, not by group and slot",
         "policies/autoregressive/decoding.py",
         '[generator(batch.seed, "token", batch.step, group, slot) for group, slot in keys]',
         '[generator(batch.seed, "token", batch.step, place) for place, _ in enumerate(keys)]',
-        f"{DECODING}::test_a_row_is_its_key_wherever_it_is_written",
+        f"{DECODING}::test_a_completion_depends_on_its_row_key_and_not_on_the_batch",
     ),
     Mutant(
-        "rows that have ended are dropped without their numbers",
+        "the remaining rows get wrong row numbers when ended rows are dropped",
         "policies/autoregressive/decoding.py",
         "rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]",
         "rows.numbers, rows.mask, rows.states = rows.numbers[: len(stay)], rows.mask[stay], rows.states[stay]",
-        f"{DECODING}::test_a_row_is_its_key_wherever_it_is_written",
+        f"{DECODING}::test_a_completion_depends_on_its_row_key_and_not_on_the_batch",
     ),
     Mutant(
-        "new tokens stand a place too far",
+        "the positions of new tokens are one too high",
         "policies/autoregressive/decoding.py",
         "positions=rows.starts[:, None] + places",
         "positions=rows.starts[:, None] + places + 1",
-        f"{DECODING}::test_greedy_is_generate[qwen3-vl]",
+        f"{DECODING}::test_greedy_decoding_equals_transformers_generate[qwen3-vl]",
     ),
     Mutant(
-        "rotary positions go on from the number of tokens",
+        "rotary positions continue from the number of prompt tokens",
         "types.py",
         "return self.positions.masked_fill(~self.mask[..., None], 0).amax((1, 2)) + 1",
         "return self.mask.sum(1)",
-        f"{DECODING}::test_greedy_is_generate[qwen2.5-vl]",
+        f"{DECODING}::test_greedy_decoding_equals_transformers_generate[qwen2.5-vl]",
     ),
     Mutant(
-        "an id of probability 0 can be drawn",
+        "a token of probability 0 can be sampled",
         "core/tokens.py",
         "right=True)",
         "right=False)",
-        "tests/core/test_tokens.py::test_what_cannot_be_drawn_is_never_drawn",
+        "tests/core/test_tokens.py::test_ids_with_probability_0_are_never_sampled",
     ),
     Mutant(
-        "vision tokens may be written",
+        "vision tokens can be generated",
         "models/causal/text_grammar.py",
         '"vision" in token or ',
         "",
-        f"{WRITER}::test_what_stands_for_pictures_is_never_written",
+        f"{WRITER}::test_grammar_excludes_image_and_video_placeholder_tokens",
     ),
     # Evaluation of log-probabilities
     Mutant(
@@ -59,74 +59,74 @@ WRITING = (
         "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
-        "what top-p kept is forgotten",
+        "the evaluation ignores which tokens top-k and top-p kept",
         "policies/autoregressive/policy.py",
         "support=None if trajectory.support is None else trajectory.support[part.rows, columns][sampled]",
         "support=None",
         "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
-        "forced tokens count as choices",
+        "forced tokens count as actions",
         "policies/autoregressive/policy.py",
         "mask = real & (forced < 0)",
         "mask = real",
-        "tests/policies/autoregressive/test_autoregressive.py::test_keeps_the_contract_with_forced_tokens_and_two_vocabularies",
+        "tests/policies/autoregressive/test_autoregressive.py::test_policy_passes_the_contract_checks_with_forced_tokens_and_two_vocabularies",
     ),
     Mutant(
-        "one vocabulary for every place",
+        "the grammar's first vocabulary is used at every position",
         "policies/autoregressive/log_probs.py",
         "grammar.vocabularies if len(grammar.vocabularies) == 1 else grammar.vocabularies[vocabulary]",
         "grammar.vocabularies[:1]",
         f"{DECODING}::test_a_grammar_forces_and_restricts",
     ),
     Mutant(
-        "completions without end always teach",
+        "truncated completions are trained although mask_truncated is set",
         "policies/autoregressive/policy.py",
         "mask = mask & ~truncated[:, None]",
         "mask = mask & (mask | ~truncated[:, None])",
-        "tests/policies/autoregressive/test_autoregressive.py::test_what_was_cut_off_teaches_nothing_where_that_is_wanted",
+        "tests/policies/autoregressive/test_autoregressive.py::test_truncated_completions_are_masked_if_mask_truncated_is_set",
     ),
     Mutant(
-        "the prompt is shared without its gradient",
+        "the first token's gradient does not reach the shared prompt",
         "policies/autoregressive/policy.py",
         "return torch.cat([first[index, None], rest], dim=1)[:, :end]",
         "return torch.cat([first[index, None].detach(), rest], dim=1)[:, :end]",
         "tests/policies/autoregressive/test_autoregressive.py::test_a_shared_prompt_gives_the_same_gradient",
     ),
     Mutant(
-        "the KL follows the policy",
+        "the KL compares the autoregressive policy with itself",
         "policies/autoregressive/policy.py",
         'with torch.no_grad(), self.copies.using("reference"):',
         "with torch.no_grad():",
         f"{CONTRACT}[qwen2.5]",
     ),
     Mutant(
-        "all logits at once",
+        "the logits of all tokens are computed at once",
         "policies/autoregressive/log_probs.py",
         "for start in range(0, len(ids), chunk):\n        part = slice(start, start + chunk)",
         "for start in range(0, len(ids), len(ids)):\n        part = slice(None)",
-        "tests/policies/autoregressive/test_log_probs.py::test_the_update_never_holds_all_logits",
+        "tests/policies/autoregressive/test_log_probs.py::test_the_update_allocates_the_logits_of_one_chunk_at_most",
     ),
     Mutant(
-        "16 bits as they come from the cache",
+        "log-probabilities from 16-bit decoding with a cache count as exact",
         "policies/autoregressive/decoding.py",
         "self.model.module.parameters()).dtype == torch.float32 if",
         "self.model.module.parameters()).is_floating_point() if",
-        "tests/policies/autoregressive/test_autoregressive.py::test_sixteen_bits_are_measured_in_the_shape_of_the_update",
+        "tests/policies/autoregressive/test_autoregressive.py::test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32",
     ),
-    # Reading
+    # Vision features and gradient checkpointing
     Mutant(
-        "the second layer's features go to the first",
+        "the vision features of deeper layers are assigned in reverse order",
         "models/qwen_vl/vision.py",
         'tuple(tensor for name, tensor in joined.items() if name.startswith("deep_"))',
         'tuple(joined[name] for name in reversed(joined) if name.startswith("deep_"))',
-        f"{WRITER}::test_a_tower_that_does_not_train_is_asked_once_a_task",
+        f"{WRITER}::test_frozen_vision_tower_runs_only_when_prompts_are_encoded",
     ),
     Mutant(
-        "checkpointing switches on dropout",
+        "gradient checkpointing enables dropout",
         "models/common/recompute.py",
         "layer.gradient_checkpointing = layer.training = True",
         "layer.train().gradient_checkpointing = True",
-        "tests/policies/autoregressive/test_autoregressive.py::test_gradient_checkpointing_changes_memory_alone",
+        "tests/policies/autoregressive/test_autoregressive.py::test_gradient_checkpointing_saves_memory_and_keeps_the_gradient",
     ),
 )

@@ -1,4 +1,4 @@
-"""PPO with a value head: the values of both kernels, and the two losses side by side."""
+"""PPO with a value head: the values of denoising and of writing policies, and the sum of policy loss and value loss."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ PPO = ActorCritic(actor=ACTOR, clip=0.2)
 
 
 def moved(head, key=0):
-    """A head that has learned something."""
+    """The head, with random numbers added to its weights."""
     random = torch.Generator().manual_seed(key)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -54,7 +54,7 @@ KERNELS = {
 
 
 def told(policy, batch):
-    """What the policy did, and a minibatch of it with rewards that a head has to learn."""
+    """A minibatch of a rollout with rewards, and the advantages and returns that follow from them."""
     trajectory = policy.rollout(batch)
     rewards = torch.linspace(-0.9, 0.9, len(batch))
     advantages = gae(rewards, trajectory.values, trajectory.mask, gamma=0.9, lam=0.8)
@@ -62,18 +62,18 @@ def told(policy, batch):
     return replace(minibatch, advantages=advantages, returns=advantages + trajectory.values)
 
 
-# The kernels' values
+# Values
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_policy_with_a_head_keeps_the_contract(kernel):
+def test_policy_with_a_value_head_passes_the_contract_checks(kernel):
     made, batch, actor = KERNELS[kernel]
     check_policy(made(microbatch=3), batch(), needs=Needs(kl=actor.kl_kind, values=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_values_are_of_the_state_before_each_action_and_of_nothing_later(kernel):
-    """What a row did last changes no earlier value of it."""
+def test_values_depend_only_on_the_state_before_each_action(kernel):
+    """Changed later tokens or latents of a row do not change its earlier values."""
     made, batch, _ = KERNELS[kernel]
     policy, batch = made(), batch()
     trajectory = policy.rollout(batch)
@@ -96,14 +96,14 @@ def test_values_are_of_the_state_before_each_action_and_of_nothing_later(kernel)
     assert (found - trajectory.values)[:, same.stop :].abs().max() > 1e-4
 
 
-def test_what_a_prompt_is_padded_with_changes_no_value():
+def test_prompt_padding_does_not_change_the_input_of_the_value_head():
     policy = drawing("edit")
     alone, together = (summary(policy.model.encode(tiny.tasks(count)))[0] for count in (1, 4))
     torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_new_head_expects_nothing_whatever_it_sees(kernel):
+def test_new_value_head_predicts_zero_and_is_initialized_from_its_seed(kernel):
     features = torch.randn(3, 2, 5)
     made = TokenValues(5, width=4, seed=1)
     assert made(features.flatten(0, 1)).abs().max() == 0
@@ -116,7 +116,7 @@ def test_a_new_head_expects_nothing_whatever_it_sees(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_the_loss_is_the_actors_and_the_values_side_by_side(kernel):
+def test_loss_is_the_sum_of_policy_loss_and_value_loss(kernel):
     made, batch, actor = KERNELS[kernel]
     policy, batch = made(), batch()
     minibatch = told(policy, batch)
@@ -126,7 +126,7 @@ def test_the_loss_is_the_actors_and_the_values_side_by_side(kernel):
     objective = ActorCritic(actor=actor, clip=0.2)
     found, losses = tiny.gradient(policy, objective, minibatch)
     assert isinstance(objective, SupportsLosses)
-    assert tiny.distance(found, plain) < 1e-6  # the values leave the policy's weights alone
+    assert tiny.distance(found, plain) < 1e-6  # the value loss has no gradient in the policy's weights
 
     rows, actions = minibatch.weights.shape
     values = policy.evaluate(minibatch.trajectory, Slice(slice(0, rows), slice(0, actions)), Needs(values=True)).values
@@ -149,7 +149,7 @@ def heads_gradient(policy, minibatch, objective):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("microbatch", [1, 3])
-def test_the_heads_gradient_does_not_depend_on_the_cut(kernel, microbatch):
+def test_value_head_gradient_is_independent_of_microbatch_size(kernel, microbatch):
     made, batch, actor = KERNELS[kernel]
     gradients = []
     for size in (microbatch, 100):
@@ -162,7 +162,7 @@ def test_the_heads_gradient_does_not_depend_on_the_cut(kernel, microbatch):
         assert b.abs().max() > 0
 
 
-def test_rows_without_a_weight_teach_the_head_nothing():
+def test_rows_with_zero_weight_do_not_affect_the_value_head_gradient():
     policy, batch = drawing(), tiny.batch()
     minibatch = told(policy, batch)
     moved(policy.head, key=1)
@@ -175,7 +175,7 @@ def test_rows_without_a_weight_teach_the_head_nothing():
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_the_coefficient_lets_the_value_loss_into_the_writer_and_leaves_the_heads_own_gradient():
+def test_coefficient_scales_the_value_gradient_of_the_writer_but_not_of_the_head():
     gradients, heads = [], []
     for coefficient in (0.0, 0.5, 1.0):
         policy = writing(coefficient)

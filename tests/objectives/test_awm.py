@@ -1,4 +1,4 @@
-"""Advantage-weighted matching: by hand, and where it must coincide with supervised learning."""
+"""Advantage-weighted matching: loss and gradient against a hand-written sum."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0])
 
 
 @pytest.mark.parametrize("reference_weight", [0.0, 0.7])
-def test_the_loss_is_that_of_a_hand_written_sum(reference_weight):
+def test_loss_and_gradient_match_a_hand_written_sum(reference_weight):
     policy, batch = tiny.policy(train="lora"), tiny.batch()
     tiny.move(policy)
     trajectory = policy.rollout(batch)
@@ -39,7 +39,7 @@ def test_the_loss_is_that_of_a_hand_written_sum(reference_weight):
     assert isinstance(objective, SupportsLosses)
 
 
-def test_the_gradient_does_not_depend_on_the_cut():
+def test_gradient_is_independent_of_microbatch_size():
     batch, gradients = tiny.batch(), []
     for microbatch in (1, 3, 4):
         policy = tiny.policy(microbatch=microbatch)

@@ -1,4 +1,4 @@
-"""Supervised learning of a writer: rows of alike length share a forward, and the gradient is what it was."""
+"""Supervised learning of a writer: rows of similar length share a forward pass, and the gradient does not change."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ MICROBATCH = 2
 
 
 class AsTheyCome:
-    """The policy without its order."""
+    """The policy without ordering by length."""
 
     def __init__(self, policy):
         self._policy = policy
@@ -58,7 +58,7 @@ def demonstrated(prefill, *, share=True, group_size=1):
 
 
 def padded(policy, minibatch):
-    """The gradient, and how many of the tokens that the decoder read stood for nothing."""
+    """The gradient, and the number of padding tokens in the inputs of the decoder."""
     counts = []
 
     def count(module, args, kwargs):
@@ -72,14 +72,14 @@ def padded(policy, minibatch):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_rows_of_similar_lengths_share_a_forward_and_the_gradient_stays(share):
+def test_ordering_rows_by_length_reduces_padding_and_keeps_the_gradient(share):
     policy, minibatch = demonstrated(THINK, share=share)
     ordered, few = padded(policy, minibatch)
     as_they_come, many = padded(AsTheyCome(policy), minibatch)
     longest = max(float(gradient.abs().max()) for gradient in as_they_come.values())
     for name, gradient in ordered.items():
         assert (gradient - as_they_come[name]).abs().max() <= 1e-5 * max(1.0, longest), name
-    # In pairs of neighbours, and in pairs as they come: what the shorter lacks of the longer, whose last token nobody reads.
+    # Padding of the shorter row in pairs of the sorted and of the unsorted rows. The last token of a row is not an input.
     assert few == sum(b - a - 1 for a, b in pairs(sorted(THOUGHTS)))
     assert many == sum(b - a - 1 for a, b in pairs(THOUGHTS))
     assert few * 5 < many
@@ -87,7 +87,7 @@ def test_rows_of_similar_lengths_share_a_forward_and_the_gradient_stays(share):
     assert policy.order_by_length(minibatch.trajectory).tolist() == list(range(len(THOUGHTS)))
 
 
-def test_rows_of_one_task_stay_together():
+def test_ordering_by_length_keeps_rows_of_one_task_together():
     policy, minibatch = demonstrated(THINK, group_size=2)
     order = policy.order_by_length(minibatch.trajectory)
     groups = minibatch.trajectory.group[order].tolist()
@@ -97,7 +97,7 @@ def test_rows_of_one_task_stay_together():
     assert [len(written.ids) + 1 for written in taken.outputs] == taken.lengths.tolist()
 
 
-def test_prompts_of_alike_length_share_a_forward_where_completions_are_as_long():
+def test_rows_are_ordered_by_prompt_length_if_completions_have_equal_lengths():
     policy, minibatch = demonstrated(DRAW)
     told = [dataclasses.replace(task, instruction="x" * letters) for task, letters in zip(tasks(), THOUGHTS, strict=True)]
     batch = tiny_writing.batch(tuple(told), group_size=1)

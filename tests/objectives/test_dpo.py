@@ -1,4 +1,4 @@
-"""Diffusion DPO on pairs of a group and of the data: by hand, and what makes no pair."""
+"""Diffusion DPO on pairs from groups and from the data: hand-written losses, and rows that form no pair."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def minibatch(policy, advantages=ADVANTAGES, batch=None):
 
 
 def pairs(count=3):
-    """A batch of pairs of the data: 8 x 16 px images, chosen and rejected."""
+    """A batch of tasks with a chosen and a rejected image, 8 x 16 px."""
     tasks = tuple(
         replace(task, chosen=tiny_models.picture(200 + k, 16, 8), rejected=tiny_models.picture(300 + k, 16, 8))
         for k, task in enumerate(tiny.tasks(count))
@@ -35,7 +35,7 @@ def moved(**options):
     return policy
 
 
-def test_the_loss_is_that_of_hand_made_pairs():
+def test_loss_and_gradient_of_group_pairs_match_a_hand_written_formula():
     policy = moved()
     some = minibatch(policy)
     objective = DPO(beta=3.0, shift=2.0)
@@ -66,21 +66,21 @@ def test_the_loss_is_that_of_hand_made_pairs():
     assert tiny.distance(found, by_hand) < 1e-3
 
 
-def test_at_the_reference_a_pair_costs_log_two():
+def test_loss_equals_log_2_if_the_policy_equals_the_reference():
     policy = tiny.policy()
     _, losses = tiny.gradient(policy, DPO(), minibatch(policy))
     torch.testing.assert_close(sum(loss.value for loss in losses), torch.tensor(2.0).log(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("advantages", [(1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)])
-def test_groups_of_equal_advantages_teach_nothing(advantages):
+def test_groups_with_equal_advantages_have_zero_gradient(advantages):
     policy = moved()
     found, losses = tiny.gradient(policy, DPO(), minibatch(policy, torch.tensor(advantages)))
     assert len(losses) == 2
     assert all(not slope.any() for slope in found.values())
 
 
-def test_a_missing_row_is_in_no_pair():
+def test_row_with_zero_weight_is_in_no_pair():
     policy = moved()
     whole = minibatch(policy)
     weights = whole.weights.clone()
@@ -91,7 +91,7 @@ def test_a_missing_row_is_in_no_pair():
     assert tiny.distance(found, both) < 1e-6
 
 
-def test_the_gradient_prefers_the_best():
+def test_gradient_step_decreases_the_loss_of_group_pairs():
     policy = moved()
     some = minibatch(policy)
     before = torch.stack([loss.sums["policy/loss"] for loss in tiny.gradient(policy, DPO(beta=50.0), some)[1]]).sum()
@@ -104,7 +104,7 @@ def test_the_gradient_prefers_the_best():
 
 
 @pytest.mark.parametrize("microbatch", [1, 3, 4, 32])
-def test_the_loss_of_pairs_of_the_data_is_the_published_one(microbatch):
+def test_loss_and_gradient_of_data_pairs_match_the_published_formula(microbatch):
     """- log sigmoid(- beta T w (e(chosen) - e_ref(chosen) - e(rejected) + e_ref(rejected))) at one noise and sigma, by hand."""
     policy = moved(microbatch=microbatch)
     objective = DPO(beta=3.0, pairs="data", samples=2)
@@ -140,7 +140,7 @@ def test_the_loss_of_pairs_of_the_data_is_the_published_one(microbatch):
     assert margin.isfinite()
 
 
-def test_held_out_pairs_are_measured_at_several_points_by_hand():
+def test_metrics_of_held_out_pairs_match_hand_computed_means_over_several_points():
     objective = DPO(beta=3.0, pairs="data")
     batch = pairs()
     assert objective.measure(tiny.policy(), batch)["pairs/preferred"].tolist() == [0.5] * 3  # the policy is the reference
@@ -167,10 +167,10 @@ def test_held_out_pairs_are_measured_at_several_points_by_hand():
     assert DPO().heldout_columns == {}
 
 
-def test_pairs_of_the_data_keep_the_contract_of_objectives():
+def test_dpo_on_data_pairs_passes_the_contract_checks():
     check_objective(DPO(beta=10.0, pairs="data"), moved(), pairs())
 
 
-def test_a_task_without_a_pair_is_named():
+def test_task_without_chosen_and_rejected_image_raises_with_its_id():
     with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; add both to the data"):
         DPO(pairs="data").demonstrate(tiny.policy(), tiny.batch())

@@ -1,4 +1,4 @@
-"""DiffusionNFT: its loss and gradient by hand, which way it pulls, and how its old policy follows."""
+"""DiffusionNFT: hand-written loss and gradient, the direction of an update, and the updates of the old policy."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 
 
 def pictures(moved=0.0, **options):
-    """A policy with its old self, images of the old one, and the same points that the objective draws."""
+    """A policy with old weights, a batch, and a trajectory with images of the old weights."""
     policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
     batch = tiny.batch()
     trajectory = policy.rollout(batch)
@@ -30,7 +30,7 @@ def points(batch, trajectory, draw=0, epoch=0):
 
 
 def by_hand(velocity, old, x, x0, sigma, goodness, beta, widths=None):
-    """One row's loss in float64, and the two widths, which may be given so that they stand still."""
+    """One row's loss in float64, and the two widths, which can be given as constants."""
     clean = [x - sigma * (beta * velocity + (1 - beta) * old), x - sigma * ((1 + beta) * old - beta * velocity)]
     if widths is None:
         widths = [max((each - x0).abs().mean().item(), 1e-5) for each in clean]
@@ -47,7 +47,7 @@ def rows(policy, batch, trajectory, epoch=0):
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_the_loss_is_the_formula(beta):
+def test_nft_loss_matches_the_hand_written_formula(beta):
     policy, batch, trajectory = pictures(moved=0.05)
     _, losses = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
     goodness = [0.6, 0.45, 0.5, 1.0]
@@ -65,7 +65,7 @@ def test_the_loss_is_the_formula(beta):
         ("sign", [0.6, 0.4, 0.5, 0.6]),
     ],
 )
-def test_the_modes_of_advantages_are_those_of_the_published_code(used, goodness):
+def test_advantage_modes_match_the_published_code(used, goodness):
     policy, batch, trajectory = pictures(moved=0.05)
     objective = NFT(beta=0.5, advantage_clip=5.0, advantages=used)
     _, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, ADVANTAGES))
@@ -75,8 +75,8 @@ def test_the_modes_of_advantages_are_those_of_the_published_code(used, goodness)
 
 @pytest.mark.parametrize("moved", [0.0, 0.05])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_the_gradient_is_the_formula_and_its_finite_differences(moved, beta):
-    """dL/dv of a row by hand, widths standing still, carried to the weights through the velocity."""
+def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(moved, beta):
+    """dL/dv of a row by hand with constant widths, backpropagated through the velocity to the weights."""
     policy, batch, trajectory = pictures(moved=moved)
     found, _ = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
     slopes = []
@@ -99,8 +99,8 @@ def test_the_gradient_is_the_formula_and_its_finite_differences(moved, beta):
     assert tiny.distance(found, wanted) < 1e-4
 
 
-def test_an_average_picture_teaches_nothing_where_the_policy_is_the_old_one():
-    """v+ = v- = v_old, and the two halves pull apart with equal force."""
+def test_zero_advantage_has_zero_gradient_if_the_policy_equals_the_old_policy():
+    """v+ = v- = v_old, and the gradients of the two halves cancel."""
     policy, batch, trajectory = pictures()
     found, losses = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [0.0] * 4))
     good, _ = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [5.0] * 4))
@@ -115,7 +115,7 @@ def step(policy, objective, minibatch, size):
             parameter.sub_(size * found[name])
 
 
-def test_an_average_picture_pulls_back_to_the_old_policy():
+def test_zero_advantage_moves_the_policy_towards_the_old_policy():
     policy, batch, trajectory = pictures(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, [0.0] * 4)
 
@@ -128,7 +128,7 @@ def test_an_average_picture_pulls_back_to_the_old_policy():
 
 
 @pytest.mark.parametrize(("advantage", "nearer"), [(3.0, True), (-3.0, False)])
-def test_a_good_picture_is_approached_and_a_bad_one_left(advantage, nearer):
+def test_positive_advantage_moves_towards_the_images_and_negative_away_from_them(advantage, nearer):
     policy, batch, trajectory = pictures()
 
     def misses():
@@ -139,7 +139,7 @@ def test_a_good_picture_is_approached_and_a_bad_one_left(advantage, nearer):
     assert (sum(misses()) < before) == nearer
 
 
-def test_the_reference_pulls_with_its_weight():
+def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
     policy, batch, trajectory = pictures(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
     plain, _ = tiny.gradient(policy, NFT(), minibatch)
@@ -156,8 +156,8 @@ def test_the_reference_pulls_with_its_weight():
 
 
 @pytest.mark.parametrize("microbatch", [1, 3, 100])
-def test_neither_cut_nor_number_of_actions_changes_the_gradient(microbatch):
-    """Images that came of several random steps are still one image each."""
+def test_gradient_is_independent_of_microbatch_size_and_number_of_actions(microbatch):
+    """An image that was sampled with several stochastic steps counts as one image."""
     batch = tiny.batch()
     gradients = []
     for kind, size in (("ode", 4), ("ode", microbatch), ("sde", microbatch)):
@@ -170,7 +170,7 @@ def test_neither_cut_nor_number_of_actions_changes_the_gradient(microbatch):
     assert tiny.distance(gradients[2], gradients[0]) < 1e-5
 
 
-def test_draws_are_averaged_and_new_in_every_epoch():
+def test_noise_draws_are_averaged_and_differ_between_epochs():
     policy, batch, trajectory = pictures(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
     one, (first,) = tiny.gradient(policy, NFT(), minibatch)
@@ -182,7 +182,7 @@ def test_draws_are_averaged_and_new_in_every_epoch():
     assert tiny.distance(again, one) > 0.05
 
 
-def test_the_old_policy_follows_at_the_decay_of_its_step():
+def test_old_policy_is_updated_with_the_decay_of_the_step():
     policy, _, _ = pictures(moved=0.05)
     name, parameter = next(iter(tiny.trained(policy).items()))
     objective = NFT(old_decay=OldDecay(rate=0.1, max=0.25))
@@ -196,7 +196,7 @@ def test_the_old_policy_follows_at_the_decay_of_its_step():
         assert torch.equal(parameter, now)
 
 
-def test_the_schedules_of_the_old_policy_are_those_of_the_published_code():
+def test_decay_schedules_of_the_old_policy_match_the_published_code():
     none, slow = OldDecay(rate=0.0, max=0.0), OldDecay(flat=75, rate=0.0075, max=0.999)
     assert [OldDecay().at(step) for step in (1, 100, 500, 2000)] == [0.001, 0.1, 0.5, 0.5]
     assert [none.at(step) for step in (1, 2000)] == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""The policy gradient on tokens and transitions: its loss by hand, its metrics, and that cuts and masks change nothing."""
+"""The policy gradient on tokens and transitions: hand-written losses, metrics, and no effect of microbatches and masks."""
 
 import math
 from dataclasses import replace
@@ -26,10 +26,10 @@ def objective(surrogate="clip", **options):
 
 
 def words(key=0, moved=0.5):
-    """A token policy that has moved since it acted, what it did, and its minibatch."""
+    """A token policy whose weights changed after its rollout, the trajectory, and the minibatch."""
     policy, batch = TokenPolicy(), tiny.batch(seed=12)
     trajectory = policy.rollout(batch)
-    assert trajectory.mask.sum(1).tolist() == [1, 3, 4, 1]  # unequal, so that no row's mask can stand for another's
+    assert trajectory.mask.sum(1).tolist() == [1, 3, 4, 1]  # unequal, so that using the mask of another row would be detected
     tiny.move(policy, moved, key)
     return policy, trajectory, tiny.minibatch(batch, trajectory, ADVANTAGES)
 
@@ -57,7 +57,7 @@ def by_hand(surrogate, trajectory, log_probs, dual=None):
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("key", range(3))
-def test_the_loss_and_its_gradient_are_those_by_hand(surrogate, key):
+def test_loss_and_gradient_match_hand_written_surrogates(surrogate, key):
     policy, trajectory, minibatch = words(key)
     log_probs = policy._log_probs(trajectory.outputs)
     wanted = by_hand(surrogate, trajectory, log_probs)
@@ -68,7 +68,7 @@ def test_the_loss_and_its_gradient_are_those_by_hand(surrogate, key):
     assert isinstance(objective(surrogate), SupportsLosses)
 
 
-def test_the_dual_clip_bounds_the_loss_of_bad_actions():
+def test_dual_clip_bounds_the_loss_of_actions_with_negative_advantage():
     policy, trajectory, minibatch = words(moved=1.5)
     log_probs = policy._log_probs(trajectory.outputs)
     _, losses = tiny.gradient(policy, objective(dual=1.5), minibatch)
@@ -79,7 +79,7 @@ def test_the_dual_clip_bounds_the_loss_of_bad_actions():
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("microbatch", [1, 3])
-def test_neither_loss_nor_gradient_depends_on_the_cut(surrogate, microbatch):
+def test_loss_metrics_and_gradient_are_independent_of_microbatch_size(surrogate, microbatch):
     policy, _, minibatch = words()
     policy.microbatch = 4
     whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
@@ -93,7 +93,7 @@ def test_neither_loss_nor_gradient_depends_on_the_cut(surrogate, microbatch):
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
-def test_nothing_of_a_masked_action_matters(surrogate):
+def test_nan_log_probabilities_of_masked_actions_do_not_affect_gradient_or_metrics(surrogate):
     policy, trajectory, minibatch = words()
     told = objective(surrogate, kl=Kl(kind="k3", weight=0.3))
     clean, _ = tiny.gradient(policy, told, minibatch)
@@ -103,7 +103,7 @@ def test_nothing_of_a_masked_action_matters(surrogate):
     assert all(torch.isfinite(torch.as_tensor(value)) for loss in losses for value in {**loss.sums, **loss.maxima}.values())
 
 
-def test_the_forced_token_and_what_follows_the_end_are_not_learned():
+def test_forced_tokens_and_tokens_after_the_end_have_zero_gradient():
     policy, _, minibatch = words()
     found, _ = tiny.gradient(policy, objective(), minibatch)
     assert found["table"][0].abs().max() == 0
@@ -135,8 +135,8 @@ def test_the_entropy_is_subtracted_with_its_weight(surrogate):
     torch.testing.assert_close(sum(loss.sums["policy/entropy"] for loss in losses), entropy.detach())
 
 
-def test_a_bonus_for_entropy_keeps_a_policy_exploring():
-    """With advantages of 0 nothing but the bonus acts: the distributions of the places that were sampled become uniform."""
+def test_entropy_bonus_alone_makes_the_policy_uniform():
+    """With advantages of 0 only the bonus has a gradient: the distributions at the sampled positions become uniform."""
     policy, _, minibatch = words()
     minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
     for _ in range(100):
@@ -146,7 +146,7 @@ def test_a_bonus_for_entropy_keeps_a_policy_exploring():
     assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(WORDS), rel=1e-3)
 
 
-def test_metrics_say_what_happened():
+def test_clip_fraction_kl_loss_and_ratio_metrics_match_hand_computed_values():
     policy, trajectory, minibatch = words()
     _, losses = tiny.gradient(policy, objective(), minibatch)
     ratio = (policy._log_probs(trajectory.outputs) - trajectory.log_probs).detach().exp()[trajectory.mask]
@@ -161,7 +161,7 @@ def test_metrics_say_what_happened():
     assert max(float(loss.maxima["policy/ratio_max"]) for loss in losses) == pytest.approx((ratio - 1).abs().max().item())
 
 
-def test_what_does_not_clip_has_no_clip_fraction():
+def test_clip_fraction_is_reported_for_cispo_and_not_for_reinforce():
     policy, _, minibatch = words()
     for told in (objective("reinforce"), PolicyGradient(surrogate="cispo", clip_high=0.3)):
         _, losses = tiny.gradient(policy, told, minibatch)
@@ -171,12 +171,12 @@ def test_what_does_not_clip_has_no_clip_fraction():
 @pytest.mark.parametrize(
     "options", [{}, {"clip_low": 0.2}, {"surrogate": "cispo", "clip_low": 0.2}, {"surrogate": "gspo", "clip_high": 1.0}]
 )
-def test_a_missing_bound_is_refused(options):
+def test_building_with_a_missing_clip_bound_raises(options):
     with pytest.raises(ValueError, match="give the missing one"):
         PolicyGradient(**options).build()
 
 
-def test_gspo_refuses_a_cut_row():
+def test_gspo_raises_if_a_row_is_split_over_microbatches():
     policy, batch = tiny.policy(mode="all", microbatch=2), tiny.batch()
     minibatch = tiny.minibatch(batch, policy.rollout(batch), ADVANTAGES)
     with pytest.raises(ValueError, match="raise microbatch to at least 3"):
@@ -233,8 +233,8 @@ def test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means():
 
 
 @pytest.mark.parametrize("mode", ["all", "window", "branch"])
-def test_weights_by_noise_multiply_the_loss_of_each_step(mode):
-    """TempFlow-GRPO: s sqrt(-dt) over its mean over all steps that can train, also those outside of the window."""
+def test_noise_step_weights_multiply_the_loss_of_each_denoising_step(mode):
+    """TempFlow-GRPO: s sqrt(-dt), divided by its mean over all steps that can train, also those outside of the window."""
     policy, batch = tiny.policy(mode=mode), tiny.batch()
     trajectory = policy.rollout(batch)
     sigma, after = trajectory.sigmas[:-2], trajectory.sigmas[1:-1]
@@ -251,7 +251,7 @@ def test_weights_by_noise_multiply_the_loss_of_each_step(mode):
     assert tiny.distance(found, tiny.gradient(policy, objective(), weighted)[0]) < 1e-5
 
 
-def test_weights_by_noise_are_refused_where_they_mean_nothing():
+def test_noise_step_weights_are_rejected_with_ratio_norm_and_for_tokens():
     told = PolicyGradient(clip_low=1e-6, clip_high=1e-6, step_weights="noise", ratio_norm=True)
     (line,) = told.problems(CONTEXT)
     assert line == "objective.step_weights: ratio_norm already gives every step the same scale; remove one of them"
@@ -264,7 +264,7 @@ def test_weights_by_noise_are_refused_where_they_mean_nothing():
 @pytest.mark.parametrize(
     "options", [{}, {"kl": Kl(kind="closed", weight=0.1)}, {"kl": Kl(kind="velocity", weight=5.0), "ratio_norm": True}]
 )
-def test_the_gradient_of_transitions_does_not_depend_on_the_cut(mode, options):
+def test_gradient_of_transitions_is_independent_of_microbatch_size(mode, options):
     batch = tiny.batch()
     gradients = []
     for microbatch in (1, 3, 100):
@@ -276,7 +276,7 @@ def test_the_gradient_of_transitions_does_not_depend_on_the_cut(mode, options):
         assert tiny.distance(cut, gradients[2]) < 1e-5
 
 
-def test_a_step_makes_good_actions_more_probable_and_bad_ones_less():
+def test_gradient_step_increases_the_advantage_weighted_log_probability():
     policy, batch = tiny.policy(mode="window", microbatch=100), tiny.batch()
     trajectory = policy.rollout(batch)
     found, _ = tiny.gradient(policy, objective(), tiny.minibatch(batch, trajectory, ADVANTAGES))
@@ -313,13 +313,13 @@ def test_clip_ranges_that_fit_their_reduction_pass():
         ("max", 0.1, 0.1, "'mean', 'sum' or 'token'"),
     ],
 )
-def test_clip_ranges_that_do_not_fit_say_what_to_do(reduction, low, high, says):
+def test_clip_ranges_that_do_not_fit_their_reduction_raise(reduction, low, high, says):
     with pytest.raises((ValueError, TypeCheckError), match=f"{says}|Type-check"):
         check_clip(reduction, low, high)
 
 
 class Likelihood(Objective):
-    """An objective of one's own that asks for log-probabilities."""
+    """A user's objective that needs log-probabilities."""
 
     needs_log_probs = True
 
@@ -341,7 +341,7 @@ CONTEXT = ObjectiveContext(
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_an_own_objective_of_log_probabilities_is_refused_where_there_are_none(stochastic):
+def test_user_objective_that_needs_log_probabilities_is_rejected_with_ode_transitions(stochastic):
     context = replace(CONTEXT, stochastic=stochastic, noise_level=None)
     said = "rollout.transition.kind: ode has no log-probabilities, which Likelihood needs; use cps or sde"
     assert list(Likelihood().problems(context)) == ([] if stochastic else [said])
@@ -364,11 +364,11 @@ def test_cispo_without_a_lower_bound_is_checked_by_its_upper_bound_alone():
         ({"clip_high": 0.2}, "objective.clip_low, objective.clip_high: clip needs both; 0.2 is usual"),
     ],
 )
-def test_a_missing_bound_is_named(options, says):
+def test_problems_report_the_key_of_a_missing_clip_bound(options, says):
     assert list(PolicyGradient(**options).problems(replace(CONTEXT, is_autoregressive=True, reduction="token"))) == [says]
 
 
-def test_a_bonus_for_the_entropy_of_transitions_is_refused():
+def test_entropy_bonus_is_rejected_for_transitions_and_accepted_for_tokens():
     told = PolicyGradient(clip_low=1e-4, clip_high=1e-4, entropy_bonus=0.01)
     assert list(told.problems(CONTEXT)) == [
         "objective.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"

@@ -1,4 +1,4 @@
-"""DRaFT and ReFL: their gradient by hand, by finite differences and in fp64, what it costs, and what a recipe may not say."""
+"""DRaFT and ReFL: gradients against hand-written ones, finite differences and fp64; memory; and recipes that are rejected."""
 
 import json
 from typing import Any
@@ -26,7 +26,7 @@ BOTH = SeveralRewards(rewards={"near": TARGET, "red": ShareReward()}, combine={"
 
 
 def made(objective, family="sd3", **options):
-    """A policy that has left its reference, a batch, and what an optimizer step learns from it."""
+    """A policy whose weights differ from its reference, a batch, and the minibatch of its rollout."""
     policy = tiny.policy(family, kind="ode", objective=objective, **options)
     tiny.move(policy)
     batch = tiny.batch()
@@ -53,7 +53,7 @@ def by_hand(policy, value):
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
 @pytest.mark.parametrize("steps", [1, 3, tiny.NUM_STEPS])
-def test_the_gradient_is_that_of_the_whole_chain_with_a_constant_beginning(family, steps):
+def test_draft_gradient_equals_backpropagation_through_the_last_steps_of_the_chain(family, steps):
     objective = DRaFT(reward=TARGET, steps=steps)
     policy, batch, minibatch = made(objective, family)
     found, losses = tiny.gradient(policy, objective, minibatch)
@@ -89,7 +89,7 @@ def test_refl_scores_the_clean_image_that_the_model_predicts():
     ],
     ids=["draft", "refl", "draft, several", "refl, several"],
 )
-def test_the_gradient_is_its_finite_differences(objective):
+def test_gradient_matches_finite_differences(objective):
     policy, _, minibatch = made(objective, train="full")
     found, _ = tiny.gradient(policy, objective, minibatch)
     length = torch.sqrt(sum(part.square().sum() for part in found.values()))
@@ -110,7 +110,7 @@ def test_the_gradient_is_its_finite_differences(objective):
     assert (value(0.01) - value(-0.01)) / 0.02 == pytest.approx(length.item(), rel=0.02)
 
 
-def test_several_rewards_are_their_weighted_sum_with_its_gradient():
+def test_several_rewards_give_their_weighted_sum_and_pass_gradcheck():
     random = torch.Generator().manual_seed(0)
     images = torch.rand((2, 3, 4, 5), generator=random, dtype=torch.float64, requires_grad=True)
     tasks = [tiny.batch().tasks[0]] * 2
@@ -118,7 +118,7 @@ def test_several_rewards_are_their_weighted_sum_with_its_gradient():
     assert torch.autograd.gradcheck(lambda pixels: score(pixels, tasks), images)
     wanted = TARGET.score_tensors(images, tasks) - 0.5 * ShareReward().score_tensors(images, tasks)
     torch.testing.assert_close(score(images, tasks), wanted, rtol=0, atol=0)
-    with torch.no_grad():  # and, on images of 8 bits, of the columns that they measure
+    with torch.no_grad():  # on 8-bit images also the weighted sum of the columns of the rewards
         shown = (images * 255).round() / 255
         pixels = (shown * 255).byte().movedim(1, -1)
         columns = BOTH.build(device="cpu")(
@@ -145,7 +145,7 @@ class Bare:
 
 
 class Smooth(Bare):
-    """Its images are its latents."""
+    """Its images are the sigmoid of its latents."""
 
     def decode_tensors(self, x, conditioning):
         return torch.sigmoid(x).view(-1, 3, 1, 2)
@@ -172,7 +172,7 @@ def of_the_matrix():
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_the_gradient_in_fp64(predicted):
+def test_image_gradient_passes_gradcheck_in_fp64(predicted):
     trajectory, weight = of_the_matrix()
 
     def images(weight):
@@ -182,7 +182,7 @@ def test_the_gradient_in_fp64(predicted):
     assert torch.autograd.gradcheck(images, weight.requires_grad_())
 
 
-def test_a_model_that_cannot_decode_with_gradient_is_named() -> None:
+def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
     trajectory, weight = of_the_matrix()
     model = Bare(weight)
     with pytest.raises(ValueError, match="Bare has no decode_tensors"):
@@ -196,7 +196,7 @@ def test_one_step_of_draft_is_refl_at_the_last_step():
     assert all(torch.equal(found[name], other[name]) for name in found)
 
 
-def test_refl_draws_one_step_for_all_ranks_and_another_in_the_next_training_step():
+def test_refl_draws_its_gradient_step_deterministically_from_seed_and_training_step():
     objective = ReFL(reward=TARGET, low=10, high=30)
     drawn = [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
     assert drawn == [objective.first_gradient_step(40, seed=3, step=step) for step in range(300)]
@@ -207,7 +207,7 @@ def test_refl_draws_one_step_for_all_ranks_and_another_in_the_next_training_step
     assert not torch.equal(minibatch.trajectory.latents[:, 0], minibatch.trajectory.outputs)
 
 
-def test_a_rollout_keeps_a_state_and_makes_the_same_images():
+def test_rollout_for_draft_makes_bitwise_the_images_of_a_plain_rollout():
     batch = tiny.batch()
     kept = tiny.policy(kind="ode", objective=DRaFT(reward=TARGET, steps=2)).rollout(batch)
     plain = tiny.policy(kind="ode").rollout(batch)
@@ -249,7 +249,7 @@ def test_only_trained_weights_get_a_gradient():
 
 
 @pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=TARGET, low=2)], ids=["draft", "refl"])
-def test_a_step_brings_images_nearer_to_their_targets(objective):
+def test_gradient_step_increases_the_score(objective):
     policy, _, minibatch = made(objective, train="full")
     found, losses = tiny.gradient(policy, objective, minibatch)
     length = torch.sqrt(sum(part.square().sum() for part in found.values()))
@@ -261,7 +261,7 @@ def test_a_step_brings_images_nearer_to_their_targets(objective):
     assert after > before
 
 
-def test_an_image_above_the_cap_does_not_train():
+def test_image_with_a_score_above_the_cap_has_zero_gradient():
     objective = DRaFT(reward=TARGET)
     policy, _, minibatch = made(objective, microbatch=1)
     _, losses = tiny.gradient(policy, objective, minibatch)
@@ -274,7 +274,7 @@ def test_an_image_above_the_cap_does_not_train():
 
 
 @pytest.mark.parametrize("microbatch", [1, 3])
-def test_neither_cut_nor_guidance_changes_what_is_computed(microbatch):
+def test_gradient_with_guidance_is_independent_of_microbatch_size(microbatch):
     objective = DRaFT(reward=TARGET, steps=2)
     whole, cut = (made(objective, microbatch=size, guidance=2.0) for size in (100, microbatch))
     found, other = (tiny.gradient(policy, objective, minibatch)[0] for policy, _, minibatch in (whole, cut))
@@ -282,14 +282,14 @@ def test_neither_cut_nor_guidance_changes_what_is_computed(microbatch):
 
 
 @pytest.mark.parametrize("objective", [DRaFT(reward=TARGET, steps=2), ReFL(reward=ShareReward(), low=0)], ids=["draft", "refl"])
-def test_the_contract(objective):
+def test_draft_and_refl_pass_the_contract_checks(objective):
     rollout = tiny.sampling("ode", num_steps=3)
     policy, batch = playground_policy(rollout)
     policy.first_gradient_step = objective.first_gradient_step
     check_objective(objective, policy, batch)
 
 
-# What a recipe may say
+# Recipes
 
 DRAFT: dict[str, Any] = {
     **SMALL,
@@ -309,7 +309,7 @@ def changed(**changes: Any) -> dict[str, Any]:
     return document
 
 
-def test_a_group_of_one_is_enough() -> None:
+def test_draft_recipe_with_group_size_1_is_valid_and_round_trips() -> None:
     recipe = parse(changed(group_size=1, tasks_per_step=1))
     assert recipe.document()["objective"] == {
         "kind": "draft",
@@ -328,7 +328,7 @@ def of_several(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return {"objective__reward": {"kind": "several", "rewards": rewards, "combine": {"near": 1}, **keys}}
 
 
-def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
+def test_recipe_with_several_rewards_and_clip_cosine_round_trips() -> None:
     recipe = parse(changed(**of_several({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
     assert parse(recipe.document()) == recipe
 
@@ -392,13 +392,13 @@ def test_several_rewards_are_read_back_and_clip_gives_its_cosine() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_loaded(changes: dict[str, Any], line: str) -> None:
+def test_invalid_draft_and_refl_settings_raise_when_the_recipe_is_parsed(changes: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=r"objective|rollout|devices|watch|advantage") as refused:
         parse(changed(**changes))
     assert line in str(refused.value)
 
 
-def test_python_says_the_same() -> None:
+def test_objectives_built_in_python_raise_for_invalid_rewards_and_steps() -> None:
     with pytest.raises(
         ValueError, match=r"CompressibilityReward has no gradient in the image \(no method score_tensors\); use target"
     ):
@@ -409,7 +409,7 @@ def test_python_says_the_same() -> None:
         ReFL(reward=TARGET, low=3).first_gradient_step(3, seed=0, step=0)
 
 
-def test_a_scorer_that_detaches_is_named() -> None:
+def test_reward_that_returns_scores_without_gradient_raises() -> None:
     class Detached(TargetReward):
         def score_tensors(self, images, tasks):
             return super().score_tensors(images.detach(), tasks)
@@ -447,7 +447,7 @@ def test_a_run_passes_its_preflight_and_resumes_to_the_same_bits(objective: dict
 
 
 def test_a_run_starts_although_its_images_have_reached_the_cap(tmp_path) -> None:
-    """The trial step, which needs a gradient, has no cap; the run's own steps then teach nothing."""
+    """The preflight, which needs a gradient, ignores the cap; the steps of the run then have zero gradient."""
     file = tmp_path / "small.json"
     file.write_text(json.dumps({**DRAFT, "objective": {**DRAFT["objective"], "cap": 0.0}, "out": str(tmp_path)}))
     assert cli.main(["train", str(file), "--set", "device=cpu", "--set", "trackers=[]", "--set", "steps=1"]) == 0
@@ -456,7 +456,7 @@ def test_a_run_starts_although_its_images_have_reached_the_cap(tmp_path) -> None
     assert {check["name"]: check["ok"] for check in json.loads((folder / "preflight.json").read_text())}["gradient"]
 
 
-def test_a_phase_names_its_own_reward() -> None:
+def test_error_about_a_reward_of_a_phase_contains_the_key_of_the_phase() -> None:
     top = {**DRAFT, "objective": SMALL["objective"], "steps": None}
     phase = {"name": "second", "steps": 1, "objective": DRAFT["objective"], "data": {"kind": "prompts", "path": "x"}}
     with pytest.raises(ValueError, match=r"phases\.0\.objective\.reward\.kind: target compares with a target image"):

@@ -1,4 +1,4 @@
-"""Supervised flow matching and the points it is measured at."""
+"""Supervised flow matching, and the points (noise and sigma) at which its loss is computed."""
 
 from dataclasses import replace
 
@@ -45,7 +45,7 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
     assert isinstance(Supervised(), SupportsLosses)
 
 
-def test_the_gradient_does_not_depend_on_the_cut():
+def test_gradient_is_independent_of_microbatch_size():
     batch, gradients = tiny.batch(), []
     for microbatch in (1, 3, 4):
         policy = tiny.policy(train="full", microbatch=microbatch)
@@ -63,7 +63,7 @@ def test_points_lie_on_the_line_from_data_to_noise():
     assert len({float(each) for each in sigma}) == 4
 
 
-def test_points_depend_on_the_row_and_on_nothing_beside_it():
+def test_drawn_points_depend_on_the_keys_of_their_row_and_not_on_other_rows():
     batch = tiny.batch()
     x0 = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     whole = drawn(batch, x0)
@@ -84,7 +84,7 @@ def test_points_depend_on_the_row_and_on_nothing_beside_it():
 
 @pytest.mark.parametrize(("sigma_sampling", "quartiles"), [("uniform", [0.25, 0.5, 0.75]), ("logit_normal", [0.3375, 0.5, 0.6625])])
 @pytest.mark.parametrize("shift", [1.0, 4.0])
-def test_sigma_is_drawn_as_named(sigma_sampling, quartiles, shift):
+def test_sigma_follows_the_configured_distribution_and_shift(sigma_sampling, quartiles, shift):
     batch = tiny.batch(1, 3000)
     _, _, sigma = drawn(batch, torch.zeros(3000, 1), sigma_sampling=sigma_sampling, shift=shift)
     for share, place in zip([0.25, 0.5, 0.75], quartiles, strict=True):

@@ -1,7 +1,7 @@
-"""The wheel: what is inside, and that it works outside of the checkout.
+"""The wheel: which files it contains, and that it works outside of the checkout.
 
 The environment of these tests has only the wheel in its own folder; other libraries come from the environment that runs the tests.
-``test_a_full_install`` installs those as well.
+``test_the_quickstart_trains_after_an_install_with_all_dependencies`` installs those as well.
 """
 
 import os
@@ -74,7 +74,7 @@ def run(environment: Path, words: list[str], folder: Path, *, code: int = 0) -> 
     return done.stdout + done.stderr
 
 
-def test_the_wheel_contains_all_that_a_run_reads_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package_and_the_recipes(wheel: Path) -> None:
     assert wheel.stat().st_size <= MOST_BYTES
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -89,7 +89,7 @@ def test_the_wheel_contains_all_that_a_run_reads_and_nothing_else(wheel: Path) -
     assert {name for name in names if ".dist-info/" not in name} == data | recipes
 
 
-def test_the_installed_package_is_that_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_package_is_imported_and_not_the_checkout(installed: Path, tmp_path: Path) -> None:
     found = run(installed, ["python", "-c", "import retouch; print(retouch.__file__)"], tmp_path)
     assert Path(found.strip()).is_relative_to(installed)
     assert str(ROOT) not in run(installed, ["retouch", "recipes"], tmp_path)
@@ -103,7 +103,7 @@ def test_the_quickstart_trains_in_an_empty_folder(installed: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_recipe_that_needed_a_file_of_the_checkout_trains(installed: Path, tmp_path: Path) -> None:
+def test_the_recipe_tiny_sd3_trains_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     changes = [word for change in ("steps=1", "trackers=[]") for word in ("--set", change)]
     assert "step 1/1" in run(installed, ["retouch", "train", "tiny-sd3", *changes], tmp_path)
 
@@ -129,7 +129,7 @@ def test_doctor_plans_a_recipe_for_real_weights(installed: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_full_install(wheel: Path, tmp_path: Path) -> None:
+def test_the_quickstart_trains_after_an_install_with_all_dependencies(wheel: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "environment")
     pip("install", "--constraint", str(ROOT / "constraints.txt"), str(wheel), environment=tmp_path / "environment")
     folder = tmp_path / "empty"

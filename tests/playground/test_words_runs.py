@@ -1,4 +1,4 @@
-"""The recipes of the word world: each is sound, and takes a step with the reader that judges it."""
+"""The recipes of the playground's word tasks: each loads, trains one step, and is evaluated by the reward that reads the words."""
 
 import json
 import math
@@ -15,13 +15,13 @@ SMALL = ("tasks_per_step=2", "group_size=4", "steps=1", "microbatch=8", "eval.ta
 QUIET = ("samples.tasks=1", "samples.every=0", "trackers=[]", "device=cpu")
 
 
-def test_there_are_recipes():
+def test_word_recipes_exist_for_every_listed_algorithm():
     ways = {name.rpartition("words-")[2].removesuffix(".jsonnet") for name in RECIPES}
     assert ways >= {"grpo", "nft", "supervised", "ppo", "ppo-value", "awm", "dpo"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_step_is_taken_and_read(name, tmp_path):
+def test_every_word_recipe_trains_one_step_and_is_evaluated(name, tmp_path):
     more = ["tasks_per_step=4", "group_size=1"] if load(name).group_size == 1 else []
     settings = [*SMALL, *QUIET, *more, f"out={tmp_path}", "name=run"]
     assert main(["train", name, *(part for setting in settings for part in ("--set", setting))]) == 0
@@ -35,7 +35,7 @@ def test_a_step_is_taken_and_read(name, tmp_path):
     assert timed["cpu/step"] > 0
 
 
-def test_words_that_judge_are_right_and_never_trained_on():
+def test_evaluation_words_are_spelled_correctly_and_not_in_the_training_data():
     recipe = load("recipes/playground/words-supervised.jsonnet")
     assert recipe.data.wrong_letters == 0.5
     sets = build_sets(recipe, recipe.data, size=None)
@@ -43,7 +43,7 @@ def test_words_that_judge_are_right_and_never_trained_on():
     assert recipe.eval_data().wrong_letters == 0
 
 
-def test_words_apart_from_their_style_are_judged_so_too():
+def test_style_from_reference_applies_to_training_and_held_out_tasks():
     plain = load("recipes/playground/words-supervised.jsonnet")
     assert "style_from_reference" not in plain.document()["data"]
     recipe = load("recipes/playground/words-supervised.jsonnet", ["data.style_from_reference=true"])
@@ -53,7 +53,7 @@ def test_words_apart_from_their_style_are_judged_so_too():
         assert task.images[0].getpixel(task.mask.getbbox()[:2]) not in {colour for _, colour in task.reference.getcolors()}
 
 
-def test_the_model_of_words_needs_a_sign():
+def test_a_model_that_does_not_match_the_inputs_of_the_data_raises():
     with pytest.raises(ValueError, match="playground has no masks, and playground-words takes one image and a mask"):
         load("recipes/quickstart.jsonnet", ["policy.model.kind=playground-words"])
     with pytest.raises(ValueError, match="playground-words has source images, which playground-text-to-image does not take"):

@@ -1,7 +1,7 @@
-"""Copies from the host that the host does not wait for: on a device that reads them as late as it may, results are the same.
+"""Asynchronous copies from the host: results are the same on a device that reads them as late as possible.
 
-The device is simulated. ``Late`` lets a copy share the memory of its source until the source's owner may rely on it, so a write to
-the source in between changes what the device reads.
+The device is simulated. A ``Late`` copy shares the memory of its source, so if the host writes to the source
+later, the device reads the new values.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Late(Tensor):
-    """A tensor of another device, in the memory of the host tensor that it is a copy of."""
+    """A tensor that reports a GPU as its device, in the memory of the host tensor that it copies."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -27,7 +27,7 @@ class Late(Tensor):
 
 
 def late(self: Tensor, device: Any = None, dtype: Any = None, *, non_blocking: bool = False, copy: bool = False) -> Tensor:
-    """``Tensor.to`` for a device that is behind the host: it reads what it was promised only when it comes to it."""
+    """``Tensor.to`` for a device that is behind the host: it reads the source of an asynchronous copy only later."""
     if torch.device(device).type != "cuda":
         return _TO(self.as_subclass(Tensor), device, dtype, copy=True)
     assert non_blocking == (type(self) is not Late), "only copies from the host are asynchronous"
@@ -40,7 +40,7 @@ _TO: Callable[..., Tensor] = Tensor.to
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """A GPU that reads late. Holds the tensors that were page-locked."""
+    """Simulates a GPU that reads late. Returns the list of the tensors that were page-locked."""
     locked: list[Tensor] = []
     monkeypatch.setattr(Tensor, "to", late)
 
@@ -54,7 +54,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 class Placed(WeightCopies):
-    """Copies of weights that say they are on a GPU."""
+    """Copies of weights that report a GPU as their device."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, devices={"reference": CPU})
@@ -71,7 +71,7 @@ class _Parameter:
         return self.data
 
 
-def test_a_reference_on_the_host_is_page_locked_and_never_written_again(device: list[Tensor]) -> None:
+def test_a_page_locked_reference_is_not_overwritten_while_it_is_copied(device: list[Tensor]) -> None:
     copies = Placed(nn.Linear(3, 2))
     copies.snapshot("reference")
     assert len(device) == 2
@@ -79,7 +79,7 @@ def test_a_reference_on_the_host_is_page_locked_and_never_written_again(device: 
     with copies.using("reference"):
         held = {name: parameter.data for name, parameter in copies.parameters.items()}
     assert {type(tensor) for tensor in held.values()} == {Late}
-    # The copies are still under way while these happen:
+    # The device has not read the copies yet when these happen:
     copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
     copies.snapshot("reference")
     for name, tensor in held.items():
@@ -87,7 +87,7 @@ def test_a_reference_on_the_host_is_page_locked_and_never_written_again(device: 
     assert len(device) == 6
 
 
-def test_a_loaded_reference_is_used(device: list[Tensor]) -> None:
+def test_using_the_reference_applies_the_loaded_values(device: list[Tensor]) -> None:
     copies = Placed(nn.Linear(3, 2))
     copies.snapshot("reference")
     copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
@@ -108,7 +108,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     assert all(copies.copies["reference"][name] is tensor for name, tensor in kept.items())
 
 
-def test_weights_that_wait_share_large_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights_are_packed_into_large_shared_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "BUFFER_BYTES", 4096)
     module = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.Linear(40, 40, dtype=torch.bfloat16))
     module.append(module[0])
@@ -132,7 +132,7 @@ def test_weights_that_wait_share_large_buffers(monkeypatch: pytest.MonkeyPatch) 
     assert sizes[2:] == [40000, 4096]
 
 
-def test_weights_are_page_locked_for_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_page_locked_only_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(offloading, "repack", lambda parts, allocate: calls.append(parts))
     for name in ("cpu", "mps", "cuda:1"):

@@ -1,4 +1,4 @@
-"""Copies of weights: swapped in and out to the bit, blended, and the adapter switched off as PEFT does it."""
+"""Copies of weights: swapped in and out bitwise, averaged (EMA), and with the adapter disabled as in PEFT."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def linear():
     return module
 
 
-def test_a_swap_restores_every_bit_and_the_graph():
+def test_using_a_copy_restores_the_weights_bitwise_and_keeps_the_graph():
     policy, batch = tiny.policy(train="full"), tiny.batch()
     before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
     storage = {name: parameter.data_ptr() for name, parameter in policy.module.named_parameters()}
@@ -33,13 +33,13 @@ def test_a_swap_restores_every_bit_and_the_graph():
     for name, parameter in policy.module.named_parameters():
         assert torch.equal(parameter, moved[name])
         assert parameter.data_ptr() == storage[name]
-    # A graph that was built before a swap still goes to the current weights.
+    # A graph that was built before a swap still gives the gradient of the current weights.
     after = torch.autograd.grad(current.square().sum(), parameters, allow_unused=True)
     for a, b in zip(alone, after, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
-def test_a_swap_ends_where_the_block_raises():
+def test_weights_are_restored_if_the_block_raises():
     module = linear()
     copies = WeightCopies(module)
     copies.snapshot("reference")
@@ -56,7 +56,7 @@ def test_a_swap_ends_where_the_block_raises():
     assert torch.equal(module.weight, now)
 
 
-def test_a_copy_holds_what_trains_and_stays_where_it_is():
+def test_a_snapshot_has_only_trainable_weights_and_is_not_changed_by_updates():
     module = linear()
     copies = WeightCopies(module)
     copies.snapshot("old")
@@ -67,12 +67,12 @@ def test_a_copy_holds_what_trains_and_stays_where_it_is():
     assert torch.equal(copies.copies["old"]["weight"], kept)
 
 
-def test_a_copy_may_wait_elsewhere_and_comes_over_for_its_block():
+def test_a_copy_on_another_device_is_moved_only_for_its_block():
     copies = WeightCopies(linear(), devices={"reference": torch.device("meta")})
     for name in ("reference", "old"):
         copies.snapshot(name)
     assert {name: copy["weight"].device.type for name, copy in copies.copies.items()} == {"reference": "meta", "old": "cpu"}
-    # A device that needs no GPU: the weights are on "meta", and the copy in memory.
+    # A test of two devices that needs no GPU: the weights are on "meta", and the copy is on the CPU.
     module = linear().to("meta")
     copies = WeightCopies(module, devices={"reference": torch.device("cpu")})
     kept = linear().weight.detach()
@@ -86,7 +86,7 @@ def test_a_copy_may_wait_elsewhere_and_comes_over_for_its_block():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.25, 0.999, 1.0])
-def test_blend_keeps_the_share_decay_of_the_copy(decay):
+def test_update_ema_is_decay_times_the_copy_plus_the_rest_of_the_weights(decay):
     module = linear()
     copies = WeightCopies(module)
     copies.snapshot("average")
@@ -114,14 +114,14 @@ def test_the_reference_of_a_lora_is_the_model_without_it(family):
     assert (current - plain).abs().max() > 1e-3
 
 
-def test_an_adapter_cannot_be_switched_off_where_other_weights_train():
+def test_snapshot_without_adapter_raises_if_other_weights_are_trainable():
     policy = tiny.policy(copies=())
     policy.module.proj_out.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"proj_out.weight trains too but is not a LoRA matrix"):
         WeightCopies(policy.module).snapshot_without_adapter("reference")
 
 
-def test_state_goes_there_and_back():
+def test_loading_a_saved_state_restores_the_copies():
     module = linear()
     copies = WeightCopies(module)
     for name in ("old", "average"):
@@ -137,7 +137,7 @@ def test_state_goes_there_and_back():
         copies.load({"old/weight": state["old/weight"]})
 
 
-def test_an_average_of_weights_in_16_bits_moves_by_less_than_their_rounding():
+def test_ema_of_bf16_weights_accumulates_changes_smaller_than_rounding():
     module = nn.Linear(2, 2, dtype=torch.bfloat16)
     with torch.no_grad():
         module.weight.fill_(1.0)
@@ -153,7 +153,7 @@ def test_an_average_of_weights_in_16_bits_moves_by_less_than_their_rounding():
     assert module.weight[0, 0] == 1.5
 
 
-def test_copies_for_stale_rollouts_have_the_type_of_the_weights_and_the_same_bits():
+def test_copies_for_stale_rollouts_keep_the_dtype_and_bits_of_the_weights():
     module = nn.Linear(3, 2, dtype=torch.bfloat16)
     copies = WeightCopies(module)
     for name in (*stale_copies(2), "reference", "old"):

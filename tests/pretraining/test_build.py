@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch
     assert load(tmp_path / "one").module.config.num_layers == 4
 
 
-def test_a_deeper_editor_computes_the_same_before_it_is_trained() -> None:
+def test_a_deepened_editor_equals_the_original_before_training() -> None:
     small = load(playground_weights())
     large = deepened(load(playground_weights()), 3, seed=0)
     assert len(large.module.transformer_blocks) == 12
@@ -71,7 +71,7 @@ def test_another_seed_gives_other_weights() -> None:
     assert not torch.equal(*weights)
 
 
-def test_the_tokenizer_has_the_real_special_tokens_and_reads_any_text() -> None:
+def test_the_tokenizer_has_the_special_tokens_and_round_trips_unusual_text() -> None:
     words = qwen_parts.tokenizer(0)
     for token in SPECIAL_TOKENS:
         assert words.tokenize(f"a{token}b").count(token) == 1
@@ -80,19 +80,19 @@ def test_the_tokenizer_has_the_real_special_tokens_and_reads_any_text() -> None:
     assert words.tokenize("make the red circle blue") == ["make", "Ġthe", "Ġred", "Ġcircle", "Ġblue"]
 
 
-def test_the_shipped_weights_score_what_their_build_measured() -> None:
+def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     kept = read_json(playground_weights() / "build.json")["held_out"]
     found = measure(load(playground_weights()))
     assert found.keys() == kept.keys()
     assert max(abs(found[name] - kept[name]) for name in kept) <= 0.1
 
 
-def test_what_ships_is_small() -> None:
+def test_the_packaged_weights_have_at_most_12_mb() -> None:
     size = sum(file.stat().st_size for file in playground_weights().rglob("*") if file.is_file())
     assert size <= 12_000_000
 
 
-def test_the_text_encoder_looks_only_so_far_back() -> None:
+def test_the_text_encoder_attends_at_most_6_tokens_back() -> None:
     """Two layers with a window of 4 tokens reach 6 back, whatever the library warns of."""
     encoder = qwen_parts.text_encoder(qwen_parts.tokenizer(0)).eval()
     tokens = torch.arange(100, 140)[None]

@@ -1,4 +1,4 @@
-"""`retouch playground build --emu3` in small: what it writes is what a recipe reads."""
+"""A small `retouch playground build --emu3` writes files that a recipe can load."""
 
 import json
 from itertools import combinations
@@ -35,7 +35,7 @@ def built(tmp_path_factory):
     return path, build(path)
 
 
-def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
+def test_every_start_can_be_loaded_from_the_build_folder(built, monkeypatch):
     path, scores = built
     told = json.loads((path / "build.json").read_text())
     assert told["command"] == "retouch playground build --emu3 --seed 3"
@@ -60,7 +60,7 @@ def test_the_same_seed_makes_the_same_weights(built, tmp_path):
         assert (tmp_path / part / "model.safetensors").read_bytes() == (path / part / "model.safetensors").read_bytes()
 
 
-def test_those_of_the_package_do_single_edits_and_name_the_machine_nowhere():
+def test_the_packaged_weights_score_well_on_single_edits_and_contain_no_local_path():
     shipped = playground_weights("emu3")
     scores = json.loads((shipped / "build.json").read_text())["held_out"]
     assert min(scores["s, ceiling overall"], scores["sc, ceiling overall"]) >= 9

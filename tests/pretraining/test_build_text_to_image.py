@@ -46,14 +46,14 @@ def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_that_is_written_says_where(built: Path) -> None:
+def test_the_built_json_files_contain_no_local_path(built: Path) -> None:
     for file in (built / "one").rglob("*.json"):
         assert "/weights/" not in file.read_text()
         assert str(built) not in file.read_text()
 
 
 @torch.no_grad()
-def test_diffusers_paints_the_same_picture(built: Path) -> None:
+def test_the_diffusers_pipeline_gives_the_same_latents(built: Path) -> None:
     folder = built / "one" / "painter"
     model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
@@ -81,14 +81,14 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
     torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
 
 
-def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_text_to_image_model_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="playground build --text-to-image"):
         PlaygroundTextToImage(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
 @pytest.mark.slow
-def test_the_shipped_weights_score_what_their_build_measured() -> None:
-    """A single thing is named rightly, and of several mostly the first: what the enhancer's recipe begins with."""
+def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
+    """The enhancer, from which its recipe starts, names a single thing correctly, and of several things mostly the first."""
     painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
     assert painter == enhancer
     cpu = torch.device("cpu")
@@ -99,6 +99,6 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
     assert max(abs(found[name] - painter[name]) for name in painter) <= 0.1
 
 
-def test_what_ships_is_small() -> None:
+def test_the_packaged_weights_have_at_most_8_mb() -> None:
     files = [file for name in ("painter", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 8_000_000

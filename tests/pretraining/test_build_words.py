@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_written_says_how_and_not_where(built: Path) -> None:
+def test_build_json_contains_the_command_and_no_local_path(built: Path) -> None:
     told = read_json(built / "one" / "build.json")
     assert told["command"] == "retouch playground build --words --seed 3"
     for file in (built / "one").rglob("*.json"):
@@ -52,7 +52,7 @@ def test_what_is_written_says_how_and_not_where(built: Path) -> None:
 
 
 @torch.no_grad()
-def test_it_loads_as_any_fill_model(built: Path) -> None:
+def test_the_built_words_model_loads_as_a_flux_fill_model(built: Path) -> None:
     folder, cpu = built / "one", torch.device("cpu")
     model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
     assert isinstance(model, FluxFill)
@@ -72,7 +72,7 @@ def test_a_folder_without_a_model_of_words_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_shipped_weights_score_what_their_build_measured() -> None:
+def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     told = read_json(playground_weights("words") / "build.json")["held_out"]
     model: Any = PlaygroundWords().build(device=torch.device("cpu"))
     found = building.measure(model, OcrReward(where="box", line_width=160))
@@ -81,11 +81,11 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
     assert found["ceiling correctness"] >= 0.97
 
 
-def test_what_ships_is_small() -> None:
+def test_the_packaged_weights_have_at_most_4_mb() -> None:
     assert sum(file.stat().st_size for file in playground_weights("words").rglob("*") if file.is_file()) <= 4_000_000
 
 
-def test_every_instruction_fits() -> None:
+def test_every_instruction_fits_the_text_encoder() -> None:
     encoder = text()
     for task in WordData(seed=0, count=100).tasks()[:]:
         encoder.check(task.instruction, task.id)

@@ -1,4 +1,4 @@
-"""A writer's states, beside those that the editor reads."""
+"""The distance between a writer's hidden states and those that the editor reads."""
 
 from copy import deepcopy
 
@@ -33,11 +33,11 @@ def states(editor: QwenImageEdit, encoder: ResponseEncoder) -> list[Tensor]:
         return reads.encode([reads.prepare(task) for task in TASKS], responses)
 
 
-def test_the_editors_own_encoder_is_at_no_distance(editor: QwenImageEdit) -> None:
+def test_the_distance_of_the_editors_own_encoder_is_0(editor: QwenImageEdit) -> None:
     assert HiddenStateDistillation(editor, deepcopy(editor.text.encoder), weight=1.0).distance(TASKS) == 0
 
 
-def test_the_distance_is_that_of_what_the_editor_takes_in(editor: QwenImageEdit) -> None:
+def test_the_distance_is_the_normalized_error_of_the_editors_text_inputs(editor: QwenImageEdit) -> None:
     torch.manual_seed(0)
     module = untrained_writer(editor.text.tokenizer)
     takes = torch.nn.Sequential(editor.module.get_submodule("txt_norm"), editor.module.get_submodule("txt_in"))

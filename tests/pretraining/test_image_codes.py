@@ -1,4 +1,4 @@
-"""The playground's autoencoder of codes: how codes are placed, and that the whole of it learns and is drawn from its seed."""
+"""The playground's autoencoder of image codes: k-means of its codes, and training, which is deterministic for a seed."""
 
 import torch
 
@@ -17,7 +17,7 @@ from retouch.pretraining.networks.image_codes import (
 SETTINGS = CodesTraining(steps=3, free_steps=2, batch=4)
 
 
-def test_rare_points_have_a_centre_before_common_ones_have_two():
+def test_k_means_gives_rare_points_their_own_centre():
     random = generator(0, "points")
     places = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0], [10.0, 10.0]])
     counts = (200, 3, 2, 1)
@@ -27,7 +27,7 @@ def test_rare_points_have_a_centre_before_common_ones_have_two():
     assert k_means(points[:5].repeat(3, 1), 8).isfinite().all()  # more centres than points
 
 
-def test_chosen_cells_change_sides():
+def test_chosen_cells_are_exchanged_between_images():
     pictures = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 24, 24)
     chosen = torch.zeros(2, 9, dtype=torch.bool)
     chosen[0, 4] = chosen[1, 0] = True
@@ -39,7 +39,7 @@ def test_chosen_cells_change_sides():
     assert torch.equal(exchanged(mixed, chosen), pictures)
 
 
-def test_encoding_and_decoding_are_the_classs_own():
+def test_encoded_and_decoded_match_the_methods_of_the_model():
     torch.manual_seed(0)
     vq = untrained_codes().eval()
     pictures = torch.rand(2, 3, 24, 24) * 2 - 1
@@ -52,7 +52,7 @@ def test_encoding_and_decoding_are_the_classs_own():
         assert torch.allclose(shown, vq.decode(codes), atol=1e-5)
 
 
-def test_training_is_drawn_from_its_seed():
+def test_training_is_deterministic_for_a_seed():
     lines: list[str] = []
     first = train_codes(SETTINGS, lines.append)
     again = train_codes(SETTINGS, lines.append)

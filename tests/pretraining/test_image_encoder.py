@@ -1,4 +1,4 @@
-"""The playground's image encoder: colours of a sign can be read off its embedding by a linear layer."""
+"""The playground's image encoder: a linear layer can predict the colours of a sign from its embedding."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ HELD_OUT = 200
 
 
 @pytest.mark.parametrize(("which", "palette", "least"), [(0, PAPERS, 0.85), (1, INKS, 0.9)])
-def test_paper_and_ink_are_linear_in_it(which: int, palette: tuple[tuple[int, int, int], ...], least: float) -> None:
+def test_embeddings_linearly_predict_paper_and_ink(which: int, palette: tuple[tuple[int, int, int], ...], least: float) -> None:
     encoder = ImageEncoder.from_pretrained(fetch_encoder("playground"), dtype=torch.float32, device="cpu")
     references = [task.reference for task in SIGNS if task.reference is not None]
     seen = encoder.embed(references).double().numpy()

@@ -1,4 +1,4 @@
-"""What a start costs: reading a recipe imports no torch, the help next to nothing, and a run only what its recipe names."""
+"""Cold start: parsing a recipe imports no torch, the help almost nothing, and a run only what its recipe needs."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def imported(code: str) -> set[str]:
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
-def test_no_recipe_that_ships_needs_torch_to_be_read() -> None:
+def test_loading_packaged_recipes_imports_no_torch() -> None:
     found = imported(f"from retouch.recipe.recipe import load\nfor name in {RECIPES}: load(name)")
     assert not HEAVY & found
     assert "retouch.recipe.recipe" in found
@@ -34,7 +34,7 @@ def test_no_recipe_that_ships_needs_torch_to_be_read() -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["--version"]], ids=" ".join)
-def test_help_imports_neither_torch_nor_the_schema(words: list[str]) -> None:
+def test_help_imports_neither_torch_nor_pydantic(words: list[str]) -> None:
     found = imported(f"from retouch.cli import main\ntry: main({words})\nexcept SystemExit: pass")
     assert not (HEAVY | {"pydantic"}) & found
     assert len([name for name in found if name.startswith("retouch")]) < 25
@@ -61,7 +61,7 @@ def first_step(shape: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return found
 
 
-def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(shape: Any, first_step: dict[str, Any]) -> None:
+def test_the_first_step_runs_at_most_60_modules_outside_its_model_family(shape: Any, first_step: dict[str, Any]) -> None:
     ran = {name: calls for name, calls in first_step["functions"].items() if shape._family(name) != "own family"}
     assert "retouch.training.preflight" in ran
     assert len(ran) <= 60
@@ -79,7 +79,7 @@ def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(
         *("records.trackers", "recipe.derived.judge_calls", "renderers.prompts", "renderers.responses", "config.errors"),
     ],
 )
-def test_the_first_step_does_not_import(first_step: dict[str, Any], package: str) -> None:
+def test_the_first_step_does_not_import_unused_packages(first_step: dict[str, Any], package: str) -> None:
     name = f"retouch.{package}"
     assert importlib.util.find_spec(name) is not None
     assert [module for module in first_step["modules"] if module == name or module.startswith(f"{name}.")] == []

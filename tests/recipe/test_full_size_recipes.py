@@ -1,4 +1,4 @@
-"""The full-size recipes of writers and of OCR: the values of the systems that they are, and what sets them apart."""
+"""The full-size recipes of writers and of OCR: the values of the systems that they reproduce, and differences."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
 
-def test_system_a() -> None:
+def test_the_writer_recipe_has_the_values_of_system_a() -> None:
     recipe = load(WRITERS[0])
     check_ranks(recipe, 8)
     found = values(recipe.document())
@@ -61,7 +61,7 @@ def test_system_a() -> None:
     assert found["tasks_per_step"] * found["group_size"] == 1 * 2 * 8 == 16
 
 
-def test_the_values_of_system_as_repository() -> None:
+def test_published_writer_recipes_have_the_values_of_the_repository_of_system_a() -> None:
     lora, full = (load(f"{EDITOR}writer-grpo-{name}.jsonnet") for name in ("published", "full-published"))
     for recipe in (lora, full):
         check_ranks(recipe, 8)
@@ -89,7 +89,7 @@ def test_the_values_of_system_as_repository() -> None:
     assert (full.learning_rate, full.data.complexity) == (5e-6, "1-8")
 
 
-def test_system_as_text_to_image_form() -> None:
+def test_the_text_to_image_writer_recipe_has_the_values_of_system_a() -> None:
     recipe = load(TEXT_TO_IMAGE)
     check_ranks(recipe, 8)
     found = values(recipe.document())
@@ -112,7 +112,7 @@ def test_system_as_text_to_image_form() -> None:
     assert found["tasks_per_step"] * found["group_size"] == 16 * 8  # completions at once on each of 8 GPUs
 
 
-def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None:
+def test_lora_targets_of_writer_recipes_are_the_four_attention_projections() -> None:
     from retouch.assembly.model import lora_targets
 
     for name in (*WRITERS, ENHANCER):
@@ -121,7 +121,7 @@ def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None
         ]
 
 
-def test_what_sets_the_siblings_apart() -> None:
+def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination() -> None:
     assert different(WRITERS[0], WRITERS[1]) == {"name", "renderer.encoder"}
     reward = {f"reward.combine.{column}" for column in ("alignment", "quality", "identity")} | {"reward.combine"}
     assert different(WRITERS[1], WRITERS[2]) == {"name"} | reward
@@ -129,7 +129,7 @@ def test_what_sets_the_siblings_apart() -> None:
     assert "identity" in combined
 
 
-def test_system_c() -> None:
+def test_the_prompt_enhancer_recipe_has_the_values_of_system_c() -> None:
     recipe = load(ENHANCER)
     found = values(recipe.document())
     wanted = {
@@ -151,13 +151,13 @@ def test_system_c() -> None:
         "devices.empty_cache_every": None,
     }
     assert {path: found[path] for path in wanted} == wanted
-    # Prompt quality is looked at, and never trained on.
+    # Prompt quality is logged and not part of the reward.
     assert {path: weight for path, weight in found.items() if path.startswith("reward.combine")} == {
         "reward.combine.clip/similarity": 1.0
     }
 
 
-def test_the_values_of_system_cs_repository() -> None:
+def test_the_published_enhancer_recipe_has_the_values_of_the_repository_of_system_c() -> None:
     recipe = load(PUBLISHED_ENHANCER)
     found = values(recipe.document())
     wanted = {
@@ -179,8 +179,8 @@ def test_the_values_of_system_cs_repository() -> None:
     assert different(ENHANCER, PUBLISHED_ENHANCER) == changed | objective
 
 
-def test_the_published_enhancer_can_bound_the_drift_of_prompts() -> None:
-    """With the two changes that its head names."""
+def test_the_published_enhancer_recipe_accepts_the_bound_on_prompt_drift() -> None:
+    """With the two changes that its header comment describes."""
     bound = "reward.combine=clip/similarity - max(0.7 - sentence/kept, 0)"
     recipe = load(PUBLISHED_ENHANCER, ["reward.rewards.sentence.kind=sentence_similarity", bound])
     said = find(PUBLISHED_ENHANCER).read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def test_the_published_enhancer_can_bound_the_drift_of_prompts() -> None:
     assert values(recipe.document())["reward.combine"] == bound.partition("=")[2]
 
 
-def test_flow_grpo_for_ocr() -> None:
+def test_the_ocr_recipe_has_the_values_of_flow_grpo() -> None:
     recipe = load(OCR)
     for ranks in (8, 16, 24, 32):
         check_ranks(recipe, ranks)
@@ -240,7 +240,7 @@ def test_flow_grpo_for_ocr() -> None:
     assert found["minibatches"] == 2
 
 
-def test_prompts_without_quoted_words_are_refused_by_line(tmp_path: Any) -> None:
+def test_prompts_without_quoted_text_raise_with_their_line(tmp_path: Any) -> None:
     prompts = tmp_path / "words.txt"
     prompts.write_text('A sign that says "Open 24" and "more"\nA cat.\nA door with "Push" on it\n')
     recipe = load(OCR, [f"data.path={prompts}", "data.held_out=1"])
@@ -251,7 +251,7 @@ def test_prompts_without_quoted_words_are_refused_by_line(tmp_path: Any) -> None
     assert sorted(task.text for part in (sets.train, sets.heldout) for task in (part[0],)) == ["Open 24", "Push"]
 
 
-def test_the_challenging_prompts_are_read_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_packaged_prompts_are_read_from_any_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
     rows = read_prompts(shipped(load(ENHANCER).data.path))
     prompts = [rows[index].instruction for index in range(len(rows))]
@@ -261,7 +261,7 @@ def test_the_challenging_prompts_are_read_from_anywhere(monkeypatch: pytest.Monk
     assert all(any(words in prompt for prompt in prompts) for words in named)
 
 
-def test_a_file_of_ones_own_comes_before_a_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_local_file_takes_precedence_over_a_packaged_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
     own = tmp_path / "recipes" / "sd3" / "challenging.txt"
     own.parent.mkdir(parents=True)
@@ -279,7 +279,7 @@ def test_a_file_of_ones_own_comes_before_a_shipped_one(monkeypatch: pytest.Monke
         (OCR, "recipes/sd3/ocr-grpo-playground.jsonnet"),
     ],
 )
-def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> None:
+def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full: str, twin: str) -> None:
     same = {"policy.kind", "policy.train", "policy.entropy", "policy.mask_truncated", "rollout.kind", "rollout.top", "epochs"}
     same |= {
         "renderer.kind",
@@ -297,7 +297,7 @@ PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-
 
 
 @pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, TEXT_TO_IMAGE, ENHANCER, PUBLISHED_ENHANCER, OCR])
-def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
+def test_the_header_comment_describes_a_healthy_run(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
     assert "A healthy run" in said

@@ -1,4 +1,4 @@
-"""Recipe files: Jsonnet, its imports and variables, the packaged recipes, and that each of them is sound."""
+"""Recipe files: Jsonnet, its imports and variables, and the packaged recipes, each of which must load."""
 
 import json
 import os
@@ -20,15 +20,15 @@ PACKAGED = available()
 
 
 @pytest.mark.parametrize("name", PACKAGED)
-def test_every_packaged_recipe_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_packaged_recipe_loads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # so that the name cannot be a file here
     assert isinstance(load(name), Recipe)
 
 
-def test_packaged_recipes_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_recipes_have_unique_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
     for name in PACKAGED:
-        monkeypatch.setenv("APP__RUN_NAME", Path(name).stem)  # some are called what the environment says
+        monkeypatch.setenv("APP__RUN_NAME", Path(name).stem)  # some take their name from the environment
         names.append(load(packaged_recipes().parent / name).name)
     assert len(set(names)) == len(names) >= 5
 
@@ -62,7 +62,7 @@ def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {deep: leaf for key, inner in value.items() for deep, leaf in _leaves(inner, f"{path}.{key}".lstrip(".")).items()}
 
 
-def test_only_variables_with_the_prefix_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_can_read_only_environment_variables_that_begin_with_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.jsonnet"
     file.write_text("{ path: std.extVar('APP__DATA') }")
     monkeypatch.setenv("APP__DATA", "pictures")
@@ -73,7 +73,7 @@ def test_only_variables_with_the_prefix_are_seen(tmp_path: Path, monkeypatch: py
         evaluate(file)
 
 
-def test_imports_are_relative_to_the_file_then_packaged(tmp_path: Path) -> None:
+def test_imports_are_searched_next_to_the_file_and_then_among_packaged_files(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.libsonnet").write_text("{ x: 3 }")
     file = tmp_path / "a.jsonnet"
@@ -83,7 +83,7 @@ def test_imports_are_relative_to_the_file_then_packaged(tmp_path: Path) -> None:
     assert evaluate(file) == {"x": 3, "kind": "mine"}
 
 
-def test_json_is_a_recipe_too(tmp_path: Path) -> None:
+def test_a_json_file_loads_as_a_recipe(tmp_path: Path) -> None:
     recipe = load("recipes/quickstart.jsonnet")
     file = tmp_path / "resolved.json"
     file.write_text(json.dumps(recipe.document()))
@@ -106,7 +106,7 @@ def test_overrides_are_applied_before_the_check(tmp_path: Path) -> None:
         ("{ a: 1, a: 2 }", "duplicate"),
     ],
 )
-def test_a_file_that_does_not_evaluate_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_evaluation_errors_contain_the_file_name(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "bad.jsonnet"
     file.write_text(text)
     with pytest.raises(ValueError, match=says) as caught:
@@ -114,20 +114,20 @@ def test_a_file_that_does_not_evaluate_is_named(tmp_path: Path, text: str, says:
     assert "bad.jsonnet" in str(caught.value)
 
 
-def test_an_unknown_recipe_names_those_that_are_near() -> None:
+def test_an_unknown_recipe_name_raises_with_a_similar_name() -> None:
     with pytest.raises(ValueError, match=r"no such file.*did you mean quickstart\? `retouch recipes` lists them"):
         find("recipes/quickstrt.jsonnet")
 
 
 @pytest.mark.parametrize("name", [".", "..", "", "/"])
-def test_a_folder_in_place_of_a_recipe_is_named_as_one(name: str) -> None:
+def test_a_folder_instead_of_a_recipe_raises_that_it_is_a_folder(name: str) -> None:
     with pytest.raises(
         ValueError, match=r"^[./]*: is a folder, not a recipe, and no packaged recipe has this name; `retouch recipes`"
     ):
         find(name)
 
 
-def test_ones_own_file_goes_before_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_recipe_takes_precedence_over_a_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert find("recipes/quickstart.jsonnet") == packaged_recipes() / "quickstart.jsonnet"
     (tmp_path / "recipes").mkdir()
@@ -136,14 +136,14 @@ def test_ones_own_file_goes_before_the_packaged_one(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["recipes/../pyproject.toml", "recipes/lib/playground.libsonnet", "recipes"])
-def test_only_recipes_are_found_among_the_packaged_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_files_that_are_not_recipes_are_not_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="no such file"):
         find(name)
 
 
-def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
-    """As the wheel lays it out: ``retouch/recipes`` beside the modules, and no source tree around."""
+def test_recipes_are_found_inside_an_installed_package(tmp_path: Path) -> None:
+    """The layout of the wheel: ``retouch/recipes`` next to the modules, without a source tree."""
     package = tmp_path / "site" / "retouch"
     (package / "config").mkdir(parents=True)
     for module in ("__init__.py", "config/__init__.py", "config/packaged.py"):
@@ -167,7 +167,7 @@ def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", ["/proc/self/environ", "/etc/passwd", "{home}/.aws/credentials", "{home}/.docker/config.json", "link.jsonnet"]
 )
-def test_a_recipe_reads_no_keys_from_files(tmp_path: Path, words: str, target: str) -> None:
+def test_a_recipe_cannot_import_hidden_files_or_files_of_other_types(tmp_path: Path, words: str, target: str) -> None:
     for name in (".aws/credentials", ".docker/config.json"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text('{"key": "sk-0123456789"}')
@@ -180,7 +180,7 @@ def test_a_recipe_reads_no_keys_from_files(tmp_path: Path, words: str, target: s
         load(recipe)
 
 
-def test_packaged_recipes_are_imported_from_a_hidden_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_recipes_can_be_imported_from_a_hidden_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".venv").mkdir()
     shutil.copytree(packaged_recipes(), tmp_path / ".venv" / "recipes")
     monkeypatch.setattr(document, "packaged_recipes", lambda: tmp_path / ".venv" / "recipes")
@@ -189,7 +189,7 @@ def test_packaged_recipes_are_imported_from_a_hidden_environment_too(tmp_path: P
     assert load(recipe).name == "playground-nft"
 
 
-def test_a_recipe_reads_recipes_and_json_beside_it(tmp_path: Path) -> None:
+def test_a_recipe_can_import_libsonnet_and_json_files_next_to_it(tmp_path: Path) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "mine.libsonnet").write_text("{ name: (import '../name.json').name }")
     (tmp_path / "name.json").write_text('{"name": "mine"}')
@@ -232,7 +232,7 @@ def test_a_syntax_error_says_what_may_be_missing(text: str, advice: str, tmp_pat
 @pytest.mark.parametrize(
     "text", ["{ steps: , }", "{\n  a: 1, //one\n  = 3,\n}", "{ a: missing }", "{ a: 1 } }", "steps: 3", "{ a: [1, 2 }"]
 )
-def test_other_mistakes_get_no_advice(text: str, tmp_path: Path) -> None:
+def test_other_errors_contain_no_suggestion(text: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonnet"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"mine\.jsonnet") as caught:
@@ -241,7 +241,7 @@ def test_other_mistakes_get_no_advice(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["mine.jsonnet", "part.libsonnet"])
-def test_a_file_in_another_encoding_is_named(broken: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_utf_8_raises_with_its_name_and_the_offset(broken: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonnet").write_text("import 'part.libsonnet'")
     (tmp_path / "part.libsonnet").write_text("{}")
     (tmp_path / broken).write_bytes(b"{name: 'caf\xe9'}")

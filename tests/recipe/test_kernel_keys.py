@@ -28,7 +28,7 @@ def test_kernels_may_change_when_a_run_resumes() -> None:
     assert (getattr(used, "attention", "none"), used.compile) == (None, None)
 
 
-def test_a_deterministic_run_takes_only_kernels_that_are_known_to_be() -> None:
+def test_a_deterministic_run_rejects_attention_that_may_be_nondeterministic() -> None:
     with pytest.raises(ValueError, match=r"policy\.attention: whether flash is deterministic is not known; use null"):
         recipe("deterministic=true", "policy.attention=flash")
     recipe("deterministic=true", "policy.attention=_native_flash")
@@ -48,7 +48,7 @@ def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
 
 
 @torch.no_grad()
-def test_slices_and_tiles_of_the_autoencoder() -> None:
+def test_vae_slicing_and_tiling_keys_configure_the_autoencoder() -> None:
     options: dict[str, Any] = {"kind": "sd3", "path": "folder"}
     whole, sliced = tiny_models.sd3_vae(), tiny_models.sd3_vae()
     SD3Model(**options, vae_slicing=True).limit_vae(sliced)

@@ -1,4 +1,4 @@
-"""A full device: the error says which keys help in that stage, and the run goes on with them."""
+"""Out of memory: the error contains the keys that help in that stage, and the run resumes with them."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about fragments"
 
 
 def full_within(monkeypatch: pytest.MonkeyPatch, caller: str, owner: type, method: str) -> None:
-    """Whatever ``caller`` has the method do finds no memory."""
+    """Make the method raise an out-of-memory error if a function named ``caller`` is on the call stack."""
     real = getattr(owner, method)
 
     def scarce(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def full_within(monkeypatch: pytest.MonkeyPatch, caller: str, owner: type, metho
         ("update", "update", DenoisingPolicy, "evaluate", ["microbatch=16", "policy.gradient_checkpointing=true"]),
     ],
 )
-def test_the_error_names_the_keys(
+def test_out_of_memory_errors_contain_the_stage_and_the_keys_to_lower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, caller: str, owner: type, method: str, keys: list[str]
 ) -> None:
     full_within(monkeypatch, caller, owner, method)
@@ -66,8 +66,10 @@ def test_the_error_names_the_keys(
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_the_run_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It ends at step 2 for want of memory, and with what it says at the end."""
+def test_a_run_that_ran_out_of_memory_resumes_with_the_suggested_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends at step 2 because of too little memory, and resumes with the changes at the end of its error."""
     recipe = tmp_path / "small.json"
     recipe.write_text(json.dumps({**SMALL, "out": str(tmp_path), "checkpoints": {"every": 1}}))
     with monkeypatch.context() as scarce:
@@ -93,7 +95,7 @@ def test_the_run_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(folder.read_metrics()) == 2
 
 
-def test_every_key_exists_and_may_be_lowered(tmp_path: Path) -> None:
+def test_every_memory_key_exists_and_can_be_lowered_when_a_run_resumes(tmp_path: Path) -> None:
     assert {path for paths in places(Recipe).values() for path in paths} >= MEMORY_KEYS
     writer = parse(tiny_writer_runs.recipe(tmp_path, tmp_path, rollout__chunk=64, microbatch=8))
     phased = parse(apply(SMALL, ["steps=null", 'phases=[{"name": "a", "steps": 2}]']))
@@ -105,7 +107,7 @@ def test_every_key_exists_and_may_be_lowered(tmp_path: Path) -> None:
     assert set(suggestions(writer, "render")) == {"renderer.batch=4", "renderer.encoder_batch=4", "rollout.chunk=32"}
 
 
-def test_a_phases_own_chunk_may_be_lowered() -> None:
+def test_the_chunk_of_a_phase_can_be_lowered_when_a_run_resumes() -> None:
     def chunks(of: int) -> Recipe:
         rollout = {**SMALL["rollout"], "chunk": of}
         return parse(apply(SMALL, ["steps=null", f"phases={json.dumps([{'name': 'a', 'steps': 2, 'rollout': rollout}])}"]))
@@ -113,7 +115,7 @@ def test_a_phases_own_chunk_may_be_lowered() -> None:
     assert differences(chunks(4), chunks(2)) == []
 
 
-def test_where_nothing_can_be_lowered_that_is_said() -> None:
+def test_out_of_memory_errors_say_if_no_setting_can_be_lowered() -> None:
     recipe = parse(apply(SMALL, ["microbatch=1", "policy.gradient_checkpointing=true"]))
     for stage, says in (
         ("update", "No setting is left that needs less memory"),
@@ -124,12 +126,12 @@ def test_where_nothing_can_be_lowered_that_is_said() -> None:
             raise torch.OutOfMemoryError("")
 
 
-def test_other_errors_pass() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="other"), explain_out_of_memory(parse(SMALL), lambda: "update"):
         raise RuntimeError("other")
 
 
-def test_a_stage_that_ended_in_an_error_is_known() -> None:
+def test_the_clock_keeps_the_stage_that_raised() -> None:
     clock = Clock()
     with clock("rollout"):
         assert clock.stage == "rollout"

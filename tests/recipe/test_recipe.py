@@ -1,4 +1,4 @@
-"""The recipe: what it takes, what it refuses and in which words, and what may differ when a run goes on."""
+"""The recipe: accepted values, rejected values and their messages, and what can differ when a run resumes."""
 
 import json
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ def test_defaults_are_written_out_and_read_back() -> None:
     assert parse(json.loads(json.dumps(document))) == recipe
 
 
-def test_the_class_of_ones_own_keeps_its_key() -> None:
+def test_an_imported_reward_keeps_its_class_key_in_the_document() -> None:
     recipe = parse(changed(reward={"kind": "import", "class": "mine.rewards:Red", "args": {"k": [1, None]}, "combine": {"red": 1}}))
     assert recipe.reward.class_ == "mine.rewards:Red"
     assert recipe.document()["reward"]["class"] == "mine.rewards:Red"
@@ -127,7 +127,7 @@ def test_every_key_is_documented() -> None:
         ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
     ],
 )
-def test_a_mistake_is_named_by_its_full_path(changes: dict[str, Any], line: str) -> None:
+def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
     assert line in refusal(**changes)
 
 
@@ -136,14 +136,14 @@ def test_a_number_too_large_for_a_float_is_refused() -> None:
         parse(apply(BASE, ["reward.combine.overall=1e999"]))
 
 
-def test_mistakes_are_listed_together_without_pydantics_noise() -> None:
+def test_all_errors_are_reported_together_without_pydantic_text() -> None:
     lines = refusal(steps="many", polcy=1, rollout__num_steps=None)
     assert {line.split(":")[0] for line in lines} == {"steps", "polcy", "rollout.num_steps"}
     assert not any("pydantic" in line or "http" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../up", "", ".hidden", "a b"])
-def test_a_name_is_a_plain_folder_name(name: str) -> None:
+def test_a_name_that_is_not_a_plain_folder_name_is_rejected(name: str) -> None:
     assert refusal(name=name)[0].startswith("name: ")
 
 
@@ -218,7 +218,7 @@ ODE = {"kind": "ode"}
         ({"minibatches": 7}, "minibatches"),
     ],
 )
-def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict[str, Any], key: str) -> None:
+def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
     found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
     assert found
     assert len(found[0].removeprefix(key)) > 30
@@ -251,12 +251,12 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
         {**FOLDER, "policy__model": {"kind": "flux-fill", "path": "x", "size": [64, 64], "guidance": 30.0}},
     ],
 )
-def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
+def test_compatible_values_are_accepted(changes: dict[str, Any]) -> None:
     assert parse(changed(**changes)).name == "try"
 
 
 @given(num_steps=st.integers(1, 8), size=st.integers(1, 8), low=st.integers(0, 8), high=st.integers(1, 8) | st.none())
-def test_a_drawn_window_is_taken_exactly_where_it_can_be_drawn(num_steps: int, size: int, low: int, high: int | None) -> None:
+def test_a_random_window_is_accepted_if_and_only_if_it_can_be_drawn(num_steps: int, size: int, low: int, high: int | None) -> None:
     def draws() -> bool:
         try:
             random_window(num_steps, size, low=low, high=num_steps - 1 if high is None else high, generator=torch.Generator())
@@ -269,7 +269,7 @@ def test_a_drawn_window_is_taken_exactly_where_it_can_be_drawn(num_steps: int, s
 
 
 @given(num_steps=st.integers(1, 8), size=st.integers(1, 8), stride=st.integers(1, 8))
-def test_a_sliding_window_is_taken_exactly_where_it_can_slide(num_steps: int, size: int, stride: int) -> None:
+def test_a_sliding_window_is_accepted_if_and_only_if_it_can_slide(num_steps: int, size: int, stride: int) -> None:
     def slides() -> bool:
         try:
             sliding_window(num_steps, size, step=0, every=1, stride=stride)
@@ -314,12 +314,12 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
     assert line == "optimizer.warmup_steps: give a whole number of steps, or a share of the phase's steps below 1"
 
 
-def test_one_phase_is_made_of_the_top() -> None:
+def test_a_recipe_without_phases_has_one_phase_with_its_top_level_values() -> None:
     (phase,) = parse(BASE).resolved_phases()
     assert (phase.name, phase.steps, phase.rows, phase.total_steps(100)) == ("main", 10, 24, 10)
 
 
-def test_a_phase_overrides_the_top() -> None:
+def test_a_phase_overrides_top_level_values() -> None:
     warm_up = {
         "name": "warm-up",
         "steps": 5,
@@ -335,13 +335,13 @@ def test_a_phase_overrides_the_top() -> None:
     assert second.total_steps(tasks=100) == 13  # half of 100 tasks, 4 a step, rounded up
 
 
-def test_held_out_tasks_are_the_playgrounds_other_split() -> None:
+def test_held_out_tasks_are_from_the_test_split_of_the_playground() -> None:
     data = parse(changed(eval={"tasks": 7, "seed": 5, "complexity": {"3": 1}})).eval_data()
     assert (data.count, data.seed, data.split, data.complexity, data.kind) == (7, 5, "test", {3: 1.0}, "playground")
     assert parse(BASE).eval_data().complexity == {2: 1.0, 3: 1.0}
 
 
-def test_ranks_that_cannot_share_a_step_are_told_what_they_could() -> None:
+def test_rows_that_do_not_divide_over_the_ranks_raise_with_valid_values() -> None:
     warm_up = {"name": "warm-up", "steps": 5, "objective": {"kind": "supervised"}, "tasks_per_step": 64, "group_size": 1}
     recipe = parse(changed(steps=None, phases=[warm_up, {"name": "learn", "steps": 5}], minibatches=2))
     check_ranks(recipe, 4)  # 64 rows, then 24
@@ -349,7 +349,7 @@ def test_ranks_that_cannot_share_a_step_are_told_what_they_could() -> None:
         check_ranks(recipe, 8)
 
 
-def test_a_run_may_go_on_longer_elsewhere() -> None:
+def test_a_run_can_resume_with_another_length_device_or_folder() -> None:
     old = parse(changed(**FOLDER))
     new = parse(
         changed(
@@ -368,7 +368,7 @@ def test_a_run_may_go_on_longer_elsewhere() -> None:
     assert differences(old, parse(changed(**FOLDER, steps=None, passes=2.0))) == []
 
 
-def test_any_other_difference_is_shown() -> None:
+def test_changed_keys_that_prevent_a_resume_are_reported() -> None:
     new = changed(learning_rate=2e-4, eval={"tasks": 3}, data__complexity=[2], objective={"kind": "nft"})
     lines = differences(parse(BASE), parse(new))
     assert "learning_rate: 0.0001 in the run, 0.0002 in the recipe" in lines
@@ -377,7 +377,7 @@ def test_any_other_difference_is_shown() -> None:
     assert "objective.kind: policy_gradient in the run, nft in the recipe" in lines
 
 
-def test_only_the_last_phase_may_grow() -> None:
+def test_only_the_last_phase_can_get_longer_when_a_run_resumes() -> None:
     def phased(first: int, second: int) -> Recipe:
         return parse(changed(steps=None, phases=[{"name": "a", "steps": first}, {"name": "b", "steps": second}]))
 
@@ -404,7 +404,7 @@ def test_override_values_are_json_else_text(text: str, value: object) -> None:
     assert type(value_of(text)) is type(value)
 
 
-def test_overrides_reach_into_lists_and_make_what_is_missing() -> None:
+def test_overrides_can_set_list_entries_and_create_missing_keys() -> None:
     document = {"phases": [{"steps": 1}, {"steps": 2}], "ema": None}
     made = apply(document, ["phases.1.steps=5", "ema.decay=0.9", "a.b.c=x=y"])
     assert made == {"phases": [{"steps": 1}, {"steps": 5}], "ema": {"decay": 0.9}, "a": {"b": {"c": "x=y"}}}
@@ -429,12 +429,12 @@ def test_an_override_that_cannot_be_set_is_refused(override: str, says: str) -> 
         apply({"steps": 4, "phases": [{}, {}], "none": []}, [override])
 
 
-def test_an_unknown_path_in_an_override_names_the_nearest() -> None:
+def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key() -> None:
     with pytest.raises(ValueError, match=r"^polcy: unknown key; did you mean policy\?$"):
         parse(apply(BASE, ["polcy.train.rank=3"]))
 
 
-def test_places_know_keys_at_any_depth() -> None:
+def test_places_lists_keys_at_any_depth() -> None:
     assert places(Recipe)["num_steps"] == ("rollout.num_steps", "renderer.num_steps", "eval.num_steps")
     assert nearest("grp_size", keys_of(Recipe)) == "group_size"
 
@@ -453,6 +453,6 @@ def test_a_class_is_imported_by_its_name() -> None:
         ("json:loads", "has no class loads"),
     ],
 )
-def test_a_class_that_is_not_there_is_a_plain_mistake(path: str, says: str) -> None:
+def test_a_missing_module_or_class_raises_a_value_error(path: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         import_class(path)

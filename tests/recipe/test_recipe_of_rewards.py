@@ -1,4 +1,4 @@
-"""The reward's section: every kind reads back and builds its class, and what cannot be is said when the recipe is read."""
+"""The reward section: every kind parses to its class and back, and invalid values are reported when the recipe is parsed."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "qua
 
 
 def least(kind: type) -> dict[str, Any]:
-    """The section with what it must have."""
+    """The section with only its required keys."""
     given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
     given |= {"endpoints": ["http://127.0.0.1:8700"], "path": "weights", "name": "brightness", "source": "0" * 16, "queue": "votes"}
     keys = {field.alias or name: field for name, field in kind.model_fields.items()}
@@ -62,13 +62,13 @@ def test_every_kind_is_read_written_and_read_again(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_python_names_no_kind(kind):
-    """A class of the table is made without its kind, and is written with it."""
+def test_the_default_kind_of_a_reward_class_is_its_kind_in_the_table(kind):
+    """In Python, a reward class is created without ``kind``; its document contains the kind."""
     assert REWARDS.load(kind.model_fields["kind"].default) is kind
 
 
 def test_every_reward_of_the_package_is_a_kind():
-    """Classes that are rewards; judges share a base."""
+    """Only classes with a ``kind``; the base classes of judges have none."""
     found, left = set(), [RewardSection]
     while left:
         left += (subclasses := left.pop().__subclasses__())
@@ -107,7 +107,7 @@ def test_the_page_of_rewards_names_every_kind_with_its_columns():
         assert [name for name in own if f"`{name}`" not in row.split("|")[2]] == [], section.kind
 
 
-def test_several_are_read_written_and_read_again():
+def test_a_document_with_several_rewards_parses_to_the_same_recipe():
     recipe = parse(document(several(clip={"kind": "clip"}, judge={k: v for k, v in ASPECTS.items() if k != "combine"})))
     written = recipe.document()["reward"]
     assert written["rewards"]["clip"] == {"kind": "clip", "path": "openai/clip-vit-base-patch32", "device": None}
@@ -120,7 +120,7 @@ def test_several_are_read_written_and_read_again():
     ]
 
 
-def test_combine_stays_as_it_was_written():
+def test_combine_is_kept_as_the_given_weights_or_formula():
     assert parse(document(ASPECTS)).document()["reward"]["combine"] == {"alignment": 0.6, "quality": 0.4, "identity": 0.0}
     formula = {**ASPECTS, "combine": "0.6*alignment + 0.4*quality"}
     assert parse(document(formula)).document()["reward"]["combine"] == "0.6*alignment + 0.4*quality"
@@ -223,12 +223,12 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         ),
     ],
 )
-def test_a_mistake_in_a_reward_is_named_when_the_recipe_is_read(reward, changes, line):
+def test_invalid_reward_values_are_reported_when_the_recipe_is_parsed(reward, changes, line):
     assert any(found.startswith(line) for found in refusal(reward, **changes))
 
 
 @pytest.mark.parametrize("key", ["sk-canary-5f1c0ffee9d34b7aa1", "my key", "lower_case"])
-def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated(key):
+def test_an_api_key_instead_of_a_variable_name_is_rejected_and_not_in_the_error(key):
     (line,) = refusal(ASPECTS, reward__judge__key=key)
     assert line.startswith("reward.judge.key: give the name of an environment variable, such as OPENAI_API_KEY")
     assert key not in line
@@ -237,7 +237,7 @@ def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated(key):
 @pytest.mark.parametrize(
     "url", ["http://me:sk-canary-1@host/v1", "https://host/v1?key=sk-canary-1", "host:8000/v1", "file:///etc/passwd"]
 )
-def test_an_address_holds_no_key(url):
+def test_judge_urls_with_credentials_or_without_http_are_rejected(url):
     (line,) = refusal(ASPECTS, reward__judge__base_url=url)
     assert line.startswith("reward.judge.base_url: give ")
     assert "canary" not in line
@@ -246,11 +246,11 @@ def test_an_address_holds_no_key(url):
 @pytest.mark.parametrize(
     "url", ["http://10.0.0.1:4877", "http://10.0.0.1:4877/", "http://10.0.0.1:4877/v1", "http://10.0.0.1:4877/v1/"]
 )
-def test_a_judges_address_is_one_with_its_version_or_without(url):
+def test_a_judge_url_with_or_without_v1_gives_the_same_url(url):
     assert parse(document(ASPECTS, reward__judge__base_url=url)).reward.judge.base_url == "http://10.0.0.1:4877/v1"
 
 
-def test_how_a_judge_is_reached_may_differ_when_a_run_goes_on_and_what_it_is_asked_may_not():
+def test_a_run_can_resume_with_another_judge_connection_but_not_another_judge_model():
     old = parse(document(several(**TWO)))
     reached = {"base_url": "http://127.0.0.1:10/v1", "concurrency": 4, "deadline": 5.0, "key": None, "attempts": 9}
     changes = {f"reward__rewards__judge__judge__{key}": value for key, value in reached.items()}
@@ -265,7 +265,7 @@ def test_how_a_judge_is_reached_may_differ_when_a_run_goes_on_and_what_it_is_ask
     assert differences(parse(document(remote)), parse(document(moved))) == []
 
 
-def test_rewards_as_words(tmp_path):
+def test_read_reward_accepts_short_forms_classes_and_files(tmp_path):
     assert read_reward("ocr") == {"kind": "ocr"}
     assert read_reward("clip:models/clip") == read_reward("clip=models/clip") == {"kind": "clip", "path": "models/clip"}
     assert read_reward("lpips:w.safetensors") == {"kind": "lpips", "weights": "w.safetensors"}

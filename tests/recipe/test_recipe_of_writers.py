@@ -1,4 +1,4 @@
-"""Recipes of policies that write: what they take, what they refuse and in which words."""
+"""Recipes of prompt-writing policies: accepted values, rejected values and their messages."""
 
 import json
 from functools import partial
@@ -56,7 +56,7 @@ def test_defaults_are_written_out_and_read_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/nft", "playground/supervised"])
-def test_recipes_without_a_writer_say_nothing_of_renderers(name: str) -> None:
+def test_documents_of_recipes_without_a_writer_contain_no_renderer(name: str) -> None:
     recipe = parse(evaluate(find(f"recipes/{name}.jsonnet")))
     document = recipe.document()
     assert "renderer" not in document
@@ -82,11 +82,11 @@ def test_recipes_without_a_writer_say_nothing_of_renderers(name: str) -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_by_its_full_path(changes: dict[str, Any], line: str) -> None:
+def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
     assert any(found.startswith(line) for found in refusal(**changes)), refusal(**changes)
 
 
-def test_the_encoder_has_no_default() -> None:
+def test_the_encoder_of_the_renderer_has_no_default() -> None:
     without = {key: value for key, value in BASE["renderer"].items() if key != "encoder"}
     assert [line for line in refusal(renderer=without) if line.startswith("renderer.encoder: missing: The encoder of the dialogue")]
 
@@ -134,7 +134,7 @@ def test_the_encoder_has_no_default() -> None:
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
 )
-def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict[str, Any], key: str) -> None:
+def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
     found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
     assert found, refusal(**changes)
     assert len(found[0].removeprefix(key)) > 30
@@ -153,18 +153,18 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
         {"renderer__encoder": "policy", "renderer__guidance_scale": 4.0, "policy__train": {"kind": "full"}},
     ],
 )
-def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
+def test_compatible_values_are_accepted(changes: dict[str, Any]) -> None:
     assert parse(changed(**changes)).name == "try"
 
 
-def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
+def test_a_run_can_resume_on_other_devices_but_not_with_another_encoder() -> None:
     old = parse(BASE)
     assert differences(old, parse(changed(devices={"renderer": "cuda:1", "offload": True}))) == []
     assert differences(old, parse(changed(devices={"weights": "cpu"}, sharding="fsdp2"))) == []
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
 
 
-def test_held_out_paintings_bring_whole_completions() -> None:
+def test_held_out_tasks_of_playground_paintings_have_no_incomplete_completions() -> None:
     recipe = parse(changed(**PAINTED, data__incomplete=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
     held_out = recipe.eval_data()
     assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-paintings", 7, 5, "test")

@@ -1,4 +1,4 @@
-"""A run's folder gives back what was put in, to the bit, and survives a kill at any byte."""
+"""A run folder returns exactly the values that were written, and stays readable if writing is killed at any byte."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def judged(
     )
 
 
-def test_metrics_come_back_in_a_fixed_key_order_with_their_bits(tmp_path: Path) -> None:
+def test_metrics_are_stored_bitwise_in_a_fixed_key_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.append_metrics(1, "rl", {"reward/mean": 0.1 + 0.2, "policy/grad_norm": 1e-300, "b": 3})
     folder.append_metrics(2, "rl", {"b": 3, "policy/grad_norm": math.nan, "reward/mean": math.inf})
@@ -56,14 +56,14 @@ def test_metrics_come_back_in_a_fixed_key_order_with_their_bits(tmp_path: Path) 
 
 
 @given(st.dictionaries(NAMES, st.floats() | st.integers() | st.none()))
-def test_any_line_reads_back_as_written(values: dict[str, float]) -> None:
+def test_json_lines_round_trip_with_null_for_non_finite_values(values: dict[str, float]) -> None:
     back = json.loads(files.json_line(values), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert back == {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
 
 
-def test_text_from_elsewhere_reads_back_as_it_was(tmp_path: Path) -> None:
+def test_unusual_unicode_text_round_trips(tmp_path: Path) -> None:
     text = "天 half \ud83d, \u2028 \x00 \x1b \\ud83d"
     files.append_line(tmp_path / "lines", {"text": text})
     files.write_json(tmp_path / "whole", {"text": text})
@@ -77,7 +77,7 @@ def test_a_time_among_the_metrics_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path).append_metrics(1, "rl", {"time/rollout": 1.0})
 
 
-def test_every_cut_of_a_file_reads_as_its_whole_lines_and_goes_on(tmp_path: Path) -> None:
+def test_a_file_cut_at_any_byte_is_read_to_its_last_complete_line_and_continued(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (1, 2, 3):
         folder.append_metrics(step, "rl", {"reward/mean": step / 3, "word": None})
@@ -93,7 +93,7 @@ def test_every_cut_of_a_file_reads_as_its_whole_lines_and_goes_on(tmp_path: Path
         assert folder.metrics.read_bytes() == content
 
 
-def test_truncate_forgets_later_steps_everywhere_and_leaves_the_rest(tmp_path: Path) -> None:
+def test_truncate_removes_later_steps_from_all_files_and_keeps_earlier_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in range(5):
         folder.append_metrics(step, "rl", {"reward/mean": 1.0})
@@ -113,7 +113,7 @@ def test_truncate_of_a_new_folder_does_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_whole_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+def test_a_complete_line_that_is_not_a_json_object_raises(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1}\n{"step": \n[3]\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
@@ -134,7 +134,7 @@ def test_an_evaluation_made_again_replaces_the_first(tmp_path: Path) -> None:
     ]
 
 
-def test_pictures_are_kept_to_the_bit_with_what_was_said_of_them(tmp_path: Path) -> None:
+def test_samples_are_stored_with_exact_pixels_and_scores(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_samples(4, "group", [judged(2, 0, colour=(5, 6, 7)), judged(2, 1, colour=(8, 9, 10))])
     first, second = folder.read_samples(4)
@@ -148,7 +148,7 @@ def test_pictures_are_kept_to_the_bit_with_what_was_said_of_them(tmp_path: Path)
     assert all(path.parent == folder.samples(4) for path in tmp_path.rglob("*.png"))
 
 
-def test_pictures_made_again_replace_only_their_own_kind(tmp_path: Path) -> None:
+def test_samples_written_again_replace_only_samples_of_the_same_set(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_samples(4, "heldout", [judged(0, 0)])
     folder.write_samples(4, "group", [judged(0, 1, source=(1, 1, 1)), judged(1, 0)])
@@ -159,7 +159,7 @@ def test_pictures_made_again_replace_only_their_own_kind(tmp_path: Path) -> None
     assert Image.open(folder.samples(4) / lines[0]["source"]).getpixel((0, 0)) == (1, 2, 3)
 
 
-def test_a_sample_without_pictures_or_verdict(tmp_path: Path) -> None:
+def test_a_sample_without_images_and_scores_is_stored_with_none(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     nothing = SampleRecord(
         sample=Sample(Task(id="t", instruction="a cat"), None), group=0, slot=0, scores={}, reward=math.nan, advantage=0.0
@@ -169,7 +169,7 @@ def test_a_sample_without_pictures_or_verdict(tmp_path: Path) -> None:
     assert (line["image"], line["source"], line["target"], line["reward"], line["advantage"]) == (None, None, None, None, 0.0)
 
 
-def test_the_recipe_is_kept_with_its_versions(tmp_path: Path) -> None:
+def test_the_recipe_is_stored_with_library_versions(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.write_recipe({"name": "run", "seed": 3})
     kept = folder.read_recipe()
@@ -180,7 +180,7 @@ def test_the_recipe_is_kept_with_its_versions(tmp_path: Path) -> None:
         RunFolder(tmp_path).read_recipe()
 
 
-def test_the_commit_is_that_of_the_folder_one_works_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_commit_is_that_of_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
     monkeypatch.chdir(tmp_path)
     folder = RunFolder(tmp_path / "runs" / "a")
@@ -197,7 +197,7 @@ def test_the_commit_is_that_of_the_folder_one_works_in(tmp_path: Path, monkeypat
     assert folder.read_recipe()["versions"]["git"] == head + "+changes"
 
 
-def test_the_summary_says_what_share_of_the_gap_was_closed(tmp_path: Path) -> None:
+def test_the_summary_contains_the_share_of_the_gap_that_was_closed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.read_summary() is None
     summary = Summary(
@@ -232,7 +232,7 @@ def test_set_aside_never_writes_over_an_earlier_one(tmp_path: Path) -> None:
     assert [RunFolder(place).read_recipe()["recipe"]["count"] for place in places] == [0, 1, 2]
 
 
-def test_a_log_for_each_rank(tmp_path: Path) -> None:
+def test_each_rank_has_its_own_log_file(tmp_path: Path) -> None:
     assert [RunFolder(tmp_path).log(rank).name for rank in (0, 1)] == ["train.log", "train.rank1.log"]
 
 

@@ -49,7 +49,7 @@ def write_record(folder: Path, **changes: str | int) -> OwnerRecord:
     return record
 
 
-def test_a_second_process_is_refused_with_who_owns_the_folder(tmp_path: Path) -> None:
+def test_a_second_process_raises_and_names_the_owner(tmp_path: Path) -> None:
     with held(tmp_path / "run") as other:
         with pytest.raises(NotOwner, match=rf"in use by process {other.pid} on \S+, since 2.*--set name="):
             Owner(tmp_path / "run")
@@ -149,7 +149,7 @@ def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
         os.waitpid(child, 0)
 
 
-def test_a_child_that_shares_the_ownership_keeps_it_and_no_other_does(tmp_path: Path) -> None:
+def test_shared_ownership_lasts_until_the_child_process_ends(tmp_path: Path) -> None:
     program = "import os, sys, time\nfrom pathlib import Path\nfrom retouch.records.ownership import shared_owner\n"
     program += "owner = shared_owner(Path(sys.argv[1]), os.environ)\nowner.require()\nprint('shares', flush=True)\ntime.sleep(60)"
     owner = Owner(tmp_path)
@@ -169,13 +169,13 @@ def test_a_child_that_shares_the_ownership_keeps_it_and_no_other_does(tmp_path: 
 
 
 @pytest.mark.parametrize("variable", ["", "17", "x:y", "9999:token"])
-def test_a_variable_of_another_folder_shares_nothing(tmp_path: Path, variable: str) -> None:
+def test_an_invalid_or_foreign_environment_variable_shares_no_ownership(tmp_path: Path, variable: str) -> None:
     assert shared_owner(tmp_path, {ownership.SHARED: variable}) is None
     with closing(Owner(tmp_path / "one")) as one, closing(Owner(tmp_path / "two")):
         assert shared_owner(tmp_path / "two", one.environment()) is None
 
 
-def test_an_owner_on_another_machine_that_renews_its_file_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_owner_that_renews_its_file_keeps_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 5.0)
     record = write_record(tmp_path)
     renewer = f"import os, time\nwhile True: os.utime({str(tmp_path / ownership.FILE)!r}); time.sleep(0.1)"
@@ -188,7 +188,7 @@ def test_an_owner_on_another_machine_that_renews_its_file_is_believed(tmp_path: 
     assert read_record(tmp_path / ownership.FILE) == record
 
 
-def test_an_owner_on_another_machine_that_is_silent_has_lost_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_remote_owner_that_does_not_renew_its_file_loses_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "WATCH_SECONDS", 0.3)
     write_record(tmp_path)
     with closing(Owner(tmp_path)) as owner:
@@ -206,7 +206,7 @@ def test_an_owner_renews_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     raise AssertionError("the file was never renewed")
 
 
-def test_without_locks_a_living_process_owns_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(handle: int, operation: int) -> None:
         raise OSError(ownership.errno.ENOLCK, "No locks available")
 
@@ -226,7 +226,7 @@ def test_fresh_does_not_rename_the_folder_of_a_living_run(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_fresh_renames_whatever_is_in_the_folder(tmp_path: Path) -> None:
+def test_fresh_renames_an_existing_folder_and_owns_the_new_one(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     folder, aside = own(tmp_path / "run", fresh=True, environment={})
     assert aside is not None

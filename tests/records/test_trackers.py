@@ -1,4 +1,4 @@
-"""CompositeTracker show what they are given, and hide what a killed run had shown too far."""
+"""Trackers log what they are given, and hide the later steps that a killed run had already logged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_tensorboard_has_every_value(tmp_path: Path) -> None:
     assert scalars(folder, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
-def test_a_resumed_run_hides_what_the_killed_one_had_shown(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_later_steps_of_the_killed_run_in_tensorboard(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     killed = open_tensorboard(folder)
     for step in range(1, 6):
@@ -55,7 +55,7 @@ def test_a_resumed_run_hides_what_the_killed_one_had_shown(tmp_path: Path) -> No
     assert scalars(folder, "reward/mean") == [(1, -1.0), (2, -1.0), (3, 1.0), (4, 1.0)]
 
 
-def test_runs_resumed_within_one_second_are_read_in_their_order(tmp_path: Path) -> None:
+def test_tensorboard_files_of_runs_resumed_within_one_second_stay_in_order(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     for step in range(1, 4):
         tracker = open_tensorboard(folder, first_step=step)
@@ -66,7 +66,7 @@ def test_runs_resumed_within_one_second_are_read_in_their_order(tmp_path: Path) 
     assert scalars(folder, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
-def test_none_is_left_out_rather_than_shown_as_a_number(tmp_path: Path) -> None:
+def test_none_values_are_not_logged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     tracker = open_tensorboard(folder)
     tracker.log({"a": None, "b": 2.0}, 1)
@@ -76,7 +76,7 @@ def test_none_is_left_out_rather_than_shown_as_a_number(tmp_path: Path) -> None:
     assert events.Tags()["scalars"] == ["b"]
 
 
-def test_every_tracker_of_several_gets_everything() -> None:
+def test_a_composite_tracker_forwards_everything_to_each_tracker() -> None:
     class Kept:
         def __init__(self) -> None:
             self.seen: list[object] = []
@@ -109,7 +109,7 @@ class Tables:
 
 
 @pytest.mark.parametrize("chosen", [True, False])
-def test_stored_samples_become_tables_where_they_are_wanted(chosen: bool, tmp_path: Path) -> None:
+def test_stored_samples_are_logged_as_tables_only_if_requested(chosen: bool, tmp_path: Path) -> None:
     folder, tables = RunFolder(tmp_path / "run"), Tables()
     folder.create()
     both = CompositeTracker([open_tensorboard(folder), tables])
@@ -139,13 +139,13 @@ def test_stored_samples_become_tables_where_they_are_wanted(chosen: bool, tmp_pa
             assert Image.open(str(first[part])).getpixel((0, 0)) == colour
 
 
-def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
+def test_an_unknown_tracker_raises_and_lists_the_available_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose from tensorboard, wandb, trackio"):
         open_trackers(["mlflow"], RunFolder(tmp_path), project="p", recipe={}, first_step=1)  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_libraries_raise_with_install_command(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retouch.records.libraries.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
         require_trackers(["tensorboard", name])  # type: ignore[list-item]
@@ -154,7 +154,7 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_pat
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_wandb_continues_the_page_of_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_uses_the_run_name_as_id_unless_the_environment_sets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))

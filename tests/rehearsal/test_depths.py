@@ -1,4 +1,4 @@
-"""A rehearsal with a few blocks at two depths has the figures of one at full depth."""
+"""Rehearsals at two small depths, extrapolated, give the same figures as a rehearsal at full depth."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str
 
 
 @pytest.mark.parametrize("stacks", STACKS)
-def test_both_depths_are_on_the_line_to_the_whole_model(stacks: dict[str, int]) -> None:
+def test_the_two_depths_extrapolate_linearly_to_the_full_depth(stacks: dict[str, int]) -> None:
     depths = choose_depths({(name, "num_layers"): count for name, count in stacks.items()})
     assert depths is not None
     for stack, first in depths.first.items():
@@ -57,7 +57,7 @@ def test_both_depths_are_on_the_line_to_the_whole_model(stacks: dict[str, int]) 
     assert sum(depths.first.values()) + sum(depths.second.values()) < sum(stacks.values())
 
 
-def test_a_small_model_is_rehearsed_whole() -> None:
+def test_a_small_model_is_rehearsed_at_full_depth() -> None:
     assert choose_depths({("transformer", "num_layers"): 4}) is None
     assert choose_depths({}) is None
 

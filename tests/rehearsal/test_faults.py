@@ -1,4 +1,4 @@
-"""A rehearsal finds errors of device, dtype and shape with their place, and what holds memory."""
+"""A rehearsal reports errors of device, dtype and shape with file and line, and what occupies memory."""
 
 import json
 import os
@@ -37,43 +37,43 @@ def rehearsed(folder: Path, *chosen: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", ["device", "dtype", "shape"])
-def test_an_error_is_found_with_file_and_line(found: dict[str, dict[str, Any]], fault: str) -> None:
+def test_an_error_is_reported_with_file_and_line(found: dict[str, dict[str, Any]], fault: str) -> None:
     line = next(number for number, text in enumerate(SOURCE, start=1) if f"# fault: {fault}" in text)
     assert f"planted_faults.py:{line}, in velocity" in found[fault]["error"]
 
 
-def test_the_error_says_what_is_wrong(found: dict[str, dict[str, Any]]) -> None:
+def test_error_messages_describe_the_device_dtype_or_shape_mismatch(found: dict[str, dict[str, Any]]) -> None:
     assert "expected all tensors to be on the same device, but found rehearsal:0, cpu" in found["device"]["error"]
     assert "same dtype" in found["dtype"]["error"]
     assert "invalid for input of size" in found["shape"]["error"]
 
 
-def test_memory_that_is_kept_shows_in_the_stage_that_keeps_it(found: dict[str, dict[str, Any]]) -> None:
+def test_retained_memory_is_reported_in_the_stage_that_retains_it(found: dict[str, dict[str, Any]]) -> None:
     more = {name: found["hog"]["peaks"][name] - size for name, size in found[""]["peaks"].items()}
     assert more["rollout"] >= 2**30  # kept since the preflight
     assert more["update"] >= more["rollout"] + 2 * 2**30
     assert found["hog"]["held"]["activations"] > found[""]["held"]["activations"] + 2**30
 
 
-def test_evaluations_are_those_of_a_run(found: dict[str, dict[str, Any]]) -> None:
+def test_the_number_of_evaluations_equals_that_of_a_run(found: dict[str, dict[str, Any]]) -> None:
     """Three steps, evaluated every 2 (after 0, 2 and 3 steps), every 3, and only at the start and at the end."""
     assert [found[name]["evaluations"] for name in ("", "checkpointing", "ranks")] == [3, 2, 2]
 
 
-def test_gradient_checkpointing_saves_activations_and_costs_work(found: dict[str, dict[str, Any]]) -> None:
+def test_gradient_checkpointing_reduces_activations_and_increases_flops(found: dict[str, dict[str, Any]]) -> None:
     plain, checkpointed = found[""], found["checkpointing"]
     assert checkpointed["held"]["activations"] < plain["held"]["activations"]
     assert checkpointed["flops"]["update"] > 1.1 * plain["flops"]["update"]
     assert checkpointed["flops"]["rollout"] == plain["flops"]["rollout"]
 
 
-def test_a_change_that_makes_it_fit_is_found(found: dict[str, dict[str, Any]]) -> None:
+def test_a_setting_that_makes_the_recipe_fit_is_suggested(found: dict[str, dict[str, Any]]) -> None:
     settings, peak = found["small chunks"]["changes"]  # where the update alone is too large
     assert settings == ["policy.gradient_checkpointing=true"]
     assert peak < 0.95 * found["small chunks"]["peak"]
 
 
-def test_a_change_for_each_stage_that_is_too_large_is_found(found: dict[str, dict[str, Any]]) -> None:
+def test_settings_are_suggested_for_every_stage_that_is_too_large(found: dict[str, dict[str, Any]]) -> None:
     settings, peak = found[""]["changes"]  # where the rollout is nearly as large as the update
     assert found[""]["peaks"]["rollout"] > 0.95 * found[""]["peak"]
     assert settings == ["rollout.chunk=4"]  # gradient checkpointing was tried before, and is not needed beside it
@@ -81,7 +81,7 @@ def test_a_change_for_each_stage_that_is_too_large_is_found(found: dict[str, dic
 
 
 @pytest.mark.parametrize("case", ["", "small chunks"])
-def test_a_recipe_fits_once_its_changes_are_made(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_a_recipe_fits_with_the_suggested_settings(found: dict[str, dict[str, Any]], case: str) -> None:
     assert found[case]["again"] == {"peak": found[case]["changes"][1], "fits": True}
 
 
@@ -91,14 +91,14 @@ def test_gradients_are_as_large_as_the_trained_weights(found: dict[str, dict[str
     assert held["gradients"] == held["trained weights"] == held["master weights"]
 
 
-def test_of_several_ranks_the_first_is_rehearsed(found: dict[str, dict[str, Any]]) -> None:
+def test_only_the_first_of_several_ranks_is_rehearsed(found: dict[str, dict[str, Any]]) -> None:
     assert found[""]["rows"] == 4 * found["ranks"]["rows"] == 16
     assert found[""]["flops"]["update"] == pytest.approx(4 * found["ranks"]["flops"]["update"], rel=0.05)
     assert found["ranks"]["peak"] < found[""]["peak"]
 
 
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero2"])
-def test_of_sharded_ranks_the_first_holds_its_share(found: dict[str, dict[str, Any]], sharding: str) -> None:
+def test_the_first_sharded_rank_holds_only_its_shard(found: dict[str, dict[str, Any]], sharding: str) -> None:
     sharded = found[sharding]
     assert "error" not in sharded
     assert sharded["communicated"] > found["ranks"]["communicated"]
@@ -107,7 +107,7 @@ def test_of_sharded_ranks_the_first_holds_its_share(found: dict[str, dict[str, A
 
 
 @pytest.mark.slow
-def test_sharded_weights_that_wait_in_cpu_memory_are_not_on_the_device(tmp_path: Path) -> None:
+def test_offloaded_sharded_weights_are_not_on_the_device(tmp_path: Path) -> None:
     here, waiting = rehearsed(tmp_path / "sd3", "fsdp2", "fsdp2, waiting").values()
     assert "error" not in waiting
     assert not {"trained weights", "AdamW's moments", "gradients"} & {name for name, size in waiting["held"].items() if size > 1000}
@@ -118,7 +118,7 @@ def test_sharded_weights_that_wait_in_cpu_memory_are_not_on_the_device(tmp_path:
 
 
 @pytest.mark.parametrize(("way", "waits"), [("cached", ("text",)), ("offloaded", ("text", "vae"))])
-def test_parts_that_wait_in_cpu_memory_are_not_on_the_device(
+def test_cached_or_offloaded_parts_are_not_on_the_device(
     found: dict[str, dict[str, Any]], way: str, waits: tuple[str, ...]
 ) -> None:
     assert "error" not in found[way]
@@ -129,5 +129,5 @@ def test_parts_that_wait_in_cpu_memory_are_not_on_the_device(
     assert found[way]["flops"]["update"] == found[""]["flops"]["update"]
 
 
-def test_the_host_waits_where_it_reads_the_loss(found: dict[str, dict[str, Any]]) -> None:
+def test_reading_the_loss_is_reported_as_a_host_synchronization(found: dict[str, dict[str, Any]]) -> None:
     assert any(place.startswith("item at distributed/stepper.py") for place in found[""]["waits"]["update"])

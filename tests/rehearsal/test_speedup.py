@@ -64,12 +64,12 @@ print(meter.stages["compiled"].work.seconds["fused kernels"] * MACHINES["h100"].
 """
 
 
-def test_the_page_shows_what_was_found() -> None:
+def test_the_machines_page_contains_the_stored_speedup_table() -> None:
     assert TABLE["table"](KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
     assert KEPT.keys() == set(TABLE["combinations"]())
 
 
-def test_the_recipe_is_modelled_faster_than_without_the_changes_and_fits() -> None:
+def test_the_changes_make_the_modelled_step_1_8_times_faster_and_it_fits() -> None:
     assert KEPT[",".join(TABLE["CHANGES"])]["step"] / KEPT[""]["step"] >= FACTOR
     assert KEPT[""]["peak"] <= (1 - FREE_SHARE) * 79.1 * 2**30
     assert load(TABLE["RECIPE"]).policy.compile == "regional"
@@ -91,7 +91,7 @@ def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", ["", ",".join(TABLE["CHANGES"])])
-def test_the_recipe_is_rehearsed_as_in_the_table(names: str) -> None:
+def test_a_new_rehearsal_matches_the_speedup_table(names: str) -> None:
     code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_without']({names.split(',')!r})))"
     code = code.replace("['']", "[]")
     done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)

@@ -1,4 +1,4 @@
-"""The table of docs/machines.md is what was found; every recipe in it is rehearsed again, and memory plans are held against it."""
+"""docs/machines.md shows the stored rehearsals; every recipe is rehearsed again, and memory plans are compared with them."""
 
 import json
 import runpy
@@ -30,7 +30,7 @@ PLAN_ERROR = 0.08
 """How far the total of a memory plan, which has no decoding of images, may be from the rehearsed peak of the update."""
 
 
-def test_the_page_shows_what_was_found() -> None:
+def test_the_machines_page_contains_the_stored_rehearsal_tables() -> None:
     assert TABLE["tables"](KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
 
 
@@ -74,7 +74,7 @@ def test_a_plan_of_a_writer_is_near_the_rehearsed_peak(monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
-def test_a_recipe_is_rehearsed_as_in_the_table(name: str) -> None:
+def test_a_new_rehearsal_of_a_recipe_matches_the_table(name: str) -> None:
     code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_one']({name!r})))"
     done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=1800)
     assert done.returncode == 0, done.stderr

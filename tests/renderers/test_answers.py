@@ -1,4 +1,4 @@
-"""The prompt in an enhancer's completion, whatever stands around it."""
+"""The prompt is extracted from an enhancer's completion, whatever text surrounds it."""
 
 import itertools
 
@@ -41,14 +41,14 @@ QUOTES = ["{}", '"{}"', " “{}” ", "`{}`", "«{}»", '"“{}”"', "**{}**"]
 
 
 @pytest.mark.parametrize(("thought", "tag"), list(itertools.product(THOUGHTS, TAGS)))
-def test_what_stands_around_it_comes_off(thought, tag):
+def test_thoughts_tags_labels_and_quotes_around_the_prompt_are_removed(thought, tag):
     for label, quote in itertools.product(LABELS, QUOTES):
         written = thought.format(tag.format(label.format(quote.format(PROMPT))))
         assert answer_in(written) == PROMPT, written
 
 
 @pytest.mark.parametrize("around", ["**Enhanced prompt: {}**", '"Prompt: {}"', "`Prompt: “{}”`"])
-def test_a_label_may_stand_within_quotes(around):
+def test_a_label_within_quotes_is_removed(around):
     assert answer_in(around.format(PROMPT)) == PROMPT
 
 
@@ -68,7 +68,7 @@ def test_a_label_may_stand_within_quotes(around):
         "```\n\n```",
     ],
 )
-def test_where_there_is_none(written):
+def test_completions_without_a_prompt_give_none(written):
     assert answer_in(written) is None
 
 
@@ -96,12 +96,12 @@ def test_a_prompt_alone_stays_as_it_is(prompt):
 @pytest.mark.parametrize(
     "sign", ["<think>", "</think>", "<answer>", "</answer>", "```\n", "\n", "  ", "**", '"', "“", "new ", "here "]
 )
-def test_much_of_the_same_is_read_at_once(sign):
-    """A pattern that backtracks would not come to an end here."""
+def test_long_repetitions_cause_no_backtracking(sign):
+    """A regular expression that backtracks would not finish here."""
     assert answer_in(sign * 100_000 + "x") in {None, "x", " ".join((sign * 100_000 + "x").split())}
 
 
-def test_lines_become_one():
+def test_line_breaks_and_repeated_spaces_are_collapsed():
     assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
 
 
@@ -111,19 +111,19 @@ WORD = st.text(st.characters(categories=("Ll", "Lo", "Nd")), min_size=1, max_siz
 @given(
     st.lists(WORD, min_size=1, max_size=12).map(" ".join), st.sampled_from(TAGS), st.sampled_from(LABELS), st.sampled_from(QUOTES)
 )
-def test_any_words_are_found_again(prompt, tag, label, quote):
+def test_any_prompt_is_extracted_from_tags_labels_and_quotes(prompt, tag, label, quote):
     assert answer_in(tag.format(label.format(quote.format(prompt)))) == prompt
 
 
 @given(st.text(st.sampled_from('<>/think answer:"*`#\n\r\t’“” sure here prompt'), max_size=400))
-def test_an_answer_is_one_line_with_something_in_it_and_is_its_own_answer(written):
+def test_an_answer_is_one_line_with_a_letter_or_digit(written):
     answer = answer_in(written)
     if answer is not None:
         assert answer == " ".join(answer.split())
         assert any(sign.isalnum() for sign in answer)
 
 
-def test_the_enhancer_is_asked_for_what_the_source_asks():
+def test_the_enhancer_system_prompt_contains_the_requirements_of_the_source():
     asked = enhancer_system_prompt().lower()
     assert asked == asked.strip()
     for word in ("subject", "style", "lighting", "technical terms", "concise"):

@@ -1,4 +1,4 @@
-"""A control that must not gain: what was written does not reach the renderer."""
+"""A control whose reward must not improve: the completions do not reach the renderer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from retouch.types import Completion, Task
 
 
 class Seen:
-    """Keeps what it was shown, and draws one grey image a row."""
+    """Stores the completions that it receives, and renders one grey image per row."""
 
     def __init__(self) -> None:
         self.outputs: list[Completion] = []
@@ -27,7 +27,7 @@ class Answers:
     )
 
 
-def test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through() -> None:
+def test_ignore_completions_passes_only_noise_keys_and_instructions_to_the_renderer() -> None:
     seen = Seen()
     tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
     assert len(IgnoreCompletionsRenderer(seen)(tasks, Answers())) == 2

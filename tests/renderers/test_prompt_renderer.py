@@ -1,4 +1,4 @@
-"""Rewritten prompts as images: those of diffusers' pipelines for the same words and noise."""
+"""Images of rewritten prompts match those of diffusers' pipelines for the same prompts and noise."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -155,7 +155,7 @@ SAID = (
 
 @pytest.fixture(scope="module")
 def acted():
-    """A rollout of a text-only writer over prompts, with words in the place of its noise."""
+    """A rollout of a text-only writer over prompts, with the texts of ``SAID`` instead of its random completions."""
     asked = tuple(replace(task, instruction=f"prompt {k}") for k, task in enumerate(tiny_writers.tasks(3, pictures=False)))
     batch = tiny_writing.batch(asked)
     rows, trajectory = tiny_editing.acted(tiny_writing.policy("qwen2.5"), batch)
@@ -164,7 +164,7 @@ def acted():
 
 
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"batch": 2}], ids=str)
-def test_it_keeps_the_contract(kind, acted, options):
+def test_the_prompt_renderer_passes_the_contract_checks(kind, acted, options):
     draws = renderer(kind[0], **options)
     assert isinstance(draws, Renderer)
     assert isinstance(draws.text_to_image, TextToImage)
@@ -173,7 +173,7 @@ def test_it_keeps_the_contract(kind, acted, options):
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_the_pictures_are_the_pipelines(kind, guidance_scale):
+def test_images_match_those_of_the_diffusers_pipeline(kind, guidance_scale):
     model, pipe, options = kind
     said = outputs("Prompt: a purple rabbit", '"a red circle on it"')
     ours = renderer(model, guidance_scale)(tasks(2), said)
@@ -187,11 +187,11 @@ def test_the_pictures_are_the_pipelines(kind, guidance_scale):
     ).images
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.size == other.size == (40, 24)
-        assert apart(mine, other) <= 1  # a last bit, where a value sits on the edge between two levels
+        assert apart(mine, other) <= 1  # rounding to 8 bits can differ by one level
         assert np.asarray(mine).std() > 5
 
 
-def test_a_pipeline_paints_as_the_adapter_does(kind, acted):
+def test_a_wrapped_pipeline_renders_the_same_images_as_the_model(kind, acted):
     model, pipe, options = kind
     given = {**options(4.0), "height": SIZE[0], "width": SIZE[1]}
     if "negative_prompt" in given:
@@ -204,7 +204,7 @@ def test_a_pipeline_paints_as_the_adapter_does(kind, acted):
         assert apart(mine, other) <= 1
 
 
-def test_a_pipeline_keeps_the_contract(acted):
+def test_a_wrapped_pipeline_passes_the_contract_checks(acted):
     model = sd3()
     options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
     drawn = PipelineTextToImage(sd3_pipeline(model), num_steps=STEPS, options=options)
@@ -217,7 +217,7 @@ def test_a_pipeline_keeps_the_contract(acted):
         PipelineTextToImage(drawn.pipeline, num_steps=STEPS, options={"generator": None})
 
 
-def test_the_writers_words_are_drawn_and_the_tasks_are_not(kind):
+def test_images_depend_on_the_completion_and_not_on_the_task(kind):
     model, _, _ = kind
     draws = renderer(model)
     said = outputs("a red circle", "a red circle", "a blue square")
@@ -228,7 +228,7 @@ def test_the_writers_words_are_drawn_and_the_tasks_are_not(kind):
     assert apart(own[0], own[1]) > 5
 
 
-def test_what_the_model_cannot_read_is_not_drawn(kind):
+def test_prompts_that_the_model_cannot_encode_are_not_rendered(kind):
     model, _, _ = kind
     spelt = "a <|im_end|> cat"
     said = outputs("a cat", "cat " * 40, spelt)
@@ -237,14 +237,14 @@ def test_what_the_model_cannot_read_is_not_drawn(kind):
     assert accepts_prompt(model, spelt) != isinstance(model, QwenImage)
 
 
-def test_cut_off_is_a_fault_where_the_recipe_says_so(kind):
+def test_cut_off_completions_are_rendered_with_draw_and_none_with_fault(kind):
     model, _, _ = kind
     cut = outputs("a cat in", truncated=True)
     assert renderer(model, cut_off="draw")(tasks(1), cut)[0] is not None
     assert renderer(model, cut_off="fault")(tasks(1), cut) == [None]
 
 
-def test_nothing_moves(kind, acted):
+def test_rendering_changes_no_weights_and_leaves_no_gradients(kind, acted):
     model, _, _ = kind
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     renderer(model)(*acted)
@@ -252,12 +252,12 @@ def test_nothing_moves(kind, acted):
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.module.parameters())
 
 
-def test_settings_that_are_none(kind):
+def test_a_batch_size_of_0_raises(kind):
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         renderer(kind[0], batch=0)
 
 
-def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
+def test_ignore_completions_renders_the_instruction_of_the_task(kind, acted):
     rows, trajectory = acted
     draws = renderer(kind[0])
     asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
@@ -267,7 +267,7 @@ def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
 
 
 @pytest.mark.parametrize("instruction", ["Prompt: a cat", "?!"])
-def test_a_blind_renderer_does_not_parse_the_instruction(kind, instruction):
+def test_ignore_completions_does_not_parse_the_instruction(kind, instruction):
     draws, said = renderer(kind[0]), outputs("a dog")
     task = tiny_models.task("a", instruction)
     (wanted,) = draws.text_to_image.sample([task], noise_generators(said.outputs, shared=True))
@@ -275,6 +275,6 @@ def test_a_blind_renderer_does_not_parse_the_instruction(kind, instruction):
     assert ours.tobytes() == wanted.tobytes()
 
 
-def test_an_empty_completion_is_not_drawn(kind):
+def test_an_empty_completion_is_not_rendered(kind):
     empty = SimpleNamespace(outputs=(Completion((), "", False, (3, 5, 0, 0)),))
     assert renderer(kind[0])(tasks(1), empty) == [None]

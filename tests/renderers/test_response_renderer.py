@@ -1,4 +1,4 @@
-"""Responses as edited images: diffusers' own images for the same embeddings and noise, and nothing that is frozen moves."""
+"""Edited images of responses match those of diffusers for the same embeddings and noise; frozen weights do not change."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def apart(a, b):
 
 @pytest.mark.parametrize("whose", ["frozen", "policy"])
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_batch": 2, "batch": 1}], ids=str)
-def test_it_keeps_the_contract(editor, policy, acted, whose, options):
+def test_the_response_renderer_passes_the_contract_checks(editor, policy, acted, whose, options):
     tasks, trajectory = acted
     assert any(output.truncated for output in trajectory.outputs)
     assert len({len(output.ids) for output in trajectory.outputs}) > 1
@@ -91,7 +91,7 @@ def test_it_keeps_the_contract(editor, policy, acted, whose, options):
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("said", [(), (3, 200, 255)], ids=["empty", "said"])
-def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said):
+def test_images_match_those_of_the_diffusers_edit_pipeline(made, monkeypatch, guidance_scale, said):
     area = 64 * 64
     real = edit_module.calculate_dimensions
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda given, ratio: real(area, ratio))
@@ -113,13 +113,13 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
         generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (64, 64)
-    assert apart(ours, theirs) <= 1  # a last bit, where a value sits on the edge between two levels
+    assert apart(ours, theirs) <= 1  # rounding to 8 bits can differ by one level
     assert pixels(ours).std() > 5
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("said", [(), (3, 200, 255)], ids=["empty", "said"])
-def test_text_to_image_reads_responses_too(made, guidance_scale, said):
+def test_text_to_image_renders_responses_like_the_diffusers_pipeline(made, guidance_scale, said):
     """Qwen-Image: an empty response gives the pipeline's image, and there is no source."""
     model = QwenImage(**made, scheduler_config=tiny_models.SCHEDULER, template=tiny_models.TEXT_TEMPLATE, size=(48, 64))
     draws = renderer(model, frozen(model), guidance_scale=guidance_scale)
@@ -147,7 +147,7 @@ def test_text_to_image_reads_responses_too(made, guidance_scale, said):
     assert pixels(ours).std() > 5
 
 
-def test_a_writer_before_text_to_image_reads_its_prompts(made):
+def test_a_writer_for_text_to_image_reads_the_same_tokens_as_the_renderer(made):
     model = QwenImage(**made, scheduler_config=tiny_models.SCHEDULER, template=tiny_models.TEXT_TEMPLATE, size=(48, 64))
     policy = tiny_editing.policy(model)
     batch = tiny_editing.batch([tiny_models.task("a", "a red cat"), tiny_models.task("b", "two dogs")])
@@ -157,7 +157,7 @@ def test_a_writer_before_text_to_image_reads_its_prompts(made):
     assert [image.size for image in images] == [(64, 48)] * 4
 
 
-def test_several_sources_are_the_pipelines_too(made, monkeypatch):
+def test_images_of_several_sources_match_the_diffusers_edit_plus_pipeline(made, monkeypatch):
     monkeypatch.setattr(plus_module, "CONDITION_IMAGE_SIZE", 32 * 32)
     monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", 64 * 64)
     editor = tiny_editing.editor(made, QwenImageEditPlus, condition_area=32 * 32, source_area=64 * 64, size=(32, 48))
@@ -184,7 +184,7 @@ def test_several_sources_are_the_pipelines_too(made, monkeypatch):
     assert apart(ours, theirs) <= 1
 
 
-def test_a_group_starts_alike_and_steps_do_not(editor):
+def test_noise_is_shared_within_a_group_and_differs_between_groups_and_steps(editor):
     task = tiny_editing.tasks()[0]
     drawn = outputs((65,), (65,), (66,))
     shared = renderer(editor, frozen(editor))([task] * 3, drawn)
@@ -199,7 +199,7 @@ def test_a_group_starts_alike_and_steps_do_not(editor):
     assert apart(others[1], shared[1]) > 5
 
 
-def test_keys_are_the_batchs(policy):
+def test_completion_keys_are_seed_step_group_and_slot_of_the_batch(policy):
     batch = tiny_editing.batch(tiny_editing.tasks())
     keys = [output.key for output in policy.rollout(batch).outputs]
     assert keys == [(3, 5, 7, 0), (3, 5, 7, 1), (3, 5, 8, 0), (3, 5, 8, 1), (3, 5, 9, 0), (3, 5, 9, 1)]
@@ -209,14 +209,14 @@ def test_keys_are_the_batchs(policy):
         noise_generators([Completion((1,), "", False)], shared=True)
 
 
-def test_cut_off_is_a_fault_where_the_recipe_says_so(editor):
+def test_cut_off_completions_are_rendered_with_draw_and_none_with_fault(editor):
     task, cut = tiny_editing.tasks()[0], outputs((65, 66), truncated=True)
     assert renderer(editor, frozen(editor), cut_off="draw")([task], cut)[0] is not None
     assert renderer(editor, frozen(editor), cut_off="fault")([task], cut) == [None]
 
 
 def calls(module, act):
-    """Forwards of ``module`` while it acts."""
+    """The number of forward passes of ``module`` during ``act()``."""
     count = []
     handle = module.register_forward_pre_hook(lambda *_: count.append(1))
     act()
@@ -237,18 +237,18 @@ def test_ranks_call_the_encoder_equally_often(editor, guidance_scale):
     assert counted == [3 if guidance_scale == 1.0 else 6] * 6
 
 
-def test_the_negative_is_read_once(editor):
+def test_negative_embeddings_are_cached_up_to_the_limit(editor):
     encoder, tasks = frozen(editor), tiny_editing.tasks()[:2]
     draws = renderer(editor, encoder, cached=1)
     said = outputs((1,), (2,), (3,), (4,))
     both, one = [tasks[0], tasks[0], tasks[1], tasks[1]], [tasks[1]] * 4
     assert [calls(encoder.module.model, lambda rows=rows: draws(rows, said)) for rows in (both, one, both)] == [1 + 2, 1, 1 + 2]
-    # A run that was resumed remembers nothing, and draws the same.
+    # A resumed run has an empty cache and renders the same images.
     fresh = renderer(editor, encoder)(one, said)
     assert [image.tobytes() for image in draws(one, said)] == [image.tobytes() for image in fresh]
 
 
-def test_nothing_frozen_moves_and_the_policy_is_as_it_was(made, editor, policy, acted):
+def test_rendering_changes_neither_frozen_weights_nor_the_policy(made, editor, policy, acted):
     module = policy.model.module
     held = {"editor": made["transformer"], "vae": made["vae"], "frozen": made["text_encoder"], "policy": module}
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -281,7 +281,7 @@ def test_dropout_is_off_while_the_policy_reads(editor, acted):
     assert adapters
 
 
-def test_a_policy_that_is_no_number_draws_nothing(editor, acted):
+def test_a_policy_with_nan_weights_renders_no_images(editor, acted):
     policy = tiny_editing.policy(editor)
     draws = renderer(editor, tiny_editing.policys_own(policy))
     with torch.no_grad():
@@ -289,7 +289,7 @@ def test_a_policy_that_is_no_number_draws_nothing(editor, acted):
     assert draws(*acted) == [None] * 6
 
 
-def test_settings_that_are_none(editor):
+def test_invalid_settings_raise(editor):
     for wrong in ({"num_steps": 0}, {"guidance_scale": 0.5}, {"batch": 0}, {"encoder_batch": 0}):
         with pytest.raises(ValueError, match="greater than or equal to 1"):
             renderer(editor, frozen(editor), **wrong)

@@ -28,8 +28,8 @@ from retouch.report.series import (
 FINITE = st.floats(-1e6, 1e6)
 
 
-def test_the_band_of_a_mean_covers_as_often_as_it_says() -> None:
-    """Bands of single steps that cover their truth in 95 of 100 cases give bands of means that do so too."""
+def test_the_interval_of_a_mean_has_95_percent_coverage() -> None:
+    """If the intervals of single steps cover the true value in 95 of 100 cases, the intervals of their means do so too."""
     draw_one, covered, cases = random.Random(3), 0, 2000
     for _ in range(cases):
         points = [Point(x, y := draw_one.gauss(1.0, 0.5), y - 1.96 * 0.5, y + 1.96 * 0.5) for x in range(7)]
@@ -39,7 +39,7 @@ def test_the_band_of_a_mean_covers_as_often_as_it_says() -> None:
 
 
 @given(st.lists(FINITE | st.just(math.nan), min_size=1, max_size=60), st.integers(1, 20))
-def test_thinning_keeps_mean_and_spikes(values: list[float], most: int) -> None:
+def test_thinning_preserves_mean_minimum_and_maximum(values: list[float], most: int) -> None:
     points = [Point(float(x), y) for x, y in enumerate(values)]
     known = [y for y in values if math.isfinite(y)]
     thin = average_with_envelope(points, most)
@@ -53,7 +53,7 @@ def test_thinning_keeps_mean_and_spikes(values: list[float], most: int) -> None:
         assert span == []
 
 
-def test_a_running_mean_starts_where_it_has_enough() -> None:
+def test_a_running_mean_is_nan_until_its_window_is_full() -> None:
     points = [Point(x, y) for x, y in enumerate([1.0, 2.0, 3.0, math.nan, 5.0])]
     smooth = [point.y for point in running_mean(points, 3)]
     assert math.isnan(smooth[0])
@@ -62,7 +62,7 @@ def test_a_running_mean_starts_where_it_has_enough() -> None:
 
 
 @given(FINITE, st.floats(1e-3, 1e6), st.integers(2, 8))
-def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -> None:
+def test_axis_ticks_are_evenly_spaced_within_the_range(low: float, width: float, about: int) -> None:
     found = axis_ticks(low, low + width, about)
     assert 1 <= len(found) <= 2 * about
     slack = 1e-6 * (abs(low) + width)
@@ -72,7 +72,7 @@ def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -
     assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
 
 
-def test_ticks_of_known_ranges() -> None:
+def test_axis_ticks_of_known_ranges_have_the_expected_values() -> None:
     assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
     assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
@@ -81,7 +81,7 @@ def test_ticks_of_known_ranges() -> None:
 
 
 @given(st.lists(FINITE, max_size=9))
-def test_a_range_holds_its_values_and_has_a_height(values: list[float]) -> None:
+def test_a_padded_range_contains_its_values_and_is_not_empty(values: list[float]) -> None:
     low, high = padded_range(values)
     assert low < high
     assert all(low <= value <= high for value in values)
@@ -94,11 +94,11 @@ def test_a_range_holds_its_values_and_has_a_height(values: list[float]) -> None:
     [(0.0, "0"), (8.5e-5, "8.5e−5"), (1e-6, "1e−6"), (-0.5, "−0.50"), (0.0123, "0.012"), (3.14159, "3.14"), (12345, "12345"),
      (1234.5, "1234"), (2.5e7, "2.5e7"), (math.nan, "–"), (None, "–")],
 )  # fmt: skip
-def test_numbers_are_short(value: float | None, written: str) -> None:
+def test_format_number_gives_the_expected_text(value: float | None, written: str) -> None:
     assert numbers.format_number(value) == written
 
 
-def test_signs_times_and_ticks() -> None:
+def test_signed_numbers_durations_tick_labels_and_percentages_are_formatted() -> None:
     assert [numbers.format_signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
     assert [numbers.format_signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
         "−0.010",
@@ -116,7 +116,7 @@ def test_signs_times_and_ticks() -> None:
     assert numbers.format_percent(-0.034) == "−3 %"
 
 
-def test_the_reward_has_the_interval_of_its_mean() -> None:
+def test_reward_points_have_the_confidence_interval_of_the_mean() -> None:
     (point,) = curves.reward_points([{"step": 3, "reward/mean": 2.0, "reward/std": 0.5, "reward/count": 100}])
     assert point == (3, 2.0, pytest.approx(1.902), pytest.approx(2.098))
     (bare,) = curves.reward_points([{"step": 3, "reward/mean": 2.0}])
@@ -129,7 +129,7 @@ def test_phases_begin_where_the_name_changes() -> None:
     assert curves.boundaries(lines[:3]) == []
 
 
-def test_shares_of_time_add_up_with_what_no_stage_accounts_for() -> None:
+def test_time_bars_show_the_time_outside_all_stages_as_other() -> None:
     bars = curves.time_bars(
         [{"step": 1, "time/step": 10.0, "time/a": 6.0, "time/b": 3.0}, {"step": 2, "time/step": 10.0, "time/a": 6.0}]
     )
@@ -142,7 +142,7 @@ def test_shares_of_time_add_up_with_what_no_stage_accounts_for() -> None:
     assert curves.seconds_spent([{"step": 1, "time/a": 2.0, "time/b": None}, {"step": 2, "time/step": None, "time/a": 5.0}]) == 7.0
 
 
-def test_a_best_of_k_of_0_is_on_the_bar() -> None:
+def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar() -> None:
     bar = gap_bar(Summary(column="reward", on="tasks", before=-3.0, after=-2.0, steps=1, ceiling=-1.0, best_of_k=0.0))
     assert bar is not None
     (tick,) = read(bar).all("span", "tick")
@@ -152,7 +152,7 @@ def test_a_best_of_k_of_0_is_on_the_bar() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])
-def test_any_values_make_a_chart_with_finite_places(values: list[float]) -> None:
+def test_charts_have_finite_coordinates_for_any_values(values: list[float]) -> None:
     chart = Chart("c", [Line("l", "plain", [Point(x, y) for x, y in enumerate(values, start=1)])], len(values))
     page = read(draw(chart))
     assert all("nan" not in (path["d"] or "") and "inf" not in (path["d"] or "") for path in page.all("path"))
@@ -160,7 +160,7 @@ def test_any_values_make_a_chart_with_finite_places(values: list[float]) -> None
 
 @given(st.text(st.characters()))
 def test_any_text_is_escaped_once_and_reads_back(value: str) -> None:
-    """``characters()`` includes halves of surrogate pairs and control characters, which alone may change."""
+    """Only halves of surrogate pairs and control characters, which ``characters()`` includes, are replaced."""
     page = read(tag("p", value, title=value, data_x=value))
     (attributes,) = page.all("p")
     shown = "".join(page.text.get("p", []))

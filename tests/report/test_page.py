@@ -1,4 +1,4 @@
-"""The report of a whole run, of one just started, and of hostile ones."""
+"""The report of a complete run, of a run that has just started, and of runs with hostile text."""
 
 import base64
 import hashlib
@@ -44,7 +44,7 @@ def page_of(folder: RunFolder) -> str:
     return write_report(folder.root).read_text(encoding="utf-8")
 
 
-def test_a_whole_report_is_one_file_that_needs_nothing(run: RunFolder) -> None:
+def test_a_report_is_one_self_contained_file_with_all_sections(run: RunFolder) -> None:
     path = write_report(run.root)
     assert path == run.root / "report.html"
     page = read(path.read_text(encoding="utf-8"))
@@ -63,7 +63,7 @@ def test_a_whole_report_is_one_file_that_needs_nothing(run: RunFolder) -> None:
     ]
 
 
-def test_the_pictures_are_the_runs_own_to_the_pixel(run: RunFolder) -> None:
+def test_the_images_of_the_report_equal_the_stored_samples(run: RunFolder) -> None:
     page = read(page_of(run))
     shown = [base64.b64decode((image["src"] or "").partition(",")[2]) for image in page.all("img")]
     for step in run.sample_steps():
@@ -76,7 +76,7 @@ def test_the_pictures_are_the_runs_own_to_the_pixel(run: RunFolder) -> None:
     assert len(page.all("article", "strip")) == 2 * 4
 
 
-def test_the_script_is_the_one_that_the_policy_allows(run: RunFolder) -> None:
+def test_the_content_security_policy_allows_exactly_the_script_of_the_report(run: RunFolder) -> None:
     content = page_of(run)
     (policy,) = (meta["content"] for meta in read(content).all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
     script = content.rpartition("<script>")[2].partition("</script>")[0]
@@ -84,12 +84,12 @@ def test_the_script_is_the_one_that_the_policy_allows(run: RunFolder) -> None:
     assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-def test_the_same_folder_gives_the_same_bytes(run: RunFolder, tmp_path: Path) -> None:
+def test_reports_of_equal_run_folders_are_bytewise_equal(run: RunFolder, tmp_path: Path) -> None:
     shutil.copytree(run.root, tmp_path / "copy")
     assert page_of(RunFolder(tmp_path / "copy")) == page_of(run)
 
 
-def test_the_verdict_and_the_table_say_what_the_files_say(run: RunFolder) -> None:
+def test_the_headline_and_the_table_show_the_values_of_the_files(run: RunFolder) -> None:
     summary = run.read_summary()
     assert summary is not None
     words = read(page_of(run)).words
@@ -106,7 +106,7 @@ def test_the_verdict_and_the_table_say_what_the_files_say(run: RunFolder) -> Non
     assert "KL has a gradient" in words
 
 
-def test_members_stand_from_best_to_worst_and_missing_ones_last(run: RunFolder) -> None:
+def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run: RunFolder) -> None:
     content = page_of(run)
     latest = content[content.index("<h2>Training groups") : content.index("<details><summary>The same at step 1")]
     for strip in latest.split('<article class="strip">')[1:]:
@@ -119,7 +119,7 @@ def test_members_stand_from_best_to_worst_and_missing_ones_last(run: RunFolder) 
     assert latest.count("all equal, so all advantages are 0") >= 1
 
 
-def test_a_run_just_started_says_so(started: RunFolder) -> None:
+def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started: RunFolder) -> None:
     page = read(page_of(started))
     assert_needs_nothing(page)
     assert "has just started" in page.words
@@ -127,7 +127,7 @@ def test_a_run_just_started_says_so(started: RunFolder) -> None:
     assert page.words.count("yet") >= 5
 
 
-def test_a_run_under_way_is_shown_as_far_as_it_got(started: RunFolder) -> None:
+def test_the_report_of_an_unfinished_run_shows_the_steps_so_far(started: RunFolder) -> None:
     started.append_metrics(1, "rl", {"reward/mean": 0.5, "policy/approx_kl": math.nan})
     started.write_eval(0, "heldout", table={"all": {"overall": 5.0, "n": 10}}, ci95={})
     page = read(page_of(started))
@@ -138,7 +138,7 @@ def test_a_run_under_way_is_shown_as_far_as_it_got(started: RunFolder) -> None:
 
 
 @pytest.mark.parametrize("part", ["metrics", "timings", "evals", "summary", "preflight", "samples"])
-def test_any_part_may_be_missing(run: RunFolder, part: str, tmp_path: Path) -> None:
+def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run: RunFolder, part: str, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.root, copy.root)
     where = copy.root / "samples" if part == "samples" else getattr(copy, part)
@@ -146,7 +146,7 @@ def test_any_part_may_be_missing(run: RunFolder, part: str, tmp_path: Path) -> N
     assert_needs_nothing(read(page_of(copy)))
 
 
-def test_pictures_that_are_gone_broken_or_elsewhere_are_not_a_crash(run: RunFolder, tmp_path: Path) -> None:
+def test_missing_damaged_or_outside_images_do_not_break_the_report(run: RunFolder, tmp_path: Path) -> None:
     copy = RunFolder(tmp_path / "copy")
     shutil.copytree(run.root, copy.root)
     (tmp_path / "secret.png").write_bytes((copy.samples(0) / "heldout-0000-000.png").read_bytes())
@@ -159,13 +159,13 @@ def test_pictures_that_are_gone_broken_or_elsewhere_are_not_a_crash(run: RunFold
     assert (words.count("file not found"), words.count("not readable"), words.count("no image")) == (1, 2, 1)
 
 
-def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no recipe\.json"):
         write_report(tmp_path)
 
 
 def hostile_run(root: Path, word: str) -> RunFolder:
-    """A run in which every text that comes from elsewhere is ``word``."""
+    """A run in which every text of external origin is ``word``."""
     folder = write_start(root, name=word)
     big = Image.linear_gradient("L").resize((500, 300)).convert("RGB")
     for step in (0, 1):
@@ -188,7 +188,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_no_text_from_elsewhere_becomes_part_of_the_page(word: str, harmless: Page, tmp_path: Path) -> None:
+def test_hostile_text_adds_no_elements_to_the_page(word: str, harmless: Page, tmp_path: Path) -> None:
     page = read(page_of(hostile_run(tmp_path / "hostile", word)))
     assert_needs_nothing(page)
     assert [name for name, _ in page.elements] == [name for name, _ in harmless.elements]
@@ -197,7 +197,7 @@ def test_no_text_from_elsewhere_becomes_part_of_the_page(word: str, harmless: Pa
         assert any(printable.strip() in text for text in page.text["p"])
 
 
-def test_large_pictures_are_reduced(harmless: Page) -> None:
+def test_large_images_are_reduced(harmless: Page) -> None:
     page = harmless
     sizes = {Image.open(io.BytesIO(base64.b64decode((image["src"] or "").partition(",")[2]))).size for image in page.all("img")}
     assert sizes == {(384, 230), (208, 125)}
@@ -214,7 +214,9 @@ def test_large_pictures_are_reduced(harmless: Page) -> None:
         ((1.0, 1.0), "changed"),
     ],
 )
-def test_the_verdict_claims_no_more_than_the_interval(interval: tuple[float, float] | None, said: str, started: RunFolder) -> None:
+def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(
+    interval: tuple[float, float] | None, said: str, started: RunFolder
+) -> None:
     gain = 0.0 if interval is None else sum(interval) / 2
     started.write_summary(Summary(column="overall", on="tasks", before=5.0, after=5.0 + gain, steps=1, gain_ci95=interval))
     page = read(page_of(started))
@@ -223,7 +225,7 @@ def test_the_verdict_claims_no_more_than_the_interval(interval: tuple[float, flo
     assert len(page.all("strong", "bad")) == (said == "fell")
 
 
-def test_the_chart_compares_only_what_was_measured_on_the_same_tasks(started: RunFolder) -> None:
+def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started: RunFolder) -> None:
     summary = Summary(column="overall", on="compound tasks", before=5.0, after=6.0, steps=1, ceiling=9.7, best_of_k=7.0)
     started.write_summary(summary)
     for step, value in ((0, 5.0), (1, 6.0)):
@@ -236,14 +238,14 @@ def test_the_chart_compares_only_what_was_measured_on_the_same_tasks(started: Ru
     assert read(page_of(started)).all("path", "level") == []
 
 
-def test_a_reward_that_is_one_of_the_scores_is_shown_once(started: RunFolder) -> None:
+def test_a_reward_that_equals_a_score_column_is_shown_once(started: RunFolder) -> None:
     started.write_eval(0, "heldout", table={"all": {"reward": 5.0, "overall": 5.0, "IF": 3.0}}, ci95={})
     assert read(page_of(started)).text["th"][:3] == ["tasks", "overall", "IF"]
     started.write_eval(0, "heldout", table={"all": {"reward": 5.5, "overall": 5.0, "IF": 3.0}}, ci95={})
     assert read(page_of(started)).text["th"][:4] == ["tasks", "reward", "overall", "IF"]
 
 
-def test_a_fall_beyond_both_intervals_is_named_at_the_top(started: RunFolder) -> None:
+def test_a_decrease_beyond_both_intervals_is_shown_as_a_warning(started: RunFolder) -> None:
     for step, value in ((0, 9.0), (1, 8.0)):
         table = {"all": {"overall": value, "n": 99}, "complexity=1": {"IP": value, "n": 50}, "kind=rare": {"IP": value, "n": 3}}
         ci95 = {row: {"IP": (value - 0.2, value + 0.2)} for row in ("complexity=1", "kind=rare")}
@@ -253,7 +255,7 @@ def test_a_fall_beyond_both_intervals_is_named_at_the_top(started: RunFolder) ->
     assert "IP (complexity 1) 9.00 to 8.00." in page.text["p"]
 
 
-def test_where_less_is_better_a_rise_is_what_got_worse(started: RunFolder) -> None:
+def test_an_increase_of_a_lower_is_better_score_is_shown_as_worse(started: RunFolder) -> None:
     for step, value in ((0, 1.0), (1, 2.0)):
         means, ends = ({"extra": value, "good": value, "n": 99}, {"extra": (value - 0.2, value + 0.2), "good": (value, value)})
         started.write_eval(step, "heldout", table={"all": means}, ci95={"all": ends}, lower_is_better=["extra"])

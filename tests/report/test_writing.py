@@ -1,4 +1,4 @@
-"""What a policy wrote, beside its images: of prompts also how long and how good they are."""
+"""Completions are shown next to their images; prompts also with their length and quality."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Page:
     return page_of(run_of(tmp_path / "run", renderer="prompt"))
 
 
-def test_original_and_enhanced_text_stand_together_with_length_quality_and_reward(prompts: Page) -> None:
+def test_original_and_enhanced_prompts_are_shown_with_length_quality_and_reward(prompts: Page) -> None:
     words = prompts.words
     assert words.count(ASKED) == 2
     assert BEFORE in words
@@ -60,12 +60,12 @@ def test_original_and_enhanced_text_stand_together_with_length_quality_and_rewar
     assert words.count(last) == 1
 
 
-def test_what_holds_no_prompt_is_said_to(prompts: Page) -> None:
+def test_completions_without_a_prompt_are_marked(prompts: Page) -> None:
     assert prompts.words.count("contains no prompt") == 1
 
 
 @pytest.mark.parametrize("renderer", ["response", None])
-def test_what_is_no_prompt_is_shown_as_it_is(renderer: str | None, tmp_path: Path) -> None:
+def test_completions_that_are_not_prompts_are_shown_without_prompt_quality(renderer: str | None, tmp_path: Path) -> None:
     words = page_of(run_of(tmp_path / "run", renderer=renderer)).words
     assert AFTER in words
     assert not any("prompt quality" in told or "no prompt" in told for told in words)

@@ -1,4 +1,4 @@
-"""Rewards from their sections: judges ask their servers, one client serves all that name it, servers give what was declared."""
+"""Rewards built from recipe sections: requests of judges, sharing of clients, devices, and columns of remote rewards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def endpoint(url: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", JUDGES)
-def test_a_judge_asks_its_server_as_its_section_says(build: Any, kind: str) -> None:
+def test_judge_requests_use_the_model_seeds_and_temperature_of_the_section(build: Any, kind: str) -> None:
     words = {"yes": WORDS, "digit": {"5": 0.5, "0": 0.4}, "win_rate": {"first": 0.5, "second": 0.4}}.get(kind, WORDS)
     with Double(words=words) as double:
         section = {"kind": kind, "judge": endpoint(double.url), "n_evals": 2, "temperature": 0.5, "seed": 7}
@@ -106,14 +106,14 @@ def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build: An
     assert named.panel.client.model.dtype == torch.float32
 
 
-def test_a_model_goes_where_its_section_says_or_where_the_run_is(build: Any, tmp_path: Path) -> None:
+def test_a_reward_model_uses_the_device_of_its_section_or_else_of_the_run(build: Any, tmp_path: Path) -> None:
     path = str(tiny_towers.clip(tmp_path))
     assert build({"kind": "clip", "path": path}).model.device.type == "cpu"
     assert build({"kind": "clip", "path": path}, device="meta").model.device.type == "meta"
     assert build({"kind": "clip", "path": path, "device": "cpu"}, device="meta").model.device.type == "cpu"
 
 
-def test_servers_must_give_the_columns_that_were_declared(build: Any) -> None:
+def test_declared_columns_that_differ_from_those_of_the_servers_raise(build: Any) -> None:
     with live("share:red") as server:
         reward = build({"kind": "remote", "endpoints": [server.url], "columns": {"share": [0, 1]}})
         assert reward([Sample(Task("t", "x"), Image.new("RGB", (2, 2), (255, 0, 0)))])["share"].tolist() == [1.0]
@@ -125,8 +125,8 @@ def test_servers_must_give_the_columns_that_were_declared(build: Any) -> None:
                 build({"kind": "remote", "endpoints": [server.url], "columns": columns})
 
 
-def test_the_judges_that_recipes_share_are_sections(tmp_path: Path) -> None:
-    """System A's own, 0.6 and 0.4 with identity logged at weight 0, and the one with identity turned on."""
+def test_judges_libsonnet_returns_valid_reward_sections(tmp_path: Path) -> None:
+    """The judge of system A (weights 0.6 and 0.4, identity only logged), and the same judge with identity in the reward."""
     library = ROOT / "recipes" / "lib" / "judges.libsonnet"
     (tmp_path / "two.jsonnet").write_text(
         f"local judges = import '{library}'; local judge = judges.endpoint('gpt-4o');\n"

@@ -1,5 +1,4 @@
-"""Rewards of one's own as people write them first: what fails is named by file, line, reward and sample, and lists and functions
-work."""
+"""Custom rewards as new users write them: errors report file, line, reward and sample; lists and plain functions are accepted."""
 
 import json
 import subprocess
@@ -98,7 +97,7 @@ def line_of(file: Path, text: str) -> int:
     return 1 + next(number for number, line in enumerate(file.read_text().splitlines()) if text in line)
 
 
-def test_fault_10_a_reward_that_raises_inside_several_is_named(rw: Path) -> None:
+def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw: Path) -> None:
     parts = {"mine": {"kind": "import", "class": "rw:Red"}, "size": {"kind": "compressibility"}}
     several = KINDS.load("several")
     assert several is not None
@@ -126,7 +125,7 @@ def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
         ("Wild", "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
     ],
 )
-def test_fault_10_what_is_no_score_is_named(name: str, says: str, rw: Path) -> None:
+def test_fault_10_invalid_return_values_raise_with_class_file_and_line(name: str, says: str, rw: Path) -> None:
     with pytest.raises(ValueError, match="listed") as caught:
         scored(section(name).build(), {"listed": 1.0})
     assert says in str(caught.value)
@@ -151,13 +150,13 @@ def test_fault_10_a_plain_function_is_a_reward(rw: Path) -> None:
         ("failing:Red", "importing failing raised IndexError"),
     ],
 )
-def test_fault_10_a_module_that_fails_is_named_with_its_line(path: str, says: str, rw: Path) -> None:
+def test_fault_10_errors_of_an_import_or_a_constructor_report_file_and_line(path: str, says: str, rw: Path) -> None:
     with pytest.raises(ValueError, match=r"\.py:\d+") as caught:
         ImportedReward.model_validate({"kind": "import", "class": path}).build()
     assert says in str(caught.value)
 
 
-def test_fault_10_a_class_of_the_program_itself(rw: Path) -> None:
+def test_fault_10_a_class_of_main_is_found_in_a_script_or_its_absence_raises(rw: Path) -> None:
     with pytest.raises(ValueError, match=r"save the class in a file mine.py and name it mine:Red"):
         import_class("__main__:Red")
     script = "from retouch.config.imports import import_class\nclass Red: pass\nprint(import_class('__main__:Red') is Red)"
@@ -166,7 +165,7 @@ def test_fault_10_a_class_of_the_program_itself(rw: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_fault_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
+def test_fault_10_doctor_reports_a_reward_that_raises_with_file_and_line(rw: Path) -> None:
     document = {
         **{"name": "mine", "steps": 1, "tasks_per_step": 1, "group_size": 2, "learning_rate": 1e-4},
         "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}},
@@ -183,7 +182,7 @@ def test_fault_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
     assert f"{rw}:{line_of(rw, 'image.brightness')}" in finding.text
 
 
-def test_fault_10_score_prints_one_message(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_10_score_command_prints_reward_errors_without_traceback(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (8, 8)).save(rw.parent / "a.png")
     assert cli.main(["score", "rw:broken", "--image", str(rw.parent / "a.png")]) == 2
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The judge: three outcomes, and every way in which a reward can be wrong."""
+"""The scorer: a sample is scored, the policy's own fault or missing; and all errors in what a reward returns."""
 
 import math
 import time
@@ -22,7 +22,7 @@ NAN = math.nan
 
 
 class Told:
-    """A reward whose scores stand in each task's meta."""
+    """A reward that returns the scores in each task's meta."""
 
     def __init__(self, columns=COLUMNS):
         self.columns = columns
@@ -44,7 +44,7 @@ def judge():
     judge.close()
 
 
-def test_three_outcomes(judge):
+def test_a_fault_gets_the_worst_values_and_a_nan_column_makes_the_reward_missing(judge):
     judged = judge([sample("value", 5.0, 0.5), sample("fault", 5.0, 0.5, image=None), sample("missing", NAN, 0.5)])
     torch.testing.assert_close(judged.scores["a"], torch.tensor([5.0, 0.0, NAN]), equal_nan=True)
     torch.testing.assert_close(judged.scores["b"], torch.tensor([0.5, -1.0, 0.5]))
@@ -52,7 +52,7 @@ def test_three_outcomes(judge):
     assert judged.faults == 1
 
 
-def test_what_was_not_drawn_is_not_shown_to_the_reward(judge):
+def test_samples_without_an_image_are_not_passed_to_the_reward(judge):
     judge([sample("x", 1, 1, image=None), sample("y", 1, 1)])
     assert judge.reward.seen == ["y"]
     judged = judge([sample("z", 1, 1, image=None)])
@@ -69,7 +69,7 @@ def test_a_diagnostic_never_makes_a_sample_missing(judge):
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.25, 1.0, NAN])] * 2, st.booleans()), min_size=1, max_size=6))
-def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows):
+def test_a_reward_is_missing_exactly_where_a_combined_column_is_missing(rows):
     judge = RewardScorer(Told(), {"a": 1.0, "b": 1.0})
     judged = judge([sample(str(k), a, b, image=PICTURE if drawn else None) for k, (a, b, drawn) in enumerate(rows)])
     judge.close()
@@ -81,13 +81,13 @@ def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows)
 
 
 @pytest.mark.parametrize("wrong", [10.001, -0.5, math.inf, -math.inf])
-def test_a_value_outside_the_declared_range_stops_the_run(judge, wrong):
+def test_a_score_outside_the_declared_range_raises(judge, wrong):
     with pytest.raises(ValueError, match=r"'a' is .*outside its declared range 0.0 to 10.0"):
         judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, 1e39])
-def test_an_infinite_score_stops_the_run_even_if_the_range_is_infinite(wrong):
+def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
     class Endless:
         columns: ClassVar = {"a": Column(-math.inf, math.inf)}
 
@@ -98,7 +98,7 @@ def test_an_infinite_score_stops_the_run_even_if_the_range_is_infinite(wrong):
         scores_of(Endless(), [sample("x", 0.0, 0.0)])
 
 
-def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
+def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
     class Short(Told):
         def __call__(self, samples):
             return {"a": torch.zeros(len(samples))}
@@ -116,19 +116,19 @@ def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
 @pytest.mark.parametrize(
     ("combine", "says"), [({"c": 1.0}, "'c', but the reward has no such column; it has a, b, note"), ({}, "no column")]
 )
-def test_combine_is_checked_when_the_judge_is_made(combine, says):
+def test_invalid_combine_raises_when_the_scorer_is_created(combine, says):
     with pytest.raises(ValueError, match=says):
         RewardScorer(Told(), combine)
 
 
-def test_columns_outside_combine_decide_nothing():
+def test_columns_outside_combine_do_not_affect_the_reward():
     judge = RewardScorer(Told(), {"a": 1.0})
     judged = judge([sample("x", 4.0, NAN)])
     assert judged.rewards.item() == 4.0
     assert judged.scores["b"].isnan().all()
 
 
-def test_submitted_batches_come_back_in_order_and_with_their_errors(judge):
+def test_submitted_batches_return_in_order_and_futures_raise_their_errors(judge):
     futures = [judge.submit([sample(str(k), float(k), 0.0)]) for k in range(5)]
     parts = [future.result() for future in futures]
     together = ScoredBatch.concat(parts)
@@ -139,7 +139,7 @@ def test_submitted_batches_come_back_in_order_and_with_their_errors(judge):
 
 
 class Posted(Told):
-    """Answers a batch when told to; ``posted`` are the batches that wait for their answer."""
+    """Scores a submitted batch only when ``answer`` is called; ``posted`` are the submitted batches with their futures."""
 
     def __init__(self, columns=COLUMNS):
         super().__init__(columns)
@@ -161,7 +161,7 @@ class Posted(Told):
         future.set_result(self(samples))
 
 
-def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_back_in_order():
+def test_an_async_reward_receives_all_batches_at_once_and_results_keep_their_order():
     with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample(str(k), float(k), 0.0), sample("fault", 9.0, 0.0, image=None)]) for k in range(4)]
         judge.reward.wait_until_posted(4)
@@ -175,7 +175,7 @@ def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_ba
     assert judged.faults == 4
 
 
-def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited():
+def test_errors_and_invalid_scores_of_an_async_reward_are_raised_by_the_future():
     with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample("x", value, 0.0)]) for value in (11.0, 5.0, 6.0)]
         judge.reward.wait_until_posted(3)
@@ -189,7 +189,7 @@ def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited()
         assert futures[2].result().scores["a"].tolist() == [6.0]
 
 
-def test_such_a_reward_is_not_asked_about_nothing():
+def test_an_async_reward_is_not_called_for_a_batch_without_images():
     with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         assert judge.submit([sample("x", 1.0, 1.0, image=None)]).result().rewards.tolist() == [0.0]
         assert judge.reward.posted == []

@@ -18,12 +18,12 @@ def test_a_loaded_reward_scores_lists_of_images() -> None:
     assert set(reward.columns) == {"share"}
 
 
-def test_what_a_reward_needs_is_named_when_it_is_missing() -> None:
+def test_a_number_of_prompts_that_differs_from_the_images_raises() -> None:
     with pytest.raises(ValueError, match="prompts has length 1, but there are 2 images; give one per image"):
         retouch.rewards.load("share", channel="red")(IMAGES, prompts=["one"])
 
 
-def test_an_unknown_reward_is_named_with_the_nearest() -> None:
+def test_an_unknown_reward_raises_with_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="there is no reward 'pikscore'; did you mean 'pickscore'"):
         retouch.rewards.load("pikscore")
 
@@ -39,13 +39,13 @@ def test_models_have_short_names(name: str) -> None:
     assert section.path == "somewhere"
 
 
-def test_no_such_name() -> None:
+def test_hasattr_is_false_for_unknown_names() -> None:
     assert not hasattr(retouch.rewards, "Nothing")
     assert not hasattr(retouch.models, "Nothing")
     assert not hasattr(retouch, "Nothing")
 
 
-def test_a_missing_score_is_nan() -> None:
+def test_completions_of_none_do_not_make_scores_nan() -> None:
     completions = [None, None]
     scored = retouch.rewards.load("share", channel="red")(IMAGES, completions=completions)
     assert not any(math.isnan(value) for value in scored["share"])

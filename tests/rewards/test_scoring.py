@@ -1,4 +1,4 @@
-"""`retouch score`, and one call on one image."""
+"""The command `retouch score`, and the function `score`, which scores one image."""
 
 import json
 from pathlib import Path
@@ -31,18 +31,18 @@ def judge(url: str, combine: object = "sqrt(alignment * quality)") -> str:
     return json.dumps(section | ({} if combine is None else {"combine": combine}))
 
 
-def test_a_column_and_its_range(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_command_prints_a_column_with_its_range_or_as_json(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["score", "share:red", "--image", "out.png"]) == 0
     assert capsys.readouterr().out == "share    0.8000  (0 to 1)\n"
     assert cli.main(["score", "share:red", "--image", "out.png", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"scores": {"share": pytest.approx(0.8)}, "missing": []}
 
 
-def test_a_judge_is_asked_about_the_files_and_its_columns_combined(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_command_sends_files_to_the_judge_and_combines_its_columns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Double() as double:
         words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red", "--json"]
         assert cli.main(words) == 0
-        # Of the aspects, which are asked at once, quality is judged without the instruction.
+        # There is one request per aspect; the request about quality does not contain the instruction.
         told = ["make it red" in json.dumps(request["messages"]) for request in double.requests]
     assert sorted(told) == [False, True, True]
     said = json.loads(capsys.readouterr().out)
@@ -51,7 +51,7 @@ def test_a_judge_is_asked_about_the_files_and_its_columns_combined(files: Path, 
     assert said["reward"] == pytest.approx((expected["alignment"] * expected["quality"]) ** 0.5, abs=1e-6)
 
 
-def test_what_could_not_be_judged_is_missing_and_the_exit_code_says_so(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_judge_calls_give_missing_scores_and_exit_code_1(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Double(lambda digest, times: "500") as double:
         words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red"]
         assert cli.main([*words, "--json"]) == 1
@@ -65,7 +65,7 @@ def test_what_could_not_be_judged_is_missing_and_the_exit_code_says_so(files: Pa
     assert out[-1].endswith("(0 to 1) = sqrt(alignment * quality)")
 
 
-def test_a_file_or_a_recipe_names_its_reward(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_command_reads_a_reward_from_a_json_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "reward.json").write_text('{"kind": "compressibility", "combine": {"compressibility": 2}}')
     assert cli.main(["score", "reward.json", "--image", "out.png", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -87,17 +87,17 @@ def test_a_file_or_a_recipe_names_its_reward(files: Path, capsys: pytest.Capture
         (["share:red", "--image", "out.png", "--meta", "[]"], "--meta must be a JSON object"),
     ],
 )
-def test_what_cannot_be_judged_is_said(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+def test_invalid_score_commands_exit_with_2(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
     assert cli.main(["score", *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_a_reward_of_text_is_given_the_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_written_option_passes_the_completion_to_the_reward(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["score", "thinking", "--image", "out.png", "--written", "<think>hm</think>so", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"] == {"think_format": 1.0}
 
 
-def test_one_pair_scores_as_it_does_among_many() -> None:
+def test_the_score_of_one_sample_equals_its_score_in_a_batch() -> None:
     reward = PlaygroundReward()
     tasks = [PlaygroundData(seed=1, count=3, complexity=[1]).tasks(in_turn=True)[k] for k in range(3)]
     many = reward([Sample(task, task.images[0]) for task in tasks])

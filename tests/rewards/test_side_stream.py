@@ -1,4 +1,4 @@
-"""A judge on a GPU has a stream of its own, whose results are complete before anybody reads them."""
+"""A reward on a GPU runs on a CUDA stream of its own, and its results are complete before they are read."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ GPU = torch.device("cuda:1")
 
 
 class Recorded:
-    """Stands for CUDA's streams, and writes down what is done with them."""
+    """Replaces CUDA's streams and records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
@@ -54,7 +54,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return Recorded(monkeypatch)
 
 
-def test_the_stream_begins_after_the_weights_and_its_results_are_complete(recorded: Recorded) -> None:
+def test_the_side_stream_waits_for_the_default_stream_and_synchronizes_after_each_job(recorded: Recorded) -> None:
     worker = WorkerThread("w", device=GPU)
     try:
         streams = [worker.submit(lambda: recorded.current).result(10) for _ in range(2)]
@@ -66,7 +66,7 @@ def test_the_stream_begins_after_the_weights_and_its_results_are_complete(record
 
 
 @pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu"), "mps"])
-def test_other_devices_have_no_streams(device: Any, recorded: Recorded) -> None:
+def test_devices_other_than_cuda_get_no_side_stream(device: Any, recorded: Recorded) -> None:
     with SideStream(device)():
         assert recorded.current is None
     assert recorded.events == []
@@ -87,7 +87,7 @@ class Where:
 
 
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
-def test_rewards_in_this_process_are_computed_on_it(device: torch.device, recorded: Recorded) -> None:
+def test_the_scorer_computes_rewards_on_a_side_stream_only_on_cuda(device: torch.device, recorded: Recorded) -> None:
     reward = Where(recorded)
     scorer = RewardScorer(reward, {"x": 1.0}, device=device)
     samples = [Sample(Task("a", "blue"), picture(0))]

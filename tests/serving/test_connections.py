@@ -1,4 +1,4 @@
-"""What strangers can do before they say who they are: connections, headers, Host names, logs, and memory for images."""
+"""Limits for clients before authentication: connections, headers, Host names, log lines, and memory for images."""
 
 import io
 import json
@@ -63,7 +63,7 @@ def answers(server: Live, within: float = 5.0) -> bool:
 
 
 @pytest.mark.parametrize("start", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST /v1/score HTTP/1.1\r\n"])
-def test_headers_that_do_not_arrive_end_the_connection(tight: Live, start: bytes) -> None:
+def test_incomplete_headers_end_the_connection_with_408(tight: Live, start: bytes) -> None:
     with connect(tight) as connection:
         connection.sendall(start)
         began = time.monotonic()
@@ -72,7 +72,7 @@ def test_headers_that_do_not_arrive_end_the_connection(tight: Live, start: bytes
         assert time.monotonic() - began < 10
 
 
-def test_headers_that_drip_have_no_more_time(tight: Live) -> None:
+def test_slowly_sent_headers_do_not_extend_the_time_limit(tight: Live) -> None:
     with connect(tight) as connection:
         stop = threading.Event()
 
@@ -94,7 +94,7 @@ def test_headers_that_drip_have_no_more_time(tight: Live) -> None:
             thread.join()
 
 
-def test_a_second_request_has_as_much_time_as_the_first(tight: Live) -> None:
+def test_incomplete_second_request_on_a_connection_returns_408(tight: Live) -> None:
     with connect(tight) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -102,8 +102,8 @@ def test_a_second_request_has_as_much_time_as_the_first(tight: Live) -> None:
         assert status(read_all(connection)) == 408
 
 
-def test_many_slow_connections_do_not_make_it_deaf(tight: Live) -> None:
-    """Ten times as many as it has places; those who send a request get through."""
+def test_server_answers_despite_many_slow_connections(tight: Live) -> None:
+    """Ten times as many slow connections as ``max_connections``; complete requests are still answered."""
     with ExitStack() as stack:
         for _ in range(10 * TIGHT.max_connections):
             stack.enter_context(connect(tight)).sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
@@ -124,7 +124,7 @@ def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path)
         assert first.result().status_code == 200
 
 
-def test_without_a_place_left_a_connection_is_refused() -> None:
+def test_new_connection_at_the_limit_replaces_a_waiting_one_or_is_refused() -> None:
     class Open:
         def __init__(self) -> None:
             self.transport = self
@@ -170,7 +170,7 @@ HEADERS: dict[str, Sequence[bytes]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers_without_end_are_refused_early(tight: Live, name: str) -> None:
+def test_oversized_headers_are_rejected_early(tight: Live, name: str) -> None:
     sent = 0
     with connect(tight) as connection:
         try:
@@ -185,7 +185,7 @@ def test_headers_without_end_are_refused_early(tight: Live, name: str) -> None:
     assert answers(tight)
 
 
-def test_a_body_that_goes_on_after_the_reply_is_given_up(tight: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_is_closed_if_the_body_continues_after_the_reply(tight: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retouch.serving.requests.connections._LINGER_SECONDS", 0.5)
     with connect(tight) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
@@ -202,7 +202,7 @@ def test_a_body_that_goes_on_after_the_reply_is_given_up(tight: Live, monkeypatc
         assert time.monotonic() - began < 10
 
 
-def test_a_connection_is_used_again_after_a_body_that_was_not_wanted(tight: Live) -> None:
+def test_requests_after_a_rejected_body_succeed(tight: Live) -> None:
     with httpx.Client(base_url=tight.url, trust_env=False) as client:
         for _ in range(3):
             assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
@@ -226,7 +226,7 @@ def test_a_connection_is_used_again_after_a_body_that_was_not_wanted(tight: Live
         "Host: [",
     ],
 )
-def test_another_host_is_no_way_in_without_a_token(tight: Live, headers: str) -> None:
+def test_other_host_and_origin_headers_are_rejected_without_a_token(tight: Live, headers: str) -> None:
     for line in ("GET /v1/info HTTP/1.1", "POST /v1/score HTTP/1.1", "GET /metrics HTTP/1.1", "GET /docs HTTP/1.1"):
         with connect(tight) as connection:
             connection.sendall(f"{line}\r\n{headers}\r\nConnection: close\r\n\r\n".encode())
@@ -234,18 +234,18 @@ def test_another_host_is_no_way_in_without_a_token(tight: Live, headers: str) ->
 
 
 @pytest.mark.parametrize("host_name", ["localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"])
-def test_its_own_names_are(tight: Live, host_name: str) -> None:
+def test_loopback_host_headers_are_accepted_without_a_token(tight: Live, host_name: str) -> None:
     assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name}).status_code == 200
     assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
 
 
-def test_with_a_token_any_name_will_do() -> None:
+def test_any_host_header_is_accepted_with_a_token() -> None:
     with live(host(Digest()), token="t" * 20) as server:
         for headers, expected in (({}, 401), ({"Authorization": f"Bearer {'t' * 20}"}, 200)):
             assert httpx.get(f"{server.url}/v1/info", headers={"Host": "judge.example", **headers}).status_code == expected
 
 
-def test_a_server_with_few_file_descriptors_keeps_some() -> None:
+def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
@@ -308,7 +308,7 @@ def resident() -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
-    """20 requests of some kB that decode to 1.3 GB: those for which there is no room are put off, and memory goes back."""
+    """20 requests of some kB that decode to 1.3 GB: those that exceed the budget get status 429, and memory is freed afterwards."""
     gate = tmp_path / "gate"
     body, kind = request_of(4, flat_image(2048))
     assert len(body) < 20_000
@@ -324,11 +324,11 @@ def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_pat
             while server.service.memory.held:
                 assert time.monotonic() < end
                 time.sleep(0.05)
-            time.sleep(1.5)  # in which freed memory goes back
+            time.sleep(1.5)  # until freed memory is returned to the operating system
             return resident()
 
         gate.touch()
-        for reply in [pool.submit(send) for _ in range(20)]:  # what the first use of everything takes
+        for reply in [pool.submit(send) for _ in range(20)]:  # warm-up: memory that is allocated only once
             reply.result()
         before = settled()
         gate.unlink()
@@ -345,7 +345,7 @@ def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_pat
         assert send().status_code == 200
 
 
-def test_a_budget_of_memory_counts_from_any_thread_and_gives_back() -> None:
+def test_memory_budget_is_thread_safe_and_releases_memory() -> None:
     budget = MemoryBudget(100)
     budget.hold(60)
     with pytest.raises(RequestError), budget.holding(50):
@@ -371,7 +371,7 @@ def test_a_budget_of_memory_counts_from_any_thread_and_gives_back() -> None:
     assert budget.held == 0
 
 
-def test_bodies_count_too() -> None:
+def test_request_bodies_count_against_the_memory_budget() -> None:
     limits = Limits(
         window=0.0, max_pixels=2**10, max_total_pixels=2**10, max_body_bytes=2**20, max_memory_bytes=5 * 2**20, body_seconds=5.0
     )
@@ -395,7 +395,7 @@ def test_bodies_count_too() -> None:
     assert server.service.memory.held == 0
 
 
-def test_a_memory_too_small_for_one_request_is_refused() -> None:
+def test_max_memory_bytes_below_one_request_raises() -> None:
     with pytest.raises(ValueError, match="less than one request may take"):
         Limits(max_memory_bytes=2**20)
     assert LIMITS.max_memory_bytes == 2**30

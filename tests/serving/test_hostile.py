@@ -1,4 +1,4 @@
-"""Payloads of strangers: each is refused with a 4xx and a fixed text, costs little memory, and the server goes on."""
+"""Hostile payloads: each is rejected with a 4xx and a fixed text and costs little memory, and the server keeps working."""
 
 import base64
 import gzip
@@ -108,7 +108,7 @@ PICTURES: dict[str, bytes] = {
 
 
 def refused(response: httpx.Response) -> None:
-    """A 4xx in our own words: an error of the request, or of every item."""
+    """Assert that the reply is a 4xx with a fixed text, for the whole request or for every item."""
     assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
     assert not re.search(r"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b", response.text)
     answer = response.json()
@@ -146,7 +146,7 @@ def send(server: Live | RayServer, document: object, *blobs: bytes) -> httpx.Res
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(server: Live | RayServer, name: str) -> None:
+def test_hostile_images_are_rejected(server: Live | RayServer, name: str) -> None:
     refused(send(server, batch(), PICTURES[name]))
     text = base64.b64encode(PICTURES[name]).decode()
     refused(server.client.post("/score", json={"image": text, "prompt": "x"}))
@@ -205,7 +205,7 @@ DOCUMENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(server: Live | RayServer, name: str) -> None:
+def test_malformed_batch_documents_are_rejected(server: Live | RayServer, name: str) -> None:
     refused(send(server, DOCUMENTS[name], GOOD))
 
 
@@ -259,13 +259,13 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies(server: Live | RayServer, name: str) -> None:
+def test_malformed_bodies_are_rejected(server: Live | RayServer, name: str) -> None:
     make, headers = BODIES[name]
     refused(post(server, make(), **headers))
 
 
 @pytest.mark.parametrize("name", ["a body that says it is too long", "a body that is too long without saying"])
-def test_what_is_too_long_is_refused_for_that(server: Live | RayServer, name: str) -> None:
+def test_bodies_that_are_too_long_return_too_large(server: Live | RayServer, name: str) -> None:
     make, headers = BODIES[name]
     assert post(server, make(), **headers).json()["error"]["code"] == "too_large"
 
@@ -281,14 +281,14 @@ def test_what_is_too_long_is_refused_for_that(server: Live | RayServer, name: st
         b'{"image": "", "prompt": "x", "y": 1}',
     ],
 )
-def test_the_seeds_page(server: Live | RayServer, document: bytes) -> None:
+def test_malformed_requests_to_the_single_score_page_are_rejected(server: Live | RayServer, document: bytes) -> None:
     refused(server.client.post("/score", content=document))
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
 )
-def test_other_pages(server: Live | RayServer, method: str, path: str) -> None:
+def test_unknown_paths_and_methods_are_rejected(server: Live | RayServer, method: str, path: str) -> None:
     refused(server.client.request(method, path))
 
 
@@ -318,14 +318,14 @@ def exchange(server: Live | RayServer, data: bytes) -> bytes:
     ],
     ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
 )
-def test_broken_requests(server: Live | RayServer, data: bytes) -> None:
+def test_malformed_http_requests_return_4xx(server: Live | RayServer, data: bytes) -> None:
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert b"Traceback" not in answer
 
 
 def each_is_refused(series: dict[str, object], send_one: Callable[[object], httpx.Response]) -> None:
-    """Every payload of a series; those that are not refused are named together."""
+    """Assert that every payload of the series is rejected, and report all those that are not."""
     wrong = []
     for name, payload in series.items():
         try:
@@ -335,19 +335,19 @@ def each_is_refused(series: dict[str, object], send_one: Callable[[object], http
     assert wrong == []
 
 
-def test_a_series_of_damaged_pictures(server: Live | RayServer) -> None:
+def test_generated_damaged_images_are_rejected(server: Live | RayServer) -> None:
     each_is_refused(DAMAGED, lambda damaged: send(server, batch(), damaged))
 
 
-def test_a_series_of_wrong_documents(server: Live | RayServer) -> None:
+def test_generated_invalid_documents_are_rejected(server: Live | RayServer) -> None:
     each_is_refused(WRONG, lambda document: send(server, document, GOOD))
 
 
-def test_a_series_of_broken_bodies(server: Live | RayServer) -> None:
+def test_generated_broken_bodies_are_rejected(server: Live | RayServer) -> None:
     each_is_refused(BROKEN, lambda broken: post(server, broken[0], **broken[1]))
 
 
-def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live | RayServer) -> None:
+def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server: Live | RayServer) -> None:
     assert still_scores(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in PICTURES:
@@ -359,5 +359,5 @@ def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live | RaySe
     assert still_scores(server)
 
 
-def test_there_are_three_hundred_and_more() -> None:
+def test_there_are_at_least_300_hostile_payloads() -> None:
     assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED, WRONG, BROKEN))) >= 300

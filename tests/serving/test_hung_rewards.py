@@ -1,4 +1,4 @@
-"""A reward that does not return: the server says so, refuses at once, is replaced, and clients go elsewhere."""
+"""A reward that does not return: the server reports it, rejects requests at once and is replaced; clients use other servers."""
 
 import json
 import re
@@ -58,8 +58,8 @@ def test_a_server_whose_reward_hangs_is_not_ready_and_refuses_at_once(server: Li
     assert ask(server).status_code == 200
 
 
-def test_a_reward_that_is_only_slow_is_no_reason_to_refuse() -> None:
-    """An impatient caller gets its 504, and the others are served."""
+def test_slow_reward_does_not_make_the_server_reject_requests() -> None:
+    """A caller with a short deadline gets status 504; the others are served."""
     with live(host(Digest(base=0.3)), limits=Limits(window=0.0, stall_seconds=0.2)) as server, ThreadPoolExecutor() as pool:
         assert ask(server).status_code == 200
         slow = pool.submit(ask, server)
@@ -108,7 +108,7 @@ def test_a_time_out_excludes_a_server_at_once_until_a_probe_finds_it_ready() -> 
     pool.failed(a, RequestFault("timeout"))
     assert (a.breaker.closed, pool.choose()) == (False, b)
     pool.failed(b, RequestFault("timeout"))
-    assert pool.choose() is None  # also the last one: a probe takes 2 s, a request its whole time
+    assert pool.choose() is None  # even the last server is excluded: a probe takes 2 s, a request its whole time limit
     clock[0] = 1.0
     assert pool.probes_due() == [a, b]
     pool.probed(b, succeeded=True)
@@ -118,13 +118,13 @@ def test_a_time_out_excludes_a_server_at_once_until_a_probe_finds_it_ready() -> 
     assert CircuitBreaker().closed
 
 
-def test_the_deadline_of_a_server_blames_it() -> None:
+def test_status_504_and_time_outs_are_slow_faults_and_500_is_not() -> None:
     assert fault_of_status(504, 0.0).slow
     assert RequestFault("timeout").slow
     assert not fault_of_status(500, 0.0).slow
 
 
-def test_a_client_pays_for_a_server_that_hangs_once(tmp_path: Path) -> None:
+def test_client_avoids_a_hanging_server_after_its_first_time_out(tmp_path: Path) -> None:
     """One of two servers takes every request and never answers: of many requests, only those already sent wait for it."""
     samples = samples_of(40)
     with (
@@ -140,7 +140,7 @@ def test_a_client_pays_for_a_server_that_hangs_once(tmp_path: Path) -> None:
         assert time.monotonic() - began < 30
 
 
-def test_a_client_of_a_single_server_that_hangs_asks_it_again_when_it_is_ready() -> None:
+def test_client_of_a_single_hanging_server_retries_when_it_is_ready() -> None:
     state = {"kind": "hang", "ready": False}
     with (
         bad_server(lambda: state["kind"], ready=lambda: state["ready"]) as server,

@@ -1,4 +1,4 @@
-"""``retouch serve --engine ray``: replicas that come back, drain and reload. Its pages are tested with those of the own engine."""
+"""``retouch serve --engine ray``: replicas restart, drain and reload. `test_server` and `test_hostile` test its endpoints."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 pytestmark = ON_RAY
 
 
-def test_one_that_is_killed_comes_back_and_no_sample_is_lost() -> None:
+def test_killed_replica_is_restarted_and_no_sample_is_lost() -> None:
     words = ["served_rewards:WithPid", "--replicas", "2"]
     samples = samples_of(40)
     wanted = torch.tensor([digest_score(sample) for sample in samples])
@@ -41,7 +41,7 @@ def test_one_that_is_killed_comes_back_and_no_sample_is_lost() -> None:
         assert left in pids
 
 
-def test_sigterm_answers_all_that_is_in_hand_and_refuses_what_is_new(tmp_path: Path) -> None:
+def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
     samples = samples_of(32)
@@ -67,7 +67,7 @@ def test_sigterm_answers_all_that_is_in_hand_and_refuses_what_is_new(tmp_path: P
         assert server.process.wait(timeout=300) == 0
 
 
-def test_more_replicas_come_as_the_load_asks_for_them(tmp_path: Path) -> None:
+def test_replicas_scale_up_with_the_load(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
     samples = samples_of(48)
@@ -86,7 +86,7 @@ def test_more_replicas_come_as_the_load_asks_for_them(tmp_path: Path) -> None:
             assert asked.result()["digest"].tolist() == [digest_score(sample) for sample in samples]
 
 
-def test_a_reload_changes_the_judge_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reload_replaces_the_reward_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (SUPPORT / "served_rewards.py").read_text()
     module = tmp_path / "my_judge.py"
     module.write_text(source)
@@ -104,7 +104,7 @@ def test_a_reload_changes_the_judge_and_loses_no_request(tmp_path: Path, monkeyp
             assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
 
 
-def test_a_reward_that_cannot_be_built_again_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reload_keeps_the_old_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = (SUPPORT / "served_rewards.py").read_text()
     module = tmp_path / "broken_judge.py"
     module.write_text(source)
@@ -117,8 +117,8 @@ def test_a_reward_that_cannot_be_built_again_keeps_the_old_one(tmp_path: Path, m
         assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
 
 
-def test_who_has_no_token_cannot_talk_to_the_cluster() -> None:
-    """Whoever may talk to it may run code on it."""
+def test_ray_cluster_rejects_a_client_with_a_wrong_token() -> None:
+    """A client that is connected to the cluster can run code on it."""
     ask = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')"
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     with ray_server("share:red") as server:
@@ -138,7 +138,7 @@ def processes_of(server: RayServer) -> list[list[str]]:
     return found
 
 
-def test_a_reward_that_cannot_be_built_ends_it_with_the_reason() -> None:
+def test_server_exits_with_the_reason_if_the_reward_cannot_be_built() -> None:
     with ray_server("no_such_module:Judge", ready="cannot be served") as server:
         assert server.process.wait(timeout=300) == 2
         assert "there is no module no_such_module" in "".join(server.lines)

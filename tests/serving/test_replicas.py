@@ -1,4 +1,4 @@
-"""``retouch serve`` as a process: replicas that come back, drain, reload, and end with their supervisor."""
+"""``retouch serve`` as a process: replicas restart, drain, reload, and end with their supervisor."""
 
 import asyncio
 import json
@@ -104,7 +104,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_replicas_have_ports_logs_and_devices_and_one_that_dies_comes_back(tmp_path: Path) -> None:
+def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp_path: Path) -> None:
     words = ("share:red", "--replicas", "2", "--gpus", "3,5")
     with serving(tmp_path, *words, ready=2, program=("-c", EIGHT_GPUS)) as serve:
         starts = serve.starts()
@@ -126,7 +126,7 @@ def test_replicas_have_ports_logs_and_devices_and_one_that_dies_comes_back(tmp_p
     assert not any(alive(int(found[3])) for found in serve.starts())
 
 
-def test_sigterm_answers_all_that_is_in_hand(tmp_path: Path) -> None:
+def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
     with serving(tmp_path, gated) as serve, httpx.Client(timeout=120) as client:
@@ -156,7 +156,7 @@ def test_sigterm_answers_all_that_is_in_hand(tmp_path: Path) -> None:
     assert serve.process.returncode == 0
 
 
-def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path: Path) -> None:
+def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path: Path) -> None:
     source = (SUPPORT / "served_rewards.py").read_text()
     (tmp_path / "my_judge.py").write_text(source)
     with serving(tmp_path, "my_judge:Digest", "--replicas", "2", ready=2) as serve:
@@ -177,7 +177,7 @@ def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path
     assert len(old) == 1
 
 
-def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -> None:
+def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Path) -> None:
     with serving(tmp_path, "no_such_module:Judge") as serve:
         until(lambda: serve.process.poll() is not None)
     assert serve.process.returncode == 2
@@ -200,12 +200,14 @@ def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -
         (["share:red", "--engine", "ray", "--host", "0.0.0.0"], "is reachable from other machines"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_serve_options_are_reported_before_anything_starts(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["serve", *words]) == 2
     assert says in capsys.readouterr().err
 
 
-def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_ray_is_reported_with_the_pip_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert cli.main(["serve", "share:red", "--engine", "ray"]) == 2
     assert "pip install 'retouch[ray]'" in capsys.readouterr().err
@@ -225,7 +227,7 @@ def test_a_port_in_use_and_a_short_token_are_refused(
     assert "at least 16 characters" in capsys.readouterr().err
 
 
-def test_a_port_is_kept_while_no_replica_listens_there() -> None:
+def test_reserved_port_stays_in_use_while_no_replica_listens() -> None:
     with _reserved_ports("127.0.0.1", 0, 2) as ports:
         for port in ports:
             with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
@@ -236,7 +238,7 @@ def test_a_port_is_kept_while_no_replica_listens_there() -> None:
                     pass
 
 
-def test_small_answers_are_sent_at_once() -> None:
+def test_accepted_connections_have_tcp_nodelay() -> None:
     """Without this option an answer's last bytes wait until the caller acknowledges its first, 40 ms later."""
 
     async def option_of_a_connection() -> int:
@@ -272,6 +274,6 @@ def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(t
     assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 
-def test_what_is_this_machine_alone() -> None:
+def test_is_loopback_is_true_only_for_loopback_hosts() -> None:
     assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
     assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5

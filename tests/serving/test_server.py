@@ -1,4 +1,4 @@
-"""The reward server: what it answers, whom it lets in, how it batches, refuses, drains and reloads."""
+"""The reward server: its replies, authentication, batching, rejection of requests, draining and reloading."""
 
 import asyncio
 import sys
@@ -34,7 +34,7 @@ TOKEN = "a-token-of-enough-characters"
 
 @pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
 def digest(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
-    """The same pages, whoever keeps the replicas."""
+    """The same endpoints, served by the built-in engine and by Ray."""
     if request.param == "ray":
         weights = ["--vlm", "digest", "--ocr", "odd", "--vlm-weight", "0.5", "--ocr-weight", "2"]
         with ray_server("served_rewards:FailsOnText", *weights) as served:
@@ -57,7 +57,7 @@ def scores_of(response: httpx.Response, column: str = "digest") -> list[float | 
 
 
 @pytest.mark.parametrize("form", ["multipart", "msgpack", "json"])
-def test_every_form_is_scored_by_item(digest: Live | RayServer, form: BodyForm) -> None:
+def test_each_body_form_returns_one_score_per_item(digest: Live | RayServer, form: BodyForm) -> None:
     samples = samples_of(9)
     response = ask(digest, samples, form=form)
     assert scores_of(response) == [digest_score(sample) for sample in samples]
@@ -65,7 +65,7 @@ def test_every_form_is_scored_by_item(digest: Live | RayServer, form: BodyForm) 
     assert [item["id"] for item in response.json()["items"]] == [str(row) for row in range(9)]
 
 
-def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
+def test_served_playground_reward_returns_exactly_the_local_scores() -> None:
     tasks = PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
     judge = PlaygroundReward()
@@ -81,7 +81,7 @@ def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
         torch.testing.assert_close(given, column, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_bad_picture_spoils_its_own_item_only(digest: Live | RayServer) -> None:
+def test_damaged_image_fails_only_its_own_item(digest: Live | RayServer) -> None:
     samples = samples_of(3)
     body, kind = body_of(samples, encoding="webp")
     response = digest.client.post("/v1/score", content=spoiled(body), headers=kind)
@@ -91,7 +91,7 @@ def test_a_bad_picture_spoils_its_own_item_only(digest: Live | RayServer) -> Non
 
 
 def spoiled(body: bytes) -> bytes:
-    """With the first sample's picture (number 1, after the source) damaged."""
+    """Return the body with the first sample's image (number 1, after the source) damaged."""
     start = body.index(b'name="picture-1"')
     place = body.index(b"WEBP", start)
     return body[:place] + b"WEBQ" + body[place + 4 :]
@@ -119,19 +119,19 @@ def test_a_reward_that_fails_on_one_sample_scores_the_others(
     assert "secret-of-the-server" not in response.text
 
 
-def test_a_reward_of_the_wrong_shape_gives_no_number(digest: Live | RayServer) -> None:
+def test_reward_output_of_the_wrong_shape_gives_no_scores(digest: Live | RayServer) -> None:
     response = ask(digest, samples_of(2, text="short"))
     assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
     assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
 
 
-def test_info_says_what_judges_and_how_much_is_taken(digest: Live | RayServer) -> None:
+def test_info_reports_columns_and_limits(digest: Live | RayServer) -> None:
     info = digest.client.get("/v1/info").json()
     assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
     assert info["limits"]["max_items"] == LIMITS.max_items
 
 
-def test_several_rewards_answer_under_their_names_and_one_alone_when_asked() -> None:
+def test_several_rewards_score_under_their_names_and_one_can_be_selected() -> None:
     with live(host(Digest()), "a=share:red", "b=share:blue") as server:
         body, kind = body_of(samples_of(2))
         both = server.client.post("/v1/score", content=body, headers=kind).json()
@@ -143,7 +143,7 @@ def test_several_rewards_answer_under_their_names_and_one_alone_when_asked() -> 
         assert (none.status_code, none.json()["error"]["code"]) == (422, "bad_batch")
 
 
-def test_the_seeds_page_answers_three_numbers_or_a_true_error(digest: Live | RayServer) -> None:
+def test_single_score_page_returns_three_scores_or_an_error_code(digest: Live | RayServer) -> None:
     import base64
 
     image = base64.b64encode(png(picture(0))).decode()
@@ -182,7 +182,7 @@ def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt() -> None:
         assert (twice.status_code, twice.json()["error"]["code"]) == (422, "bad_batch")
 
 
-def test_the_seeds_page_without_columns_is_not_there() -> None:
+def test_single_score_page_returns_404_if_it_is_not_configured() -> None:
     with live("share:red") as server:
         answer = server.client.post("/score", json={"image": "", "prompt": ""})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_configured")
@@ -201,14 +201,14 @@ def test_without_its_token_only_the_health_pages_answer() -> None:
         assert server.client.get("/v1/info", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_openapi_names_the_pages_and_the_schema(digest: Live | RayServer) -> None:
+def test_openapi_lists_the_paths_and_the_body_forms(digest: Live | RayServer) -> None:
     document = digest.client.get("/openapi.json").json()
     assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
     forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
     assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
 
 
-def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live | RayServer) -> None:
+def test_valid_request_id_is_kept_and_an_invalid_one_is_replaced(digest: Live | RayServer) -> None:
     if isinstance(digest, RayServer):
         pytest.skip("Ray's proxy has ids of its own")
     given = digest.client.get("/livez", headers={"X-Request-Id": "run-7"})
@@ -218,7 +218,7 @@ def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live | Ra
     assert made[0] != made[1]
 
 
-def test_a_fault_of_the_server_itself_is_told_by_its_id_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_returns_only_the_request_id_and_logs_the_cause(caplog: pytest.LogCaptureFixture) -> None:
     with live("share:red") as server:
         server.service.info = lambda: {}["secret-of-the-server"]  # type: ignore[method-assign]
         answer = httpx.get(f"{server.url}/v1/info", headers={"X-Request-Id": "run-8"})  # a connection that is then closed
@@ -230,7 +230,7 @@ def test_a_fault_of_the_server_itself_is_told_by_its_id_alone(caplog: pytest.Log
     assert "request run-8 to /v1/info failed: KeyError" in caplog.text
 
 
-def test_metrics_count_what_was_done() -> None:
+def test_metrics_count_scored_items_and_requests() -> None:
     with live(host(Digest())) as server:
         ask(server, samples_of(5))
         text = server.client.get("/metrics").text
@@ -240,7 +240,7 @@ def test_metrics_count_what_was_done() -> None:
 
 
 class Held(Digest):
-    """Judges when it is let."""
+    """Judges once ``go`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def waiting(server: Live) -> int:
     return sum(batcher.load for batcher in server.service._batchers.values())
 
 
-def test_what_is_at_the_door_and_who_was_answered_before_is_waited_for() -> None:
+def test_batcher_waits_for_arriving_requests_and_recently_answered_callers() -> None:
     coming = 1
     reward = Digest()
 
@@ -302,7 +302,7 @@ def test_what_is_at_the_door_and_who_was_answered_before_is_waited_for() -> None
     assert asyncio.run(judge()) == [5, 5]
 
 
-def test_a_full_queue_says_when_to_come_again_and_the_pages_answer_meanwhile() -> None:
+def test_full_queue_returns_429_with_retry_after_and_health_pages_answer() -> None:
     reward = Held()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4, max_queue=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
@@ -317,7 +317,7 @@ def test_a_full_queue_says_when_to_come_again_and_the_pages_answer_meanwhile() -
         assert server.client.get("/readyz").status_code == 200
 
 
-def test_a_deadline_that_passed_is_an_error_and_its_samples_are_not_judged() -> None:
+def test_expired_deadline_returns_504_and_its_samples_are_not_scored() -> None:
     reward = Held()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
@@ -330,7 +330,7 @@ def test_a_deadline_that_passed_is_an_error_and_its_samples_are_not_judged() -> 
     assert reward.sizes == [4, 2]
 
 
-def test_what_is_in_hand_is_answered_while_draining_and_what_is_new_is_refused() -> None:
+def test_draining_server_completes_requests_in_flight_and_rejects_new_ones() -> None:
     reward = Held()
     with live(host(reward)) as server, ThreadPoolExecutor(32) as callers:
         waiting = [callers.submit(ask, server, samples_of(1)) for _ in range(32)]
@@ -404,17 +404,17 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
         (["nothing.jsonnet"], "no such file"),
     ],
 )
-def test_a_reward_that_is_named_wrongly_is_refused(words: list[str], says: str) -> None:
+def test_invalid_reward_specs_raise(words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_specs(words)
 
 
-def test_a_recipes_file_names_its_reward() -> None:
+def test_recipe_file_is_accepted_as_a_reward_spec() -> None:
     (spec,) = parse_specs(["recipes/quickstart.jsonnet"])
     assert build(spec, sole=True).columns.keys() == PlaygroundReward.columns.keys()
 
 
-def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:
+def test_fingerprint_depends_on_arguments_and_class_and_is_reproducible() -> None:
     red, red_again, blue = (
         build(spec, sole=True).fingerprint for spec in parse_specs(["a=photos:red", "b=photos:#ff0000", "c=photos:blue"])
     )
@@ -422,7 +422,7 @@ def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:
     assert fingerprint({}, Digest()) != fingerprint({}, FailsOnText())
 
 
-def test_the_fingerprint_knows_what_the_reward_says_of_itself() -> None:
+def test_fingerprint_depends_on_the_fingerprint_attribute_of_the_reward() -> None:
     class WithRubric(Digest):
         fingerprint = "rubric 1"
 

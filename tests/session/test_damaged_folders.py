@@ -1,4 +1,4 @@
-"""A damaged run folder: the run goes on to the same bits, says what is lost, or refuses; plain mistakes have plain messages."""
+"""A damaged run folder: the run resumes bitwise, reports what is lost, or raises; mistakes of the user give clear messages."""
 
 import os
 import re
@@ -38,7 +38,7 @@ EXPECTED = {
 }
 
 
-def test_what_a_run_makes_of_a_damaged_folder() -> None:
+def test_resuming_a_damaged_run_folder_has_the_expected_outcome_for_each_fault() -> None:
     assert len(FAULTS) >= 100
     only = "|".join(f"^{re.escape(name)}$" for name in EXPECTED)
     command = [python(), "-W", "ignore", str(ROOT / "benchmarks/robustness/folders.py"), "--only", only]
@@ -47,10 +47,10 @@ def test_what_a_run_makes_of_a_damaged_folder() -> None:
     assert found == EXPECTED, done.stdout + done.stderr[-2000:]
 
 
-# What is said of lines and lost checkpoints
+# Reports about damaged lines, lost checkpoints and ledgers
 
 
-def test_lines_in_order_are_kept_byte_for_byte(tmp_path: Path) -> None:
+def test_repair_keeps_ordered_metrics_lines_byte_for_byte(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1,  "a": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
     assert keep_until(path, 2, every_step=True) == []
@@ -58,7 +58,7 @@ def test_lines_in_order_are_kept_byte_for_byte(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_is_wrong_with_lines_is_said_and_the_file_is_kept(tmp_path: Path) -> None:
+def test_repair_reports_each_problem_of_a_metrics_file_and_keeps_a_copy(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     content = '{"step": 3}\n{"step": 1}\n{"step": 1}\n{"step": 3, "a": 2}\nwhat?\n{"step": 7}\n'
     path.write_text(content)
@@ -78,7 +78,7 @@ def test_what_is_wrong_with_lines_is_said_and_the_file_is_kept(tmp_path: Path) -
     assert copy.name in said
 
 
-def test_a_lost_checkpoint_is_noticed_by_its_record_and_in_old_folders_by_the_metrics(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_detected_from_its_record_or_from_the_metrics(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.lost_checkpoints(None, every=10) is None
     for step in range(1, 13):
@@ -86,7 +86,7 @@ def test_a_lost_checkpoint_is_noticed_by_its_record_and_in_old_folders_by_the_me
         assert (folder.lost_checkpoints(None, every=10) is None) == (step <= 10)
     assert folder.lost_checkpoints(10, every=10) is None
     assert folder.lost_checkpoints(None, every=0) is None
-    folder.write_saved(12)  # a run that was asked to stop saves between
+    folder.write_saved(12)  # a run that is stopped saves between the intervals
     assert "a checkpoint of step 12 had been saved" in str(folder.lost_checkpoints(10, every=10))
     assert folder.lost_checkpoints(12, every=10) is None
 
@@ -116,12 +116,12 @@ def test_a_ledger_that_is_replaced_during_a_run_is_not_written_to(tmp_path: Path
     assert path.read_text() == "of another program"
 
 
-# Plain mistakes
+# Full disks and mistakes of the user
 
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """A disk that is full after so many bytes of a file."""
+    """Limit files to ``size`` bytes, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -130,7 +130,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
+def test_failed_append_on_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     files.append_line(path, {"step": 1})
     with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(path))):
@@ -138,7 +138,7 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> 
     assert files.read_lines(path) == [{"step": 1}]
 
 
-def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+def test_full_disk_error_contains_the_path_of_the_file(tmp_path: Path) -> None:
     with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(tmp_path / "a.json"))):
         files.write_json(tmp_path / "a.json", ["x" * 100])
 
@@ -152,7 +152,7 @@ def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
         (["--set", "out=/proc/nothing"], "/proc/nothing"),
     ],
 )
-def test_a_plain_mistake_has_a_plain_message(
+def test_invalid_output_folder_exits_with_2_and_a_clear_message(
     words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -161,7 +161,7 @@ def test_a_plain_mistake_has_a_plain_message(
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"recipe": []}', "[" * 100_000, "\x00", '{"recipe": {"name": 3}}'])
-def test_a_recipe_json_that_holds_no_recipe(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_recipe_json_exits_with_2_and_is_not_changed(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.json").write_text(text)
     assert cli.main(["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=run"]) == 2
@@ -180,7 +180,7 @@ def test_a_recipe_json_that_holds_no_recipe(text: str, tmp_path: Path, capsys: p
         ("std.repeat('abcdefgh', 1000000000)", "memory"),
     ],
 )
-def test_a_recipe_that_recurses_without_end_is_refused(
+def test_recipe_that_exceeds_recursion_or_memory_limits_exits_with_2(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "endless.jsonnet").write_text(text)

@@ -1,4 +1,4 @@
-"""A run that ended before its first step has no claim to its name; a run that was stopped has a report."""
+"""The name of a run that failed before its first step can be reused; a run that was stopped has a report."""
 
 import json
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def recipe(out: Path, **changes: Any) -> Recipe:
     return parse({**document, "steps": 1, "eval": {**document["eval"], "column": None}, **changes})
 
 
-def test_fault_9_a_run_that_failed_in_its_first_evaluation_keeps_no_name(tmp_path: Path) -> None:
+def test_fault_9_name_of_a_run_that_failed_in_its_first_evaluation_can_be_reused(tmp_path: Path) -> None:
     broken = recipe(tmp_path, trackers=["tensorboard"])
     with pytest.raises(ValueError, match="the reward is broken"):
         run(broken, fresh=False)
@@ -60,7 +60,7 @@ def test_fault_9_a_run_that_failed_in_its_first_evaluation_keeps_no_name(tmp_pat
     assert RunFolder(broken.folder).read_recipe()["recipe"]["reward"]["kind"] == "share"
 
 
-def test_fault_9_a_run_that_failed_in_its_first_step_keeps_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_9_name_of_a_run_that_failed_in_its_first_step_can_be_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = recipe(tmp_path)
     folder = RunFolder(broken.folder)
     needed = calls_before_the_first_step(recipe(tmp_path / "other"), monkeypatch)
@@ -86,7 +86,7 @@ def calls_before_the_first_step(made: Recipe, monkeypatch: pytest.MonkeyPatch) -
     return 1000 - Own.calls - in_the_step
 
 
-def test_fault_9_a_reward_whose_code_was_corrected_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_9_reward_code_can_be_corrected_only_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(tmp_path)
     with pytest.raises(ValueError, match="the reward is broken"):
         run(made, fresh=False)
@@ -98,7 +98,7 @@ def test_fault_9_a_reward_whose_code_was_corrected_before_the_first_step(tmp_pat
         run(recipe(tmp_path, steps=2), fresh=False)
 
 
-def test_fault_9_a_data_set_that_is_not_there(tmp_path: Path) -> None:
+def test_fault_9_name_of_a_run_with_a_missing_data_file_can_be_reused(tmp_path: Path) -> None:
     data = {"kind": "prompts", "path": str(tmp_path / "none.txt"), "held_out": 1}
     model = {"kind": "import", "class": "retouch.models.playground.tiny_sd3:TinySD3", "args": {"seed": 0}}
     policy = {"kind": "denoising", "model": model, "train": {"kind": "full"}}

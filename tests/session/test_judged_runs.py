@@ -1,4 +1,4 @@
-"""Runs whose reward asks a server: it is asked what was foretold, what it fails at is missing, and its key is nowhere."""
+"""Runs whose reward calls a judge server: predicted calls, missing scores after failed calls, and no API key in any output."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from retouch.recipe.recipe import Recipe, load, parse
 
 
 class Leaky(Double):
-    """It says the caller's key in every answer and every error."""
+    """A server that repeats the caller's API key in every answer and every error."""
 
     def content(self, body: dict[str, Any]) -> tuple[str, Any]:
         content, words = super().content(body)
@@ -72,7 +72,7 @@ def write(folder: Path, made: dict[str, Any]) -> str:
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The canary in the environment; the log's files are closed afterwards."""
+    """Set the API key in the environment, and close the log files afterwards."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     yield
     log = logging.getLogger("retouch")
@@ -85,7 +85,7 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_run_asks_what_was_foretold_and_its_key_is_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_makes_the_predicted_judge_calls_and_leaks_no_api_key(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Leaky() as double:
         file = write(tmp_path, document(double.url, tmp_path / "runs"))
         assert cli.main(["train", file, "--debug"]) == 0
@@ -100,7 +100,7 @@ def test_a_run_asks_what_was_foretold_and_its_key_is_nowhere(tmp_path: Path, cap
     assert all(line["missing/judge/alignment"] == line["reward/missing_fraction"] == 0 for line in metrics)
     assert {"reward/exact/overall", "reward/judge/identity"} <= metrics[0].keys()
     first, *_, last = lines(tmp_path / "runs" / "judged" / "timings.jsonl")
-    evaluated = 3 * 2 * 3  # images, questions and columns of the evaluation after the last step, which no line has
+    evaluated = 3 * 2 * 3  # images, questions and columns of the evaluation after the last step, which timings.jsonl lacks
     assert last["judge/requests"] == asked - evaluated
     assert last["judge/requests"] > first["judge/requests"] > evaluated
     assert last["judge/cost"] == pytest.approx((2 * last["judge/input_tokens"] + 8 * last["judge/output_tokens"]) / 1e6)
@@ -113,11 +113,11 @@ def test_a_run_asks_what_was_foretold_and_its_key_is_nowhere(tmp_path: Path, cap
     assert KEY not in said.out + said.err
 
 
-def test_what_a_judge_fails_at_is_missing_column_by_column_and_the_log_says_why(
+def test_failed_judge_calls_give_missing_scores_per_column_and_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fault(digest: str, times: int) -> str | None:
-        return "400" if int(digest[:8], 16) % 8 == 0 else None  # whose answer says the key
+        return "400" if int(digest[:8], 16) % 8 == 0 else None  # the body of this error contains the API key
 
     with Double(fault) as double:
         assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs", eval__tasks=6)), "--debug"]) == 0
@@ -156,7 +156,7 @@ def recipe(url: str = "http://127.0.0.1:9/v1", **changes: Any) -> Recipe:
     return parse(document(url, Path("runs"), **changes))
 
 
-def test_the_doctor_names_the_key_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_an_api_key_that_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert list(check_keys(recipe())) == []
     monkeypatch.delenv("OPENAI_API_KEY")
     (finding,) = check_keys(recipe())
@@ -170,7 +170,7 @@ def test_the_doctor_names_the_key_that_is_not_there(monkeypatch: pytest.MonkeyPa
     assert list(check_keys(recipe(reward__rewards__judge__judge__key="MY_JUDGES_KEY"))) == []
 
 
-def test_the_doctor_tries_the_judge_and_says_which_column_is_missing() -> None:
+def test_doctor_calls_the_judge_and_reports_missing_columns() -> None:
     with Double() as double:
         assert tried(double.url).status == "ok"
         asked = len(double.requests)
@@ -188,7 +188,7 @@ def tried(url: str) -> Finding:
     return check_scoring(made, build_sets(made, made.data, size=None))
 
 
-def test_an_estimate_has_calls_tokens_and_dollars() -> None:
+def test_judge_estimate_contains_calls_tokens_and_dollars() -> None:
     (planned,) = calls_of(recipe(), steps=[3], sets=None)
     assert str(planned).startswith("reward.rewards.judge asks m at http://127.0.0.1:9/v1 108 questions in training and 90 in")
     (calls,) = judge_calls(recipe(), steps=[3], heldout=3)
@@ -203,7 +203,7 @@ def test_an_estimate_has_calls_tokens_and_dollars() -> None:
     assert judge_calls(recipe(reward={"kind": "playground", "combine": {"IF": 1}}, eval__column=None), steps=[3], heldout=3) == []
 
 
-def test_a_recipe_with_a_key_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_with_an_api_key_is_rejected_without_printing_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = document(
         "http://127.0.0.1:9/v1", tmp_path, reward={"kind": "import", "class": "a:B", "args": {"k": KEY}, "combine": {"a": 1}}
     )
@@ -213,7 +213,7 @@ def test_a_recipe_with_a_key_in_it_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert KEY not in said.err + said.out
 
 
-def test_a_judge_that_is_down_ends_the_run_before_its_first_step_and_nothing_is_kept(
+def test_unreachable_judge_ends_the_run_before_its_first_step_without_stored_results(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path / "runs", reward__rewards__judge__judge__attempts=1))

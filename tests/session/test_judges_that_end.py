@@ -1,4 +1,4 @@
-"""Runs whose judge dies, or has no more to spend: every rank ends by itself with a checkpoint, and the run goes on from there."""
+"""Runs whose reward servers die or whose budget is spent: every rank ends by itself with a checkpoint, and the run can resume."""
 
 import json
 import os
@@ -36,7 +36,7 @@ DEADLINE = 8
 
 @contextmanager
 def training(out: Path, reward: dict[str, object], *, ranks: int, steps: int) -> Iterator["subprocess.Popen[str]"]:
-    """A run of `playground/grpo` with another judge, made tiny, as a process."""
+    """A process that trains a tiny version of `playground/grpo` with the given reward."""
     settings = {**TINY, "name": "run", "out": str(out), "steps": steps, "reward": reward}
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
     launch = ["launch", "--nproc", str(ranks)] if ranks > 1 else ["train"]
@@ -59,7 +59,7 @@ def steps_of(folder: RunFolder) -> int:
 def check_end(
     process: "subprocess.Popen[str]", folder: RunFolder, says: str, *, ranks: int, of_ranks: Callable[[Iterable[bool]], bool] = all
 ) -> None:
-    """It ended with an error that says so on all ranks (or on any), and the newest checkpoint has every step that was taken."""
+    """Check that all ranks (or any) ended with this error, and that the newest checkpoint includes every step of the metrics."""
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 2, said
     logs = [said] if ranks == 1 else [(folder.root / "logs" / f"rank-{rank}.log").read_text() for rank in range(ranks)]
@@ -80,7 +80,7 @@ def remote(urls: Sequence[str], **settings: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_when_all_servers_die_every_rank_ends_with_a_checkpoint_and_goes_on_when_they_are_back(tmp_path: Path, ranks: int) -> None:
+def test_death_of_all_reward_servers_ends_every_rank_with_a_checkpoint_and_the_run_resumes(tmp_path: Path, ranks: int) -> None:
     folder = RunFolder(tmp_path / "run")
     with ExitStack() as alive:
         urls = alive.enter_context(servers([0, 0]))
@@ -100,13 +100,13 @@ def test_when_all_servers_die_every_rank_ends_with_a_checkpoint_and_goes_on_when
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_one_goes_on(tmp_path: Path, ranks: int) -> None:
-    """Before the first step two calls a rank; a step has two in all. With seven more than before it the fourth is cut short."""
+def test_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_budget_resumes(tmp_path: Path, ranks: int) -> None:
+    """Each rank makes two calls before the first step; a step makes two in total. With seven more calls, the fourth step fails."""
     folder = RunFolder(tmp_path / "run")
     with servers([0]) as urls:
         reward = remote(urls, calls=2 * ranks + 7, rate_file=str(tmp_path / "quota"))
         with training(tmp_path, reward, ranks=ranks, steps=4) as process:
-            # The budget is shared, so the call over it may be that of any rank; the others refer to its log.
+            # The budget is shared, so any rank may make the call that exceeds it; the other ranks refer to the log of that rank.
             check_end(process, folder, "raise its `calls` to continue", ranks=ranks, of_ranks=any)
         assert steps_of(folder) == 3
         with training(tmp_path, {**reward, "calls": 100}, ranks=ranks, steps=4) as process:

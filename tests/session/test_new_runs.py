@@ -1,4 +1,4 @@
-"""Before and between the steps of a new run: correcting a recipe that failed at once, and the held-out table of any reward."""
+"""New runs: correcting a recipe that failed before the first step, and the held-out table of any reward."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: P
         run(wrong, fresh=False)
 
 
-def test_a_run_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
+def test_run_folder_with_a_recipe_of_another_version_raises_and_is_not_changed(tmp_path: Path) -> None:
     recipe = six_steps(tmp_path, "older")
     folder = RunFolder(recipe.folder)
     folder.write_recipe({**recipe.document(), "data": {**recipe.document()["data"], "vain": 0.1}})  # type: ignore[dict-item]
@@ -61,7 +61,7 @@ def test_a_run_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
     assert folder.recipe.read_bytes() == before
 
 
-def test_the_columns_of_the_held_out_table_do_not_touch() -> None:
+def test_columns_of_the_held_out_table_are_aligned_and_separated() -> None:
     def line(step: int, lum: float) -> dict[str, Any]:
         cells = {"n": 3, "edges": 0.25, "lum": lum}
         return {"step": step, "table": {"all": cells, "kinds=move+recolour+reshape": cells}}

@@ -58,7 +58,7 @@ def test_a_second_process_is_refused_and_the_first_is_not_disturbed(tmp_path: Pa
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_run_whose_folder_is_taken_from_it_stops_and_writes_nothing_more(tmp_path: Path) -> None:
+def test_run_whose_folder_is_moved_stops_and_writes_nothing_more(tmp_path: Path) -> None:
     made = long_run(tmp_path)
     with training(made, tmp_path) as first:
         made.folder.rename(tmp_path / "moved")
@@ -70,7 +70,7 @@ def test_a_run_whose_folder_is_taken_from_it_stops_and_writes_nothing_more(tmp_p
     assert not made.folder.exists()
 
 
-def test_a_killed_launcher_can_be_started_again_at_once(tmp_path: Path) -> None:
+def test_ranks_of_a_killed_launcher_end_and_release_the_run_folder(tmp_path: Path) -> None:
     made = long_run(tmp_path)
     with training(made, tmp_path, "launch", "--nproc", "2") as first:
         first.kill()

@@ -1,4 +1,4 @@
-"""A run that is killed anywhere and started again ends with the bits of one that was left alone."""
+"""A run that is killed anywhere and started again ends bitwise equal to an uninterrupted run."""
 
 import json
 import os
@@ -30,52 +30,52 @@ def check(found: list[dict[str, object]], count: int) -> None:
     assert [place for place in found if place["differing"]] == []
 
 
-def test_killed_at_two_places(tmp_path: Path) -> None:
+def test_run_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 2), 2)
 
 
-def test_killed_in_a_warm_up(tmp_path: Path) -> None:
+def test_run_killed_in_a_warm_up_phase_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 1, "phases")
     check(found, 1)
     assert [place["done"] for place in found] == [1]
 
 
-def test_killed_while_rollouts_are_ahead_of_learning(tmp_path: Path) -> None:
+def test_run_with_staleness_killed_at_one_place_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 1, "stale")
     check(found, 1)
     assert [place["done"] for place in found] == [2]
 
 
 @pytest.mark.slow
-def test_killed_at_three_places_while_rollouts_are_ahead_of_learning(tmp_path: Path) -> None:
+def test_run_with_staleness_killed_at_three_places_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 3, "stale")
     check(found, 3)
     assert [place["done"] for place in found] == [2, 0, 2]
 
 
 @pytest.mark.slow
-def test_killed_while_groups_are_replaced(tmp_path: Path) -> None:
+def test_run_with_refill_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 2, "refill"), 2)
 
 
-def test_a_writer_killed_at_one_place(tmp_path: Path) -> None:
+def test_writer_run_killed_at_one_place_resumes_bitwise(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 1, str(tmp_path / "writer")), 1)
 
 
-def test_image_tokens_killed_at_one_place(tmp_path: Path) -> None:
+def test_image_token_run_killed_at_one_place_resumes_bitwise(tmp_path: Path) -> None:
     tiny_writer_runs.save_emu3(tmp_path / "emu3")
     check(killed_and_resumed(tmp_path, 1, str(tmp_path / "emu3")), 1)
 
 
 @pytest.mark.slow
-def test_image_tokens_killed_at_three_places(tmp_path: Path) -> None:
+def test_image_token_run_killed_at_three_places_resumes_bitwise(tmp_path: Path) -> None:
     tiny_writer_runs.save_emu3(tmp_path / "emu3")
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "emu3")), 3)
 
 
 def check_by_luck(found: list[dict[str, object]], count: int) -> None:
-    """The bits of a run that was never killed and was told the same scores; what the ledger held was asked for no second time."""
+    """The results equal bitwise those of an uninterrupted run with the same scores; no score in the ledger is requested again."""
     assert len(found) == count
     assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
     assert [place for place in found if place["resumed"] != [0, 0]] == []
@@ -83,28 +83,28 @@ def check_by_luck(found: list[dict[str, object]], count: int) -> None:
     assert [place for place in found if place["asked_again"] or place["differing"]] == []
 
 
-def test_a_random_judge_killed_at_two_places(tmp_path: Path) -> None:
+def test_run_with_a_random_judge_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
     check_by_luck(killed_and_resumed(tmp_path, 2, program=BY_LUCK), 2)
 
 
 @pytest.mark.slow
-def test_a_random_judge_killed_at_eight_places(tmp_path: Path) -> None:
+def test_run_with_a_random_judge_killed_at_eight_places_resumes_bitwise(tmp_path: Path) -> None:
     check_by_luck(killed_and_resumed(tmp_path, 8, program=BY_LUCK), 8)
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_twenty_two_places(tmp_path: Path) -> None:
+def test_writer_run_killed_at_22_places_resumes_bitwise(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 22, str(tmp_path / "writer")), 22)
 
 
 @pytest.mark.slow
-def test_phases_killed_at_eight_places(tmp_path: Path) -> None:
+def test_run_with_phases_killed_at_eight_places_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 8, "phases")
     check(found, 8)
     assert [place["done"] for place in found] == [1, 0, 2, 2, 2, 2, 3, 2]
 
 
 @pytest.mark.slow
-def test_killed_at_twenty_two_places(tmp_path: Path) -> None:
+def test_run_killed_at_22_places_resumes_bitwise(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 22), 22)

@@ -1,4 +1,4 @@
-"""Requests to a run that is training: they are taken at the end of a step, answered, and change no bit of what is computed."""
+"""Requests to a run that is training: they are handled and answered at the end of a step, and results stay bitwise equal."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def answers(made: Recipe) -> list[tuple[str, bool | None, int | None]]:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that imports this file."""
+    """The environment variables of a process that imports this file."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RETOUCH_ALLOW_IMPORTS": "test_steering"}
 
@@ -75,7 +75,7 @@ def train_with_and_without_requests(out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_requests_change_no_bit_of_a_run(tmp_path: Path) -> None:
+def test_run_with_control_requests_is_bitwise_equal_to_one_without(tmp_path: Path) -> None:
     """In a process without the type checker of the tests, which draws from Python's generator, whose state is compared too."""
     code = "import sys; from pathlib import Path; import test_steering as t; t.train_with_and_without_requests(Path(sys.argv[1]))"
     command = [python(), "-W", "ignore", "-c", code, str(tmp_path)]
@@ -130,7 +130,7 @@ def test_requests_from_before_the_start_are_refused(tmp_path: Path) -> None:
     assert [each.answer for each in read_requests(folder).values()] == ["the run was not training", "the run ended"]
 
 
-def test_a_request_is_found_although_the_clock_of_the_folder_stands_still(tmp_path: Path) -> None:
+def test_control_requests_in_quick_succession_are_all_detected(tmp_path: Path) -> None:
     folder = folder_of_a_run(tmp_path)
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     for step in range(1, 30):
@@ -164,7 +164,7 @@ def test_a_step_without_requests_costs_one_stat(tmp_path: Path, monkeypatch: pyt
     [b"", b"[1]", b'{"action": "kill"}', b"[" * 90_000, b"\0\xff", b'{"action": "stop"}', b"x" * 20_000],
     ids=["empty", "list", "kill", "deep", "binary", "half", "large"],
 )
-def test_a_file_that_is_no_request_is_ignored(tmp_path: Path, content: bytes) -> None:
+def test_invalid_request_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     folder = folder_of_a_run(tmp_path)
     folder.control.mkdir()
     (folder.control / "0.json").write_bytes(content)
@@ -176,7 +176,7 @@ def test_a_file_that_is_no_request_is_ignored(tmp_path: Path, content: bytes) ->
     assert (folder.control / "0.json").read_bytes() == content
 
 
-def test_a_run_goes_on_if_its_answer_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_continues_if_the_answer_to_a_request_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of_a_run(tmp_path)
     steering = ControlRequests(folder, Ranks(), samples_every=5, step=0)
     make_request(folder, "checkpoint", via="test")
@@ -187,10 +187,10 @@ def test_a_run_goes_on_if_its_answer_cannot_be_written(tmp_path: Path, monkeypat
     monkeypatch.setattr("retouch.session.steering.answer_request", refuse)
     assert steering.wanted(stop=False, last=False).checkpoint
     steering.answer(1, last=False)
-    assert not steering.wanted(stop=False, last=False).checkpoint  # it is not taken again at every step
+    assert not steering.wanted(stop=False, last=False).checkpoint  # the request is not handled again at every step
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_command_makes_valid_requests_and_prints_their_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from retouch import cli
 
     folder = folder_of_a_run(tmp_path)

@@ -1,4 +1,4 @@
-"""One signal ends a run at the end of its step; one that waits for a reward which never answers ends too, with what it had."""
+"""One signal ends a run at the end of its step. A run whose reward never returns ends too, with its last complete step."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 class SometimesHangs:
-    """A reward that never answers from its ``calls``-th call on while the file ``hang`` exists, and says so in ``hung``."""
+    """A reward that never returns from its ``calls``-th call on while the file ``hang`` exists; it then creates ``hung-RANK``."""
 
     columns: Mapping[str, Column] = {"bright": Column(0.0, 1.0)}
 
     def __init__(self, folder: str, calls: int) -> None:
-        judging.CLOSE_SECONDS = 1.0  # in the process of the run, which would wait for ten
+        judging.CLOSE_SECONDS = 1.0  # in the process of the run; the default is 10 s
         self.folder, self.calls, self.count = Path(folder), calls, 0
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
@@ -46,7 +46,7 @@ class SometimesHangs:
 
 
 def hanging(out: Path, name: str, *, calls: int, every: int = 0) -> Recipe:
-    """Six steps, judged by it; ``every``: the interval of evaluations."""
+    """A recipe of six steps with ``SometimesHangs``; ``every``: the interval of evaluations."""
     document = six_steps(out, name).document()
     arguments = {"folder": str(out), "calls": calls}
     document["reward"] = {"kind": "import", "class": "test_stopping:SometimesHangs", "args": arguments, "combine": {"bright": 1}}
@@ -101,7 +101,7 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))]
 )
-def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_ends_a_run_whose_reward_hangs_and_keeps_the_last_complete_step(number: signal.Signals, tmp_path: Path) -> None:
     whole, made = hanging(tmp_path, "whole", calls=100), hanging(tmp_path, "hung", calls=6)
     printed = stop_while_it_hangs(made, number)
     assert "stopped before the rewards arrived; the checkpoint is" in printed
@@ -115,7 +115,7 @@ def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Si
 
 
 @pytest.mark.slow
-def test_a_run_whose_reward_hangs_in_an_evaluation_makes_the_evaluation_again(tmp_path: Path) -> None:
+def test_evaluation_interrupted_by_a_hanging_reward_is_repeated_after_the_resume(tmp_path: Path) -> None:
     whole, made = hanging(tmp_path, "whole", calls=100, every=1), hanging(tmp_path, "hung", calls=4, every=1)
     stop_while_it_hangs(made, signal.SIGTERM)
     finish(made)
@@ -129,7 +129,7 @@ def test_a_run_whose_first_evaluation_hangs_ends_without_a_checkpoint(tmp_path: 
     assert checkpoint.latest(made.folder / "checkpoints") is None
 
 
-def test_two_ranks_whose_rewards_hang_end_together(tmp_path: Path) -> None:
+def test_signal_ends_two_ranks_whose_rewards_hang_and_keeps_the_last_complete_step(tmp_path: Path) -> None:
     made = hanging(tmp_path, "hung", calls=4)
     stop_while_it_hangs(made, signal.SIGTERM, "launch", "--nproc", "2", ranks=2)
     newest = checkpoint.latest(made.folder / "checkpoints")
@@ -137,10 +137,10 @@ def test_two_ranks_whose_rewards_hang_end_together(tmp_path: Path) -> None:
     assert checkpoint.load(newest).step == len(RunFolder(made.folder).read_metrics())
 
 
-# The thread that can be left behind
+# The worker thread, which can be abandoned
 
 
-def test_calls_run_in_order_and_their_results_and_errors_reach_the_caller() -> None:
+def test_worker_thread_runs_calls_in_order_and_returns_results_and_errors() -> None:
     thread = WorkerThread("test")
     seen: list[int] = []
     futures = [thread.submit(seen.append, number) for number in range(50)]
@@ -154,7 +154,7 @@ def test_calls_run_in_order_and_their_results_and_errors_reach_the_caller() -> N
         thread.submit(print)
 
 
-def test_closing_cancels_what_has_not_begun_and_leaves_a_hung_call_behind() -> None:
+def test_closing_a_worker_thread_cancels_pending_calls_and_abandons_a_hung_call() -> None:
     code = """
 import time
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads

@@ -1,4 +1,4 @@
-"""A run's ``eval.suites``: the numbers of `retouch bench`, training that they do not change, and an alarm where they fall."""
+"""A run's ``eval.suites``: the same results as `retouch bench`, unchanged training, and an alarm if a result falls."""
 
 import json
 import math
@@ -47,7 +47,7 @@ def small(out: Path, *suites: dict[str, Any], **changes: Any) -> Recipe:
     )
 
 
-def test_suites_have_the_numbers_of_the_command_and_do_not_change_training(tmp_path: Path) -> None:
+def test_suite_results_equal_those_of_the_bench_command_and_do_not_change_training(tmp_path: Path) -> None:
     made, plain = small(tmp_path, SUITE), small(tmp_path / "plain")
     assert run(made, fresh=False) == run(plain, fresh=False) == 0
     folder = RunFolder(made.folder)
@@ -112,7 +112,7 @@ def result_of(suite: OpenSuite, root: Path, step: int, scores: Sequence[float], 
 @pytest.mark.parametrize(
     ("change", "reward", "alarm"), [(-1.0, 0.2, True), (-1.0, 0.0, True), (-1.0, -0.2, False), (1.0, 0.2, False), (0.0, 0.2, False)]
 )
-def test_a_suite_that_falls_while_the_reward_rises_raises_an_alarm(
+def test_suite_alarm_is_raised_if_the_suite_falls_and_the_reward_does_not(
     tmp_path: Path, change: float, reward: float, alarm: bool
 ) -> None:
     recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"})
@@ -135,8 +135,8 @@ def test_a_suite_that_falls_while_the_reward_rises_raises_an_alarm(
         assert "Alarm: after step 30" in read(write_report(folder.root).read_text()).words
 
 
-def test_noise_raises_no_alarm_and_a_fall_does(tmp_path: Path) -> None:
-    """Runs of eight results each, whose items have noise of their own at every step, against the best of them as in a run."""
+def test_suite_fall_is_significant_for_real_falls_and_not_for_noise(tmp_path: Path) -> None:
+    """40 runs of eight results with independent noise for every item and step; as in a run, the baseline is the best result."""
     (suite,) = open_suites(small(tmp_path, {**SUITE, "subset": 32, "options": {"tasks": 32}}), Ranks())
     draw, raised, found = np.random.default_rng(3), 0, 0
     level = draw.normal(5, 1, 32)
@@ -153,7 +153,7 @@ def test_noise_raises_no_alarm_and_a_fall_does(tmp_path: Path) -> None:
     assert found == 40
 
 
-def test_less_is_better_for_some_suites(tmp_path: Path) -> None:
+def test_increase_counts_as_a_fall_if_lower_scores_of_a_suite_are_better(tmp_path: Path) -> None:
     data = suite_rows.preservation(tmp_path)
     (suite,) = open_suites(small(tmp_path, {"suite": "preservation", "data": str(data)}), Ranks())
     low, high = (result_of(suite, tmp_path, step, values) for step, values in ((0, [0.1, 0.11]), (1, [0.3, 0.32])))
@@ -163,7 +163,7 @@ def test_less_is_better_for_some_suites(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("response", "back_to"), [("stop", None), ("roll_back", 0)])
-def test_an_alarm_of_a_suite_ends_a_run_as_the_recipe_says(
+def test_suite_alarm_stops_or_rolls_back_the_run_as_configured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, response: str, back_to: int | None
 ) -> None:
     monkeypatch.setattr(suites, "fall", lambda suite, before, now: Fall(5.0, 4.0, 1.0, 9.0))
@@ -229,8 +229,8 @@ def results(recipe: Recipe) -> list[tuple[int, Any]]:
     return [(line["step"], line["table"]) for line in RunFolder(recipe.folder).read_suites()]
 
 
-def test_a_spent_budget_ends_a_run_that_goes_on_with_the_missing_result(tmp_path: Path, double: Double) -> None:
-    """Six images of two questions each: the budget suffices for two of three results. The next start makes the third first."""
+def test_run_resumed_after_a_spent_budget_computes_the_missing_suite_result(tmp_path: Path, double: Double) -> None:
+    """Six images with two questions each: the budget covers two of three results. The next start first computes the third."""
     recipe, plain = small(tmp_path, judged(double.url, calls=30)), small(tmp_path / "plain", judged(double.url))
     with pytest.raises(BudgetSpent, match="budget of 30 calls"):
         run(recipe, fresh=False)
@@ -299,7 +299,7 @@ def test_an_alarm_of_a_suite_stops_the_run_although_the_next_suite_spends_its_bu
         run(recipe, fresh=False)
 
 
-def test_a_run_that_starts_over_keeps_the_answers_about_its_suites(tmp_path: Path) -> None:
+def test_discarding_an_attempt_keeps_the_suite_ledger_and_deletes_the_suite_results(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "suites" / "playground" / "step-000000").mkdir(parents=True)
     ledger = tmp_path / "suites" / "playground" / "ledger.sqlite"
@@ -328,12 +328,12 @@ run(recipe, fresh=False)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_killed_run_has_the_results_of_a_whole_one_and_asks_nothing_twice(tmp_path: Path, double: Double, ranks: int) -> None:
+def test_killed_run_has_the_suite_results_of_a_whole_run_and_reuses_answers(tmp_path: Path, double: Double, ranks: int) -> None:
     whole, killed = (small(tmp_path / name, judged(double.url)) for name in ("whole", "killed"))
     for name, recipe in (("whole", whole), ("killed", killed)):
         (tmp_path / f"{name}.json").write_text(json.dumps(dict(recipe.document())))
     double_words = ["-c", KILLED, str(tmp_path / "killed.json")]
-    with pytest.raises(AssertionError):  # the process that is killed; the launcher ends the other one
+    with pytest.raises(AssertionError):  # one process is killed; the launcher ends the other one
         on_ranks(ranks, [*double_words, "--kill", "2"], tmp_path / "logs")
     assert [step for step, _ in results(killed)] == [0]
     asked = dict(double.seen)

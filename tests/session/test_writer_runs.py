@@ -1,4 +1,4 @@
-"""Whole runs of policies that write: before an editor and before a text-to-image model, on one rank and on two."""
+"""Complete runs of writers with an editing model or a text-to-image model as the renderer, on one rank and on two."""
 
 import json
 from collections.abc import Callable
@@ -30,14 +30,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, writer: Path) -> RunFolder
     return RunFolder(recipe.folder)
 
 
-def test_the_trial_step_holds_tokens_to_their_limit(trained: RunFolder) -> None:
+def test_preflight_of_a_writer_passes_with_the_ratio_limit_of_tokens(trained: RunFolder) -> None:
     checks = {check["name"]: check for check in trained.read_preflight()}
     assert all(check["ok"] for check in checks.values())
     assert checks["ratio_before"]["limit"] == 1e-5
     assert checks["kl_gradient"]["value"] > 0
 
 
-def test_metrics_tell_of_completions(trained: RunFolder) -> None:
+def test_metrics_report_length_cut_off_fraction_and_entropy_of_completions(trained: RunFolder) -> None:
     for line in trained.read_metrics():
         assert 1 <= line["completion/length"] <= 5
         assert 0 <= line["completion/cut_off_fraction"] <= 1
@@ -45,7 +45,7 @@ def test_metrics_tell_of_completions(trained: RunFolder) -> None:
         assert line["policy/ratio_max_first"] <= 1e-5
 
 
-def test_what_was_written_stands_beside_the_picture(trained: RunFolder) -> None:
+def test_stored_samples_and_report_contain_the_completion_text(trained: RunFolder) -> None:
     for step in (0, 1, 2):
         lines = trained.read_samples(step)
         assert lines
@@ -54,7 +54,7 @@ def test_what_was_written_stands_beside_the_picture(trained: RunFolder) -> None:
     assert page.count('class="written"') >= 4
 
 
-def test_a_run_is_judged_and_used_as_its_user_would(trained: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluation_and_sampling_are_reproducible(trained: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judged = evaluate_target(str(trained.root), [])
     assert judged["step"] == 2
     table = trained.read_evals()[-1]["table"]
@@ -69,7 +69,7 @@ def test_a_run_is_judged_and_used_as_its_user_would(trained: RunFolder, tmp_path
     assert capsys.readouterr().out == first != "\n"
 
 
-def test_two_ranks_learn_what_one_does(make: Make, tmp_path: Path) -> None:
+def test_metrics_of_two_ranks_match_those_of_one_rank(make: Make, tmp_path: Path) -> None:
     whole = parse(make(name="one", steps=1, policy__entropy=False))
     assert run(whole, fresh=False) == 0
     shared = make(name="two", steps=1, policy__entropy=False)
@@ -81,7 +81,7 @@ def test_two_ranks_learn_what_one_does(make: Make, tmp_path: Path) -> None:
         assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
 
 
-def test_the_policy_itself_is_the_encoder_and_held_once(make: Make) -> None:
+def test_renderer_with_encoder_policy_shares_the_trained_weights(make: Make) -> None:
     parts = assemble(parse(make(renderer__encoder="policy", renderer__guidance_scale=2.0)), Ranks())
     assert "reference" in parts.copies.copies
     parts.renderer()
@@ -99,7 +99,7 @@ def test_the_policy_itself_is_the_encoder_and_held_once(make: Make) -> None:
     assert before != after
 
 
-def test_the_average_reads_what_the_average_wrote(make: Make) -> None:
+def test_users_renderer_encodes_with_averaged_weights_and_renderer_with_current_ones(make: Make) -> None:
     parts = assemble(parse(make(renderer__encoder="policy", policy__ema={"decay": 0.9})), Ranks())
     batch = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)[1].batch(0).take(slice(0, 1))  # type: ignore[arg-type]
     acted, tasks = parts.policy(parts.recipe.rollout).sample(batch), [batch.tasks[0]]
@@ -114,7 +114,7 @@ def test_the_average_reads_what_the_average_wrote(make: Make) -> None:
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
-def test_a_prompt_is_drawn_by_a_text_to_image_model(make: Make, tmp_path: Path, guidance_scale: float) -> None:
+def test_prompt_writer_trains_with_a_text_to_image_renderer(make: Make, tmp_path: Path, guidance_scale: float) -> None:
     tiny_writer_runs.save_speaker(tmp_path / "speaker")
     (tmp_path / "prompts.txt").write_text("\n".join(f"a red cat number {k}" for k in range(8)))
     document = make(
@@ -135,7 +135,7 @@ def test_a_prompt_is_drawn_by_a_text_to_image_model(make: Make, tmp_path: Path, 
     assert any(sample["image"] is not None for sample in folder.read_samples(1))
 
 
-def test_completions_are_imitated(make: Make, tmp_path: Path, writer: Path) -> None:
+def test_sft_learns_the_completions_of_the_data(make: Make, tmp_path: Path, writer: Path) -> None:
     tasks = PlaygroundData(seed=0, count=8, complexity=[1]).tasks(in_turn=True)
     (tmp_path / "photos").mkdir()
     lines = []
@@ -163,7 +163,7 @@ def test_completions_are_imitated(make: Make, tmp_path: Path, writer: Path) -> N
     assert all(line["text"].startswith("make it red") for line in folder.read_samples(24))
 
 
-def test_a_writer_with_other_tokens_is_refused(make: Make, tmp_path: Path) -> None:
+def test_writer_whose_tokenizer_differs_from_the_editor_raises(make: Make, tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "other")
     words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
     ids = words["model"]["vocab"]
@@ -173,14 +173,14 @@ def test_a_writer_with_other_tokens_is_refused(make: Make, tmp_path: Path) -> No
         assemble(parse(make(policy__model__path=str(tmp_path / "other"))), Ranks())
 
 
-def test_full_weights_train_too(make: Make) -> None:
+def test_full_training_makes_all_parameters_trainable_and_keeps_a_reference(make: Make) -> None:
     parts = assemble(parse(make(policy__train={"kind": "full"})), Ranks())
     assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
     assert "reference" in parts.copies.copies
 
 
-def test_rewards_of_text_are_shown_what_was_written(make: Make) -> None:
-    """Beside a judge of pictures, whose scores are what they are without them."""
+def test_text_rewards_score_completions_without_changing_the_image_reward(make: Make) -> None:
+    """They are combined with an image reward, whose scores stay the same."""
     rewards = {"think": {"kind": "thinking"}, "prompt": {"kind": "prompt_quality"}, "exact": {"kind": "playground"}}
     several = {"kind": "several", "rewards": rewards, "combine": "exact/overall + think/think_format"}
     recipe = parse(make(reward=several, name="texts"))

@@ -1,4 +1,4 @@
-"""The contracts of objectives, advantages, transitions and windows hold for ours, and each broken promise is named."""
+"""Objectives, advantages, transitions and windows of Retouch pass the contract checks, and every violation is reported."""
 
 from typing import Literal
 
@@ -40,17 +40,17 @@ def policy():
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda objective: objective.label)
-def test_our_objectives_keep_the_contract(policy, objective):
+def test_objectives_pass_the_contract_checks(policy, objective):
     check_objective(objective, *policy)
 
 
-def test_dpo_starts_at_its_reference(policy):
-    """At the reference the margin is 0, and its gradient is not."""
+def test_dpo_passes_the_contract_checks(policy):
+    """At the reference the margin is 0, but its gradient is not 0."""
     check_objective(DPO(beta=10.0), *policy)
 
 
 class Broken(Objective):
-    """A REINFORCE that breaks the promise ``how``."""
+    """A REINFORCE that violates the requirement ``how``."""
 
     how: Literal["average", "weights", "metric", "random", "infinite", "constant"]
 
@@ -83,7 +83,7 @@ class Broken(Objective):
         ("constant", "no gradient"),
     ],
 )
-def test_a_broken_objective_is_named(policy, how, message):
+def test_broken_objectives_fail_with_the_violated_requirement(policy, how, message):
     with pytest.raises(AssertionError, match=message):
         check_objective(Broken(how=how), *policy)
 
@@ -100,7 +100,7 @@ def test_a_broken_objective_is_named(policy, how, message):
         GAEAdvantage(),
     ],
 )
-def test_our_advantages_keep_the_contract(advantage):
+def test_advantages_pass_the_contract_checks(advantage):
     check_advantage(advantage)
     check_advantage(advantage, reward_range=(-5.0, 10.0))
 
@@ -119,7 +119,7 @@ class Ranked(Advantage):
 
 
 @pytest.mark.parametrize(("how", "message"), [("position", "permuted rows"), ("nan", "missing reward"), ("shape", "one a row")])
-def test_a_broken_advantage_is_named(how, message):
+def test_broken_advantages_fail_with_the_violated_requirement(how, message):
     check_advantage(Ranked())
     with pytest.raises(AssertionError, match=message):
         check_advantage(Ranked(how=how))
@@ -129,12 +129,12 @@ def test_a_broken_advantage_is_named(how, message):
     "transition",
     [SDETransition(noise_level=0.7), SDETransition(kind="dance", noise_level=0.3), CPSTransition(noise_level=0.5), ODETransition()],
 )
-def test_our_transitions_keep_the_contract(transition):
+def test_transitions_pass_the_contract_checks(transition):
     check_transition(transition)
 
 
 class Halved(Transition):
-    """Half of CPS's noise; ``how`` breaks a promise."""
+    """Half of CPS's noise; ``how`` selects the requirement that is violated."""
 
     how: Literal["good", "std", "mean", "detached"] = "good"
 
@@ -150,14 +150,14 @@ class Halved(Transition):
 @pytest.mark.parametrize(
     ("how", "message"), [("std", "standard deviation"), ("mean", "rollout and of evaluation"), ("detached", "no gradient")]
 )
-def test_a_broken_transition_is_named(how, message):
+def test_broken_transitions_fail_with_the_violated_requirement(how, message):
     check_transition(Halved())
     with pytest.raises(AssertionError, match=message):
         check_transition(Halved(how=how))
 
 
 @pytest.mark.parametrize("window", [AllSteps(), RandomWindow(size=2), RandomWindow(mode="branch", size=3), SlidingWindow(size=2)])
-def test_our_windows_keep_the_contract(window):
+def test_windows_pass_the_contract_checks(window):
     check_window(window)
 
 
@@ -174,6 +174,6 @@ class Late(Window):
 @pytest.mark.parametrize(
     ("how", "message"), [("last", "the last step never trains"), ("global", "global generator"), ("empty", "no range")]
 )
-def test_a_broken_window_is_named(how, message):
+def test_broken_windows_fail_with_the_violated_requirement(how, message):
     with pytest.raises(AssertionError, match=message):
         check_window(Late(how=how))

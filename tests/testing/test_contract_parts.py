@@ -1,4 +1,4 @@
-"""The contracts of rewards, renderers and models: good ones pass, and each broken promise is found and named."""
+"""The contract checks of rewards, renderers and models: correct ones pass, and every violation is reported."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def samples(count=4):
     return [Sample(task, task.target) for task in tiny.tasks(count)]
 
 
-def test_the_playgrounds_judge_keeps_it():
+def test_the_playground_judge_passes_the_contract_checks():
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2, 3]).tasks(in_turn=True)
     check_reward(PlaygroundReward(), [Sample(task, task.target if k % 2 else task.images[0]) for k, task in enumerate(tasks)])
 
@@ -73,12 +73,12 @@ def above_the_darkest(samples):
         ),
     ],
 )
-def test_a_broken_reward_is_found(judge, columns, says):
+def test_broken_rewards_fail_with_the_violated_requirement(judge, columns, says):
     with pytest.raises(AssertionError, match=says):
         check_reward(judging(judge, columns), samples())
 
 
-def test_missing_scores_keep_it():
+def test_rewards_with_missing_scores_pass_the_contract_checks():
     check_reward(judging(lambda samples: brightness(samples).where(brightness(samples) > 0.49, torch.nan)), samples())
     check_reward(ShareReward(), samples())
 
@@ -95,7 +95,7 @@ def brighter(images):
     return [None if image is None else image.point(lambda level: min(255, level + len(images))) for image in images]
 
 
-def test_a_broken_renderer_is_found():
+def test_broken_renderers_fail_with_the_violated_requirement():
     policy, tasks, trajectory = acted()
     good = LatentRenderer(policy.model)
 
@@ -139,7 +139,7 @@ def model():
     return tiny.edit_model()
 
 
-def test_a_broken_model_is_found(model):
+def test_broken_models_fail_with_the_violated_requirement(model):
     velocity, tasks = model.velocity, tiny.tasks(3)
     swapped = changed(
         model,
@@ -177,7 +177,7 @@ def test_a_broken_model_is_found(model):
             check_model(each, tasks)
 
 
-def test_fault_12_a_velocity_that_ignores_its_arguments_is_found(model):
+def test_fault_12_a_velocity_that_ignores_its_arguments_fails_the_check(model):
     velocity, tasks = model.velocity, tiny.tasks(3)
     first = model.encode([tasks[0]])
     broken = [

@@ -1,4 +1,4 @@
-"""The contract of a policy: a good one passes, and each broken promise is found and named."""
+"""The contract check of policies: a correct one passes, and every violation is reported."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ K3 = Needs(kl="k3")
 BATCH = tiny.batch(seed=12)  # words of unequal lengths
 
 
-def test_a_token_policy_keeps_it():
+def test_a_correct_token_policy_passes_and_is_unchanged():
     policy = TokenPolicy()
     assert isinstance(policy, Policy)
     before = policy.module.table.detach().clone()
@@ -57,7 +57,7 @@ class Unlocks(TokenPolicy):
 
 
 class Warm(TokenPolicy):
-    """Acts at another temperature than it is scored at."""
+    """Samples at another temperature than it is evaluated at."""
 
     def evaluate(self, trajectory, part, needs):
         evaluation = super().evaluate(trajectory, part, needs)
@@ -90,7 +90,7 @@ class NeverMoves(TokenPolicy):
 
 
 class OneRatioForAll(TokenPolicy):
-    """What is stored for masked actions reaches the others."""
+    """Values that are stored for masked actions influence the other actions."""
 
     def evaluate(self, trajectory, part, needs):
         given = super().evaluate(trajectory, part, needs)
@@ -133,12 +133,12 @@ class NoKl(TokenPolicy):
         (NoKl, "returns no KL"),
     ],
 )
-def test_a_broken_promise_is_found(broken, says):
+def test_broken_policies_fail_with_the_violated_requirement(broken, says):
     with pytest.raises(AssertionError, match=says):
         check_policy(broken(), BATCH, needs=K3)
 
 
-def test_weights_come_back_where_a_check_fails():
+def test_weights_are_restored_after_a_failed_check():
     policy = ReferenceMovesAlong()
     before = policy.module.table.detach().clone()
     with pytest.raises(AssertionError):
@@ -146,14 +146,14 @@ def test_weights_come_back_where_a_check_fails():
     assert torch.equal(policy.module.table, before)
 
 
-def test_a_policy_without_anything_to_train_is_no_policy():
+def test_a_policy_without_trainable_weights_fails_the_check():
     policy = TokenPolicy()
     policy.module.table.requires_grad_(False)
     with pytest.raises(AssertionError, match="requires a gradient"):
         check_policy(policy, BATCH)
 
 
-def test_a_velocity_that_mixes_rows_is_found():
+def test_a_velocity_that_mixes_rows_fails_the_check():
     policy = tiny.policy(kind="ode")
     whole = policy.velocity
     policy.velocity = lambda *arguments: whole(*arguments) - whole(*arguments).mean(0)
@@ -161,7 +161,7 @@ def test_a_velocity_that_mixes_rows_is_found():
         check_policy(policy, tiny.batch(3, 2))
 
 
-def test_tokens_and_their_limits():
+def test_a_ratio_deviation_above_the_limit_fails_the_check():
     policy, batch = TokenPolicy(), BATCH
     trajectory = policy.rollout(batch)
     assert trajectory.mask.shape == (4, LENGTH)

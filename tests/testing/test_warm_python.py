@@ -72,7 +72,7 @@ def test_signals_reach_the_program_and_it_does_not_outlive_its_client() -> None:
     pytest.fail(f"process {program} is still there")
 
 
-def test_inherited_files_keep_their_numbers_and_processes_of_the_program_are_forks_too(tmp_path: Path) -> None:
+def test_inherited_file_descriptors_are_kept_and_subprocesses_are_also_forked(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     with open(tmp_path / "file") as file:
         inner = f"import os, sys; print(os.read({file.fileno()}, 9), 'torch' in sys.modules)"

@@ -75,7 +75,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", PIPELINES)
-def test_a_pipeline_of_every_family(family: str, tmp_path: Path, small: None) -> None:
+def test_a_loaded_pipeline_of_each_family_trains_one_step(family: str, tmp_path: Path, small: None) -> None:
     load, changes = PIPELINES[family]
     rollout = {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}
     made = trained(tmp_path / "runs", load(tmp_path / "model"), **{"size": 32, "rollout": rollout, **changes})
@@ -84,7 +84,7 @@ def test_a_pipeline_of_every_family(family: str, tmp_path: Path, small: None) ->
     assert document["dtype"] == "float32"
 
 
-def test_a_pipeline_with_a_lora_of_another_origin(tmp_path: Path) -> None:
+def test_a_pipeline_that_already_has_a_lora_raises(tmp_path: Path) -> None:
     pipe = tiny_pipelines.sd3()
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q"]))
     with pytest.raises(ValueError, match=r"model.transformer has a LoRA already; fuse it \(pipe.fuse_lora"):
@@ -95,7 +95,7 @@ WRITES = {"rollout": {"kind": "tokens", "max_new_tokens": 5}}
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_a_writer_in_front_of_a_frozen_pipeline(kind: str, tmp_path: Path) -> None:
+def test_a_writer_trains_with_a_frozen_pipeline_as_prompt_renderer(kind: str, tmp_path: Path) -> None:
     processor = tiny_writers.tokenizer()
     if kind in tiny_writers.SEES:
         processor = tiny_models.ImageProcessorOnly(image_processor=tiny_writers.image_processor(kind), tokenizer=processor)
@@ -107,7 +107,7 @@ def test_a_writer_in_front_of_a_frozen_pipeline(kind: str, tmp_path: Path) -> No
     assert all(torch.equal(weight, before[name]) for name, weight in pipe.transformer.state_dict().items())
 
 
-def test_a_qwen_vl_in_front_of_its_frozen_editor(tmp_path: Path, small: None) -> None:
+def test_a_qwen_vl_writer_trains_with_a_frozen_editor_as_response_renderer(tmp_path: Path, small: None) -> None:
     pipe = tiny_pipelines.qwen_image_edit()
     writer = tiny_models.qwen_text_encoder(pipe.tokenizer, seed=1)
     renderer = {"model": pipe, "num_steps": 2, "cut_off": "draw"}
@@ -115,16 +115,16 @@ def test_a_qwen_vl_in_front_of_its_frozen_editor(tmp_path: Path, small: None) ->
     assert made.recipe.document()["renderer"]["kind"] == "response"
 
 
-def test_image_tokens_of_emu3(tmp_path: Path) -> None:
+def test_emu3_trains_on_image_tokens_and_a_second_run_gives_equal_metrics(tmp_path: Path) -> None:
     whole = tiny_emu3.module()
-    for name in ("one", "two"):  # in a notebook, the second run starts from the weights of the first
+    for name in ("one", "two"):  # as in a notebook; the second run starts from the same weights as the first
         made = trained(tmp_path / name, whole, edits(), size=tiny_emu3.SIZE, processing_class=tiny_emu3.tokenizer())
     assert made.recipe.document()["renderer"]["kind"] == "codes"
     one, two = ((tmp_path / name / "run" / "metrics.jsonl").read_text() for name in ("one", "two"))
     assert one == two
 
 
-def test_image_tokens_of_janus(tmp_path: Path) -> None:
+def test_janus_trains_on_image_tokens_and_is_described_in_the_recipe(tmp_path: Path) -> None:
     whole = tiny_janus.whole().to(torch.bfloat16)
     whole.save_pretrained(tmp_path / "janus")
     tiny_janus.tokenizer().save_pretrained(tmp_path / "janus")

@@ -1,5 +1,5 @@
-"""Mistakes in the arguments of a ``Trainer`` are reported by the constructor, and those of a reward function when it is called, in
-words that say what to do."""
+"""Mistakes in the arguments of a ``Trainer`` are reported by the constructor, and those of a reward function when it is called; the
+messages say what to do."""
 
 import re
 from collections.abc import Callable
@@ -199,7 +199,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
+def test_wrong_trainer_arguments_raise_with_a_specific_message(mistake: str, pipe: Any) -> None:
     changes, message = MISTAKES[mistake]
     changes = {key: value() if isinstance(value, partial) else value for key, value in changes.items()}
     lora = retouch.Lora(rank=2, alpha=2)
@@ -219,7 +219,7 @@ def test_the_supported_settings_of_a_lora_config_are_used(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr"])
-def test_an_image_of_any_mode_is_read_as_rgb(mode: str) -> None:
+def test_images_of_supported_modes_are_converted_to_rgb_and_mode_f_raises(mode: str) -> None:
     image = Image.new("RGB", (16, 16), "red").convert("L" if mode == "I;16" else mode).convert(mode)
     rows = read_table([{"prompt": "a", "image": image}], columns={}, name="train_dataset")
     (task,) = Tasks(rows, resize=None)
@@ -228,7 +228,7 @@ def test_an_image_of_any_mode_is_read_as_rgb(mode: str) -> None:
         read_table([{"prompt": "a", "image": Image.new("F", (16, 16))}], columns={}, name="train_dataset")[0]
 
 
-def test_there_are_many() -> None:
+def test_the_table_of_mistakes_has_at_least_50_cases() -> None:
     assert len(MISTAKES) >= 50
 
 
@@ -273,7 +273,7 @@ def outside(images: list[Any]) -> list[float]:
         (outside, "column 'outside' is 2.0, outside its declared range 0.0 to 1.0"),
     ],
 )
-def test_a_reward_function_that_is_wrong(function: Any, message: str) -> None:
+def test_invalid_reward_functions_raise(function: Any, message: str) -> None:
     samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
     with pytest.raises(ValueError, match=re.escape(message)):
         scores_of(FunctionReward.of(function), samples)
@@ -288,7 +288,7 @@ def below(images: list[Any], *, level: float, rest: object = None) -> list[float
     return [level + 1] * len(images)
 
 
-def test_functions_with_bound_arguments_have_names_and_hashes_of_their_own() -> None:
+def test_partial_reward_functions_keep_the_function_name_and_have_distinct_hashes() -> None:
     given = [partial(above, level=1.0), partial(above, level=2.0), partial(below, level=1.0), partial(below, level=1.0, rest=above)]
     made = [FunctionReward.of(function) for function in given]
     assert [each.name for each in made] == ["above", "above", "below", "below"]
@@ -319,7 +319,7 @@ def test_bound_arguments_are_not_replaced_by_columns_or_images() -> None:
     assert scores_of(reward, samples)["completed"].tolist() == [1.0, 1.0]
 
 
-def test_what_a_reward_function_may_return() -> None:
+def test_reward_functions_can_return_tensors_and_generators_with_none() -> None:
     samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
 
     def tensor(images: list[Any]) -> Any:
@@ -347,7 +347,7 @@ def test_what_a_reward_function_may_return() -> None:
         (lambda: retouch.rewards.load("share", chanel="red"), "chanel: unknown key; did you mean channel?"),
     ],
 )
-def test_a_section_that_is_wrong_says_so_in_the_words_of_a_recipe(make: Callable[[], Any], message: str) -> None:
+def test_invalid_section_arguments_raise_without_pydantic_terms(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         make()
     assert "pydantic" not in str(caught.value)
@@ -363,12 +363,12 @@ def test_a_section_that_is_wrong_says_so_in_the_words_of_a_recipe(make: Callable
         ({"images": [Image.new("RGB", (4, 4))], "prompts": ["a", "b"]}, "prompts has length 2, but there are 1 images; give"),
     ],
 )
-def test_images_that_a_reward_cannot_read(given: dict[str, Any], message: str) -> None:
+def test_reward_inputs_of_wrong_mode_type_or_length_raise(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         retouch.rewards.load("share", channel="red")(given.pop("images"), **given)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 0), (0, 0), (0, float("inf")), (float("nan"), 1)])
-def test_a_range_must_be_finite_and_not_empty(low: float, high: float) -> None:
+def test_a_reward_range_that_is_infinite_or_empty_raises(low: float, high: float) -> None:
     with pytest.raises(ValueError, match="give finite numbers with low < high"):
         retouch.reward(low=low, high=high)

@@ -1,4 +1,4 @@
-"""DPO on pairs of the data: from Python and from recipes, resumed, on two ranks, and what is refused before anything is loaded."""
+"""DPO on pairs of the data: from Python and from recipes, resumed, on two ranks, and mistakes that raise before models load."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def bits(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
     return (folder / "metrics.jsonl").read_text(), tensors
 
 
-def test_a_run_learns_from_pairs_without_rollout_and_reward(tmp_path: Path) -> None:
+def test_dpo_on_data_pairs_learns_without_a_reward(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=25, objective=retouch.DPO(pairs="data", beta=50.0))
     assert made.recipe.group_size == 2
     assert made.recipe.reward.name == "none"
@@ -89,7 +89,7 @@ def test_a_run_learns_from_pairs_without_rollout_and_reward(tmp_path: Path) -> N
     assert later[2] > 0.1
 
 
-def test_the_share_of_held_out_pairs_in_the_right_order_is_measured(tmp_path: Path) -> None:
+def test_evaluation_measures_the_fraction_of_held_out_pairs_in_the_right_order(tmp_path: Path) -> None:
     options = {"steps": 20, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
     made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 10}, **options)
     summary = made.train()
@@ -114,7 +114,7 @@ def test_the_share_of_held_out_pairs_in_the_right_order_is_measured(tmp_path: Pa
     assert check_scoring(made.recipe, None).text == "none: the run learns from pairs of the data and is evaluated on held-out pairs"
 
 
-def test_a_reward_is_evaluated_as_well_if_there_is_one(tmp_path: Path) -> None:
+def test_a_given_reward_is_evaluated_in_addition_to_the_pairs(tmp_path: Path) -> None:
     made = trainer(tmp_path, reward_funcs="share", steps=1)
     summary = made.train()
     assert summary is not None
@@ -125,7 +125,7 @@ def test_a_reward_is_evaluated_as_well_if_there_is_one(tmp_path: Path) -> None:
     assert (named.column, named.before, named.ceiling) == ("pairs/margin", 0.0, None)
 
 
-def test_a_run_that_stops_continues_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
     for step in trainer(tmp_path / "parts"):
@@ -138,7 +138,7 @@ def test_a_run_that_stops_continues_to_the_same_bits(tmp_path: Path) -> None:
     assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
 
 
-def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_pairs_trains_equally_from_python_and_from_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
     lines = []
@@ -162,7 +162,7 @@ def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path, capsys: pytest.C
     assert held_out["table"]["all"] == RunFolder(again.folder).read_evals()[-1]["table"]["all"]
 
 
-def test_a_hub_data_set_with_columns_of_other_names_has_pairs(tmp_path: Path) -> None:
+def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> None:
     from datasets import Dataset, Features, Value
     from datasets import Image as ImageFeature
 
@@ -178,7 +178,7 @@ def test_a_hub_data_set_with_columns_of_other_names_has_pairs(tmp_path: Path) ->
     assert [task.chosen.size for task in sets.train if task.chosen and task.rejected] == [(16, 16)] * 10
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
     def trained(out: Path, *launcher: str) -> RunFolder:
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
         command = [python(), "-W", "ignore", *launcher, str(SCRIPT), str(out)]
@@ -228,7 +228,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],
 )
-def test_mistakes_of_arguments_are_errors_of_the_constructor(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_raise_in_the_constructor(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, **changes)
 
@@ -243,7 +243,7 @@ def test_mistakes_of_arguments_are_errors_of_the_constructor(tmp_path: Path, cha
         ({"chosen": "no-such-file.png"}, "train_dataset:12: error: no-such-file.png: no such file"),
     ],
 )
-def test_bad_rows_are_named_before_the_model_is_loaded(
+def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(
     tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("retouch.assembly.assembly.assemble_policy", lambda *_: pytest.fail("a model was built"))
@@ -252,7 +252,7 @@ def test_bad_rows_are_named_before_the_model_is_loaded(
         trainer(tmp_path, train_dataset=rows).train()
 
 
-def test_pairs_get_the_size_of_the_model_and_other_shapes_are_noted() -> None:
+def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported() -> None:
     rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.picture(1, 48, 64), "rejected": tiny_models.picture(2, 40, 40)}]
     table = TableData.of(rows, held_out=0)
     sets = table.build(DataContext(size=(32, 32), eval_split="train"))

@@ -68,7 +68,7 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.folder
 
 
-def test_sampling_without_a_run() -> None:
+def test_sample_returns_images_states_and_log_probs_without_a_run() -> None:
     pipe = tiny_pipelines.sd3()
     made = retouch.sample(pipe, ["a red circle", "blue", "green"], group_size=2, num_steps=4, size=32, batch=4, seed=1)
     assert len(made) == len(made.images) == 6
@@ -86,7 +86,7 @@ def test_sampling_without_a_run() -> None:
     assert not pipe.vae.training
 
 
-def test_sampling_keeps_the_lora_that_was_trained(tmp_path: Path) -> None:
+def test_sample_uses_the_trained_lora_and_does_not_change_the_pipeline(tmp_path: Path) -> None:
     pipe = tiny_pipelines.sd3()
     options: dict[str, Any] = {"group_size": 1, "sde": None, "num_steps": 2, "size": 32}
     before = retouch.sample(pipe, "blue", **options)
@@ -108,7 +108,7 @@ def test_sampling_keeps_the_lora_that_was_trained(tmp_path: Path) -> None:
         ({"pipe": tiny_writers.module("qwen2.5"), "size": None}, "processing_class: missing"),
     ],
 )
-def test_mistakes_in_sampling(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_sample_raise(arguments: dict[str, Any], message: str) -> None:
     given = {"pipe": tiny_pipelines.sd3(), "prompts": ["blue"], "size": 32, **arguments}
     with pytest.raises(ValueError, match=message):
         retouch.sample(given.pop("pipe"), given.pop("prompts"), **given)
@@ -143,10 +143,10 @@ def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -
         retouch.load_run(run, model=fresh)
 
 
-def test_the_pipeline_of_a_run_whose_classes_are_imported(
+def test_loading_a_run_with_imported_classes_requires_consent(
     run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for a recipe that was changed when it was opened, for which no consent is remembered."""
+    """Also for a recipe that is changed while it is opened, so that no consent is stored for it."""
     modules = tmp_path_factory.mktemp("modules")
     (modules / "stranger_of_parts.py").write_text(STRANGER)
     monkeypatch.syspath_prepend(str(modules))
@@ -162,7 +162,7 @@ def test_the_pipeline_of_a_run_whose_classes_are_imported(
         retouch.load_run(copied, device="cpu")
 
 
-def test_the_pipeline_makes_the_images_of_the_trainer(tmp_path: Path) -> None:
+def test_the_pipeline_of_a_loaded_run_makes_the_same_images_as_the_trained_one(tmp_path: Path) -> None:
     pipe = tiny_pipelines.sd3()
     made = trainer(tmp_path, pipe)
     made.train()
@@ -174,7 +174,7 @@ def test_the_pipeline_makes_the_images_of_the_trainer(tmp_path: Path) -> None:
     assert torch.equal(drawn(again.pipeline()), expected)
 
 
-def test_a_run_of_a_writer(tmp_path: Path) -> None:
+def test_a_loaded_writer_run_generates_text_and_images(tmp_path: Path) -> None:
     options = {"renderer": {"model": tiny_pipelines.sd3(), "num_steps": 2, "cut_off": "draw"}, "size": 32}
     objects = {"processing_class": tiny_writers.tokenizer(), "rollout": {"kind": "tokens", "max_new_tokens": 5}}
     made = trainer(tmp_path, tiny_writers.module("qwen2.5"), **options, **objects)
@@ -220,7 +220,7 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
         ((3,), {}, "3 cannot be called"),
     ],
 )
-def test_mistakes_in_serving(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_serve_raise(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)
 

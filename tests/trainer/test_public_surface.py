@@ -48,7 +48,7 @@ def public() -> dict[str, Any]:
     return {name: value for name, value in found.items() if not inspect.ismodule(value)}
 
 
-def test_the_names() -> None:
+def test_public_names_equal_the_expected_lists() -> None:
     assert set(retouch.__all__) == NAMES
     assert set(retouch.core.__all__) == CORE
     assert set(dir(retouch)) >= NAMES
@@ -67,7 +67,7 @@ def test_the_import_is_fast_and_imports_no_torch() -> None:
     assert min(float(line.split()[0]) for line in lines) < 0.2
 
 
-def test_every_package_that_is_public_says_what_it_is() -> None:
+def test_every_public_package_has_a_docstring() -> None:
     for name in ("benchmarks", "core", "models", "rewards", "testing", "view"):
         assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
 
@@ -79,7 +79,7 @@ def brightness(images: list[Any], **kwargs: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the examples use."""
+    """The variables that the examples use."""
     image = Image.new("RGB", (8, 8), "red")
     root = tmp_path_factory.mktemp("examples")
     (root / "prompts.txt").write_text("".join(f"prompt {number}\n" for number in range(12)))
@@ -114,8 +114,8 @@ def run_examples(value: Any, name: str, names: dict[str, Any]) -> int:
     return len(test.examples)
 
 
-def test_every_model_is_made_in_the_code_of_its_page() -> None:
-    """Which runs in tests/docs/test_blocks.py."""
+def test_the_models_page_constructs_every_model_class() -> None:
+    """tests/docs/test_blocks.py runs this code."""
     page = (Path(__file__).parents[2] / "docs" / "api" / "models.md").read_text(encoding="utf-8")
     for path in {*IMAGE_MODELS.paths.values(), *LANGUAGE_MODELS.paths.values()}:
         name = path.partition(":")[2]
@@ -129,7 +129,7 @@ USE_A_RUN: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", [*public(), *USE_A_RUN])
-def test_the_example_of_every_name_runs(
+def test_the_docstring_example_of_every_public_name_runs(
     name: str, objects: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(objects["root"])

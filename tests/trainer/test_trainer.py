@@ -28,7 +28,7 @@ def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     return retouch.Trainer(**options, output_dir=out, run_name="run")
 
 
-def test_a_pipeline_learns_in_place_and_is_saved(tmp_path: Path) -> None:
+def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
     summary = made.train()
@@ -65,7 +65,7 @@ def test_a_saved_lora_makes_the_same_images_in_a_new_pipeline(tmp_path: Path) ->
     assert not torch.allclose(untrained, image(pipe), atol=1e-4)
 
 
-def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
+def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path: Path) -> None:
     document = {
         **retouch.Trainer.from_recipe("quickstart").recipe.document(),
         **{"steps": 2, "tasks_per_step": 2, "group_size": 2, "microbatch": 4, "device": "cpu", "trackers": []},
@@ -85,7 +85,7 @@ def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
         loaded.pipeline()
 
 
-def test_the_constructor_makes_the_bits_of_its_recipe(tmp_path: Path) -> None:
+def test_a_trainer_built_from_arguments_is_bitwise_equal_to_a_run_of_its_recipe(tmp_path: Path) -> None:
     tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
     (tmp_path / "prompts.txt").write_text("".join(f"red {number}\n" for number in range(12)))
     section = retouch.models.SD3(path=str(tmp_path / "sd3"), size=(32, 32), dtype="float32")
@@ -96,7 +96,7 @@ def test_the_constructor_makes_the_bits_of_its_recipe(tmp_path: Path) -> None:
     assert_same(bits(tmp_path / "command" / "run"), bits(made.folder))
 
 
-def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
     for step in trainer(tmp_path / "parts"):
@@ -117,7 +117,7 @@ def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> 
     assert_same(bits(whole.folder), bits(rest.folder))
 
 
-def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told: list[Any] = []
 
     class Note(retouch.Callback):
@@ -143,7 +143,7 @@ def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path,
     ]
 
 
-def test_a_script_keeps_its_loggers_and_signals(tmp_path: Path) -> None:
+def test_training_does_not_change_log_handlers_or_signal_handlers_of_the_script(tmp_path: Path) -> None:
     import signal
 
     handlers, before = list(logging.getLogger("retouch").handlers), signal.getsignal(signal.SIGINT)
@@ -154,14 +154,14 @@ def test_a_script_keeps_its_loggers_and_signals(tmp_path: Path) -> None:
     assert "step 1/1" in (made.folder / "train.log").read_text()
 
 
-def test_two_trainers_in_one_process(tmp_path: Path) -> None:
+def test_two_interleaved_trainers_in_one_process_are_bitwise_equal(tmp_path: Path) -> None:
     one, other = trainer(tmp_path / "one"), trainer(tmp_path / "other")
     for _, _ in zip(one, other, strict=False):
         pass
     assert_same(bits(one.folder), bits(other.folder))
 
 
-def test_a_pipeline_trains_twice(tmp_path: Path) -> None:
+def test_training_the_same_pipeline_twice_is_bitwise_equal(tmp_path: Path) -> None:
     """A notebook runs a cell again: the LoRA of the first run is removed, and both runs start from the same weights."""
     pipe = tiny_pipelines.sd3()
     one, other = trainer(tmp_path / "one", model=pipe), trainer(tmp_path / "other", model=pipe)
@@ -170,7 +170,7 @@ def test_a_pipeline_trains_twice(tmp_path: Path) -> None:
     assert_same(bits(one.folder), bits(other.folder))
 
 
-def test_several_rewards_with_weights_and_a_data_column(tmp_path: Path) -> None:
+def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path: Path) -> None:
     seen: list[int] = []
 
     def level(images: list[Any], level: list[int]) -> list[float | None]:
@@ -190,7 +190,7 @@ def test_several_rewards_with_weights_and_a_data_column(tmp_path: Path) -> None:
     assert "reward redness scored from" not in text, "its range is declared"
 
 
-def test_a_run_of_another_recipe_is_refused_in_the_words_of_a_script(tmp_path: Path) -> None:
+def test_resuming_with_changed_arguments_raises_and_lists_the_changes(tmp_path: Path) -> None:
     trainer(tmp_path, steps=1).train()
 
     def redness(images: Any, **kwargs: Any) -> list[float]:
@@ -205,7 +205,7 @@ def test_a_run_of_another_recipe_is_refused_in_the_words_of_a_script(tmp_path: P
     assert lines[-1] == "Give this run another run_name, or call train(fresh=True), which renames the folder of the old one"
 
 
-def test_a_run_of_objects_says_so_when_it_is_opened_without_them(tmp_path: Path) -> None:
+def test_resuming_a_run_of_python_objects_without_them_raises(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=1)
     made.train()
     document = json.loads((made.folder / "recipe.json").read_text())["recipe"]
@@ -224,7 +224,7 @@ class Doubled(retouch.PolicyGradient):
             yield type(loss)(loss.value * self.factor, loss.sums, loss.maxima)
 
 
-def test_an_objective_of_the_scripts_own_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_objective_class_defined_in_the_script_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     made = trainer(tmp_path, objective=Doubled(clip_low=1e-4, clip_high=1e-4), steps=1)
     section = made.recipe.document()["objective"]
@@ -233,7 +233,7 @@ def test_an_objective_of_the_scripts_own_needs_no_consent(tmp_path: Path, monkey
     assert made.train() is not None
 
 
-def test_a_reward_that_the_script_names_needs_no_consent_and_one_in_a_recipe_does(
+def test_imported_rewards_need_consent_in_a_recipe_but_not_as_a_trainer_argument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
@@ -246,7 +246,7 @@ def test_a_reward_that_the_script_names_needs_no_consent_and_one_in_a_recipe_doe
     assert retouch.Trainer.from_recipe(made.recipe.document(), allow_imports=["tiny_recipes"]).recipe == made.recipe
 
 
-def test_a_data_set_of_the_datasets_library_with_its_own_evaluation(tmp_path: Path) -> None:
+def test_datasets_objects_are_used_for_training_and_evaluation(tmp_path: Path) -> None:
     import datasets
 
     train, evaluation = datasets.Dataset.from_list(prompts(6)), datasets.Dataset.from_list(prompts(3))

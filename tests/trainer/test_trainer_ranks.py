@@ -40,7 +40,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
-def test_two_ranks_train_as_one(launcher: str, alone: RunFolder, tmp_path: Path) -> None:
+def test_training_on_two_ranks_matches_training_on_one(launcher: str, alone: RunFolder, tmp_path: Path) -> None:
     together = trained(tmp_path / "together", "-m", *LAUNCHERS[launcher])
     one, two = alone.read_metrics(), together.read_metrics()
     assert [line["step"] for line in two] == [1, 2]

@@ -1,4 +1,4 @@
-"""Training on a stream: the same bits after a stop, whatever is read in advance, with the place in the stream in the checkpoint."""
+"""Training on a stream resumes to the same bits, however much is read in advance; a checkpoint has the position in the stream."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     return retouch.Trainer(**options, output_dir=out, run_name="run")
 
 
-def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
     for step in trainer(tmp_path / "parts"):
@@ -39,7 +39,7 @@ def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> 
     assert_same(bits(whole.folder), bits(rest.folder))
 
 
-def test_a_stream_is_passed_as_it_is_and_evaluated_on_a_table(tmp_path: Path) -> None:
+def test_a_stream_trains_and_is_evaluated_on_a_table(tmp_path: Path) -> None:
     given: dict[str, Any] = {"train_dataset": stream(), "eval_dataset": [{"prompt": "a red circle"}], "steps": 1}
     made = trainer(tmp_path, **given)
     assert made.recipe.data.label == "iterable"
@@ -47,6 +47,6 @@ def test_a_stream_is_passed_as_it_is_and_evaluated_on_a_table(tmp_path: Path) ->
     assert made.evaluate()["all"]["n"] == 1
 
 
-def test_passes_over_a_stream_are_not_known(tmp_path: Path) -> None:
+def test_passes_over_a_stream_raise(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="passes: the number of rows of a stream is not known; give `steps` instead"):
         trainer(tmp_path, steps=None, passes=1.0)  # before anything is read

@@ -1,4 +1,4 @@
-"""Checkpoints: the same bits back, damage seen, and nothing lost to a kill or a full disk."""
+"""Checkpoints: they are restored bitwise, damage is detected, and a kill or a full disk loses nothing."""
 
 import os
 import random
@@ -22,7 +22,7 @@ from warm_python import python
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
-# In memory where there is such a file system: what a kill leaves there is the same, and flushing costs nothing.
+# In an in-memory file system if there is one: a kill leaves the same files there, and fsync costs nothing.
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
@@ -58,13 +58,13 @@ def flip(path: Path, bit: int) -> None:
 
 @given(data=st.data(), shape=st.lists(st.integers(0, 4), max_size=3), seed=st.integers(0, 2**32))
 @settings(max_examples=40)
-def test_every_bit_comes_back(data: st.DataObject, shape: list[int], seed: int) -> None:
+def test_loaded_state_is_bitwise_equal_to_the_saved_one(data: st.DataObject, shape: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for kind in data.draw(st.lists(st.sampled_from(KINDS), unique=True)):
         size = torch.empty(shape, dtype=kind).numel() * kind.itemsize
         raw = torch.randint(0, 2 if kind == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
-        tensors[f"model.{kind}"] = raw.view(kind).view(shape)  # every pattern of bits, NaNs of all sorts among them
+        tensors[f"model.{kind}"] = raw.view(kind).view(shape)  # every bit pattern, including all kinds of NaN
     state = TrainState(7, {"weights": tensors, "nothing": {}}, {"note": "Grüße \ud800", "list": [1, 2.5, None, {"deep": True}]})
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         back = checkpoint.load(checkpoint.save(Path(folder), state))
@@ -72,7 +72,7 @@ def test_every_bit_comes_back(data: st.DataObject, shape: list[int], seed: int) 
         assert all_bits(back) == all_bits(state)
 
 
-def test_views_shared_storage_and_parameters_are_kept_as_they_look(folder: Path) -> None:
+def test_views_shared_storage_and_parameters_are_saved_by_value(folder: Path) -> None:
     base = torch.randn(4, 6)
     odd = {"whole": base, "again": base, "row": base[1], "turned": base.t(), "wide": torch.tensor(2.0).expand(3, 2)}
     state = TrainState(1, {"weights": {**odd, "trained": torch.nn.Parameter(base)}}, {})
@@ -81,7 +81,7 @@ def test_views_shared_storage_and_parameters_are_kept_as_they_look(folder: Path)
     )
 
 
-def test_what_was_loaded_may_be_changed_and_the_file_is_not(folder: Path) -> None:
+def test_modifying_loaded_tensors_does_not_change_the_file(folder: Path) -> None:
     path = checkpoint.save(folder, small(1))
     loaded = checkpoint.load(path)
     for tensor in loaded.tensors["weights"].values():
@@ -89,13 +89,13 @@ def test_what_was_loaded_may_be_changed_and_the_file_is_not(folder: Path) -> Non
     assert all_bits(checkpoint.load(path)) == all_bits(small(1))
 
 
-def test_only_safetensors_and_json(folder: Path) -> None:
+def test_checkpoint_contains_only_safetensors_and_json_files(folder: Path) -> None:
     path = checkpoint.save(folder, small(1))
     assert {file.name for file in path.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
     assert os.listdir(folder) == ["step-000001"]
 
 
-def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_are_fsynced_before_the_checkpoint_is_renamed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     fsync, rename = os.fsync, os.rename
 
@@ -115,14 +115,14 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
     assert done[named - 1 :] == [".tmp-step-000003", "renamed", folder.name]
 
 
-def test_a_step_is_saved_once(folder: Path) -> None:
+def test_saving_an_existing_step_again_changes_no_file(folder: Path) -> None:
     path = checkpoint.save(folder, small(3))
     before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()}
     assert checkpoint.save(folder, TrainState(3, {"other": {}}, {})) == path
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()} == before
 
 
-def test_a_damaged_one_is_replaced(folder: Path) -> None:
+def test_saving_replaces_a_damaged_checkpoint_of_the_same_step(folder: Path) -> None:
     path = checkpoint.save(folder, small(3))
     (path / "weights.safetensors").write_bytes(b"")
     assert checkpoint.save(folder, small(3)) == path
@@ -130,7 +130,7 @@ def test_a_damaged_one_is_replaced(folder: Path) -> None:
     assert os.listdir(folder) == ["step-000003"]
 
 
-def test_numbers_that_json_cannot_hold_are_refused_before_anything_is_written(folder: Path) -> None:
+def test_nan_in_the_numbers_raises_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="nan"):
         checkpoint.save(folder / "checkpoints", TrainState(1, {}, {"best": float("nan")}))
     assert not (folder / "checkpoints").exists()
@@ -138,7 +138,7 @@ def test_numbers_that_json_cannot_hold_are_refused_before_anything_is_written(fo
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer", "a folder"])
-def test_damage_is_seen_and_passed_over(folder: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_raises_and_is_skipped(folder: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     older, newer = checkpoint.save(folder, small(1)), checkpoint.save(folder, small(2))
     content = (newer / name).read_bytes()
     if damage == "missing":
@@ -173,11 +173,11 @@ def test_a_flipped_bit_never_changes_what_is_loaded(pristine: Path, data: st.Dat
             back = checkpoint.load(path)
         except ValueError:
             return
-        assert name == "manifest.json", "only where the manifest means the same (white space) may a flip go unseen"
+        assert name == "manifest.json", "a flip may go undetected only in the manifest, if its meaning is the same (white space)"
         assert (back.step, back.numbers, all_bits(back)) == (2, small(2).numbers, all_bits(small(2)))
 
 
-def test_a_manifest_cannot_name_files_elsewhere(folder: Path) -> None:
+def test_manifest_with_a_path_outside_the_checkpoint_raises(folder: Path) -> None:
     path = checkpoint.save(folder, small(1))
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace("weights.safetensors", "../weights.safetensors"))
@@ -185,7 +185,7 @@ def test_a_manifest_cannot_name_files_elsewhere(folder: Path) -> None:
         checkpoint.load(path)
 
 
-def test_another_format_is_refused(folder: Path) -> None:
+def test_checkpoint_of_another_format_version_raises(folder: Path) -> None:
     path = checkpoint.save(folder, small(1))
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
@@ -193,7 +193,7 @@ def test_another_format_is_refused(folder: Path) -> None:
         checkpoint.load(path)
 
 
-def test_the_newest_is_by_number_and_other_names_are_left_alone(folder: Path) -> None:
+def test_latest_orders_steps_by_number_and_prune_keeps_other_folders(folder: Path) -> None:
     assert checkpoint.latest(folder / "nowhere") is None
     for step in (2, 999_999, 1_000_000):
         checkpoint.save(folder, small(step))
@@ -206,7 +206,7 @@ def test_the_newest_is_by_number_and_other_names_are_left_alone(folder: Path) ->
 
 @given(good=st.lists(st.booleans(), max_size=6), keep=st.integers(1, 4), every=st.none() | st.integers(1, 3))
 @settings(max_examples=60)
-def test_prune_keeps_the_newest_the_newest_good_one_and_one_of_so_many(good: list[bool], keep: int, every: int | None) -> None:
+def test_prune_keeps_the_newest_the_newest_intact_and_every_nth_checkpoint(good: list[bool], keep: int, every: int | None) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         for step, whole in enumerate(good):
@@ -220,12 +220,12 @@ def test_prune_keeps_the_newest_the_newest_good_one_and_one_of_so_many(good: lis
         assert {int(path.name[5:]) for path in folder.iterdir()} == newest | best | for_good
 
 
-def test_prune_refuses_to_keep_none(folder: Path) -> None:
+def test_prune_with_keep_0_raises(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         checkpoint.prune(folder, 0)
 
 
-def test_tidy_removes_only_what_was_left_behind(folder: Path) -> None:
+def test_remove_leftovers_deletes_only_temporary_folders(folder: Path) -> None:
     checkpoint.save(folder, small(1))
     (folder / ".tmp-step-000002").mkdir()
     (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
@@ -234,8 +234,8 @@ def test_tidy_removes_only_what_was_left_behind(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [100, 1_000, 12_000])
-def test_a_full_disk_leaves_the_last_one(folder: Path, limit: int) -> None:
-    """At the first tensors, at state.json, and at tensors after some that fitted."""
+def test_full_disk_raises_and_leaves_the_previous_checkpoint_intact(folder: Path, limit: int) -> None:
+    """The disk is full at the first tensors, at state.json, or at the second tensors after the first were written."""
     checkpoint.save(folder, small(1))
     tensors = {
         "first": {"a": torch.zeros(1 if limit == 1_000 else 2_000)},
@@ -254,21 +254,21 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, limit: int) -> None:
     assert all_bits(checkpoint.load(checkpoint.save(folder, state))) == all_bits(state)
 
 
-def test_a_kill_at_any_point_loses_nothing(folder: Path) -> None:
+def test_kill_at_any_point_of_a_save_loses_no_complete_checkpoint(folder: Path) -> None:
     program = Path(__file__).parents[1] / "support" / "kill_saves.py"
     done = subprocess.run([python(), program, folder, "0", "40", "20"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def draws() -> list[object]:
-    """Odd numbers of normal draws leave half of a pair inside the generators."""
+    """Some random draws. After an odd number of normal draws, the generators hold the second value of a pair."""
     return [random.gauss(0, 1), random.random(), numpy.random.normal(), numpy.random.bytes(3), torch.randn(3).tolist()]
 
 
-def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
+def test_rng_states_of_python_numpy_and_torch_are_restored(folder: Path) -> None:
     before = checkpoint.rng_state()
     try:
-        for _ in range(2):  # with and without a spare normal draw inside
+        for _ in range(2):  # with and without the second value of a pair of normal draws
             path = checkpoint.save(folder, TrainState(len(os.listdir(folder)), {"random": checkpoint.rng_state()}, {}))
             expected = [draws(), draws()]
             random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
@@ -281,7 +281,7 @@ def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_random_numbers_of_a_gpu_go_on_where_they_were() -> None:
+def test_rng_state_of_cuda_is_restored() -> None:
     torch.randn(3, device="cuda")
     state = checkpoint.rng_state()
     expected = torch.randn(5, device="cuda")

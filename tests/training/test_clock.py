@@ -1,4 +1,4 @@
-"""The times of a step's stages, by the host's clock and by a GPU's."""
+"""The times of a step's stages, measured with the host's clock and with events of a GPU."""
 
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ class Point:
         return 1000 * (end.at - self.at)
 
 
-def test_the_end_of_a_rollout_is_not_counted_as_rendering() -> None:
+def test_pending_gpu_work_of_a_rollout_is_not_counted_as_rendering_time() -> None:
     gpu = Queue()
     clock = Clock(event=gpu.event)
     with clock("rollout"):
@@ -49,7 +49,7 @@ def test_the_end_of_a_rollout_is_not_counted_as_rendering() -> None:
     assert clock.take() == {"time/rollout": pytest.approx(5), "time/render": pytest.approx(1)}
 
 
-def test_nothing_waits_and_no_second_is_lost_or_counted_twice() -> None:
+def test_clock_does_not_wait_for_the_gpu_and_counts_every_second_once() -> None:
     gpu = Queue()
     clock = Clock(event=gpu.event)
     with clock("rollout"):
@@ -68,7 +68,7 @@ def test_nothing_waits_and_no_second_is_lost_or_counted_twice() -> None:
     assert clock.take() == {}
 
 
-def test_a_stage_that_fails_is_named_and_counted() -> None:
+def test_clock_keeps_the_name_and_time_of_a_stage_that_raises() -> None:
     gpu = Queue()
     clock = Clock(event=gpu.event)
     with pytest.raises(ValueError, match="x"), clock("update"):

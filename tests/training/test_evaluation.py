@@ -1,4 +1,4 @@
-"""The held-out table: means, intervals, the headline's row; the gain between two evaluations of the same tasks."""
+"""The held-out table: means, confidence intervals, the headline row; the gain between two evaluations of the same tasks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def evaluated() -> EvaluationResult:
     return EvaluationResult(tasks, {"overall": overall}, overall)
 
 
-def test_rows_and_intervals() -> None:
+def test_score_table_has_a_row_per_tag_value_with_means_and_confidence_intervals() -> None:
     means, intervals = score_table(evaluated())
     assert list(means) == ["all", "complexity=1", "complexity=2"]
     assert means["all"] == {"n": 4, "reward": 4.0, "overall": 4.0}
@@ -37,7 +37,7 @@ def test_one_value_has_a_mean_and_no_interval() -> None:
     assert intervals["complexity=1"] == {}
 
 
-def test_the_interval_of_a_share_is_not_empty_at_its_ends() -> None:
+def test_confidence_intervals_of_proportions_are_wilson_intervals() -> None:
     """Wilson's interval of 10 of 10 and of 5 of 10, as in published tables; the normal approximation of the first is [1, 1]."""
     for share, low, high in ((1.0, 0.7225, 1.0), (0.5, 0.2366, 0.7634)):
         values = torch.arange(10) < 10 * share
@@ -49,7 +49,7 @@ def test_the_interval_of_a_share_is_not_empty_at_its_ends() -> None:
         assert "shares" not in result.to_json()
 
 
-def test_the_headline_has_a_row_unless_it_is_all() -> None:
+def test_score_table_has_a_headline_row_only_if_the_headline_is_a_subset() -> None:
     some = evaluated()
     means, _ = score_table(some, headline_tasks(some.tasks, {"complexity": ["2"]}))
     assert list(means) == ["all", "headline", "complexity=1", "complexity=2"]
@@ -57,7 +57,7 @@ def test_the_headline_has_a_row_unless_it_is_all() -> None:
     assert "headline" not in score_table(some, headline_tasks(some.tasks, None))[0]
 
 
-def test_the_gain_is_paired() -> None:
+def test_gain_and_its_interval_are_computed_from_paired_scores() -> None:
     before, after = torch.tensor([1.0, 5.0, 9.0, float("nan")]), torch.tensor([2.0, 6.0, 10.0, 3.0])
     gain, interval = paired_gain(before, after)
     assert gain == 1.0
@@ -66,7 +66,7 @@ def test_the_gain_is_paired() -> None:
 
 
 class Said:
-    """Paints a grey that hangs on every id that was written."""
+    """Renders a grey image whose value depends on every token id of the completion."""
 
     def __call__(self, tasks, trajectory):
         return [Image.new("L", (1, 1), sum(written.ids) % 251) for written in trajectory.outputs]
@@ -79,8 +79,8 @@ class Grey:
         return {"grey": torch.tensor([float(sample.image.getpixel((0, 0))) for sample in samples])}
 
 
-def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
-    """Nothing is judged before the last batch has come, so that a dead judge costs one deadline and not one for each batch."""
+def test_evaluation_submits_all_batches_before_it_waits_for_scores() -> None:
+    """No score arrives before the last batch is submitted. So a dead judge costs one deadline, and not one for each batch."""
     tasks = tiny_writers.tasks()
     judge = RewardScorer(Grey(), {"grey": 1.0})
     asked: list[tuple[Future, list]] = []
@@ -99,7 +99,7 @@ def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
     judge.close()
 
 
-def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
+def test_writer_evaluation_is_deterministic_and_best_of_k_increases_with_k() -> None:
     tasks = tiny_writers.tasks()
     judge = RewardScorer(Grey(), {"grey": 1.0})
     evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=judge.for_split("heldout", 0), ranks=Ranks(), seed=0, batch=len(tasks))

@@ -25,7 +25,7 @@ OBJECTIVE, BEST = AWM(samples=2, shift=2.0), BestAdvantage()
 
 
 class Counted:
-    """A policy that notes how many rows are evaluated with gradient."""
+    """A policy that records how many rows are evaluated with gradient."""
 
     def __init__(self, policy: Any) -> None:
         self._policy, self.rows = policy, []
@@ -39,7 +39,7 @@ class Counted:
 
 
 def step_on(ranks=tiny_loop.ALONE, *, policy=None, judge=tiny_loop.Share, advantage=BEST, missing=(), max_missing=0.5, **sizes):
-    """The gradient, the metrics and what was collected in a run's first step."""
+    """The gradient, the metrics, the scored rollout and the numbers of evaluated rows of a run's first step."""
     policy = policy or tiny.policy(kind="ode", microbatch=2)
     run = tiny_loop.run(policy, judge=judge(missing), ranks=ranks, chunk=100, max_missing=max_missing)
     sizes = {"count": 3, "group_size": 4, **sizes}
@@ -50,7 +50,7 @@ def step_on(ranks=tiny_loop.ALONE, *, policy=None, judge=tiny_loop.Share, advant
 
 
 def by_hand(collected, weights):
-    """The gradient of flow matching, row by row with the given weights, and its value."""
+    """The gradient and the value of the flow matching loss, summed row by row with the given weights."""
     policy = tiny.policy(kind="ode")
     batch, trajectory, total = collected.batch, collected.trajectory, torch.zeros(())
     every = slice(0, len(batch))
@@ -72,8 +72,8 @@ def best_rows(rewards, group_size):
     ]
 
 
-def test_the_gradient_is_that_of_flow_matching_on_the_best_images():
-    """The mean over the best image of each group, of which one was not judged."""
+def test_best_advantage_gradient_equals_flow_matching_on_the_best_images():
+    """The mean over the best image of each group; the best image of the first group has a missing score."""
     _, _, first, _ = step_on()
     best = best_rows(first.judged.rewards, 4)
     lost = [(0, best[0])]
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_flow_matching_on_the_best_images():
     kept = best_rows(collected.judged.rewards, 4)
     assert kept[0] != best[0]
     weights = torch.zeros(12)
-    weights[kept] = torch.tensor([3.0, 4.0, 4.0]) / 11  # a row has 1 / 11, and the best one the share of its group
+    weights[kept] = torch.tensor([3.0, 4.0, 4.0]) / 11  # a row has weight 1 / 11; the best row gets the weight of its whole group
     wanted, value = by_hand(collected, weights)
     assert tiny.distance(found, wanted) < 1e-5
     assert metrics["policy/loss"] == pytest.approx(value, abs=1e-6)
@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_flow_matching_on_the_best_images():
     assert rows == [2, 1] * 2, "only the three best images are evaluated, in microbatches of two, twice"
 
 
-def test_the_gradient_of_reward_weighted_regression():
+def test_gradient_of_reward_weighted_regression_matches_a_hand_written_sum():
     advantage = ExponentialAdvantage(temperature=0.5, over="step")
     found, metrics, collected, _ = step_on(advantage=advantage, missing=[(1, 2)])
     weights = exponential_weights(collected.judged.rewards, torch.zeros(12, dtype=torch.long), temperature=0.5) / 11
@@ -100,7 +100,7 @@ def test_the_gradient_of_reward_weighted_regression():
     assert weights.sum().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_the_gradient_is_that_of_cross_entropy_of_the_best_completions():
+def test_best_advantage_gradient_equals_cross_entropy_of_the_best_completions():
     policy = TokenPolicy()
     batch = tiny.batch(count=2, group_size=3)
     trajectory = policy.rollout(batch)
@@ -118,7 +118,7 @@ def test_the_gradient_is_that_of_cross_entropy_of_the_best_completions():
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("advantage", [BestAdvantage(), ExponentialAdvantage()], ids=["best", "exponential"])
-def test_ranks_learn_what_one_rank_learns(world, advantage):
+def test_gradient_and_metrics_on_several_ranks_match_one_rank(world, advantage):
     """Three groups of four over two or three ranks, one row missing: groups span ranks, which keep unequal numbers of rows."""
     options = {"advantage": advantage, "missing": [(1, 1)], "judge": tiny_loop.Drawn}
     alone, wanted, _, _ = step_on(**options)
@@ -131,8 +131,8 @@ def test_ranks_learn_what_one_rank_learns(world, advantage):
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-def test_a_step_without_any_preference_learns_nothing():
-    """Only one sample of each group could be judged."""
+def test_step_with_one_scored_sample_per_group_has_zero_gradient():
+    """Only one sample of each group has a score."""
     missing = [(group, slot) for group in range(2) for slot in (0, 1)]
     found, metrics, collected, rows = step_on(count=2, group_size=3, missing=missing, max_missing=0.7)
     assert not collected.advantages.any()
@@ -151,13 +151,13 @@ def test_a_step_without_any_preference_learns_nothing():
         (['advantage={"kind":"best","keep":0}'], "advantage.keep: should be greater than or equal to 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(overrides, line):
+def test_invalid_settings_with_best_or_exponential_advantage_raise_on_recipe_load(overrides, line):
     with pytest.raises(ValueError, match=line):
         load("recipes/playground/grpo.jsonnet", overrides)
 
 
 @pytest.mark.parametrize("kind", ["best", "exponential"])
-def test_recipes_of_images_and_of_tokens(kind):
+def test_best_and_exponential_advantages_work_with_awm_for_images_and_reinforce_for_tokens(kind):
     advantage = f'advantage={{"kind":"{kind}"}}'
     images, tokens = 'objective={"kind":"awm"}', 'objective={"kind":"policy_gradient","surrogate":"reinforce"}'
     load("recipes/playground/grpo.jsonnet", [advantage, images])
@@ -167,7 +167,7 @@ def test_recipes_of_images_and_of_tokens(kind):
 
 
 @pytest.mark.parametrize("name", ["raft", "rwr", "distill"])
-def test_the_recipes_take_a_step(name, tmp_path):
+def test_imitation_recipes_train_one_step(name, tmp_path):
     settings = [
         *("tasks_per_step=2", "group_size=4", "steps=1", "microbatch=8", "eval.tasks=3", "eval.every=0", "eval.best_of_k=0"),
         *("samples.tasks=1", "samples.every=0", "trackers=[]", "device=cpu", f"out={tmp_path}", "name=run"),

@@ -1,4 +1,4 @@
-"""A run's ledger between the run and who judges: the same judge as before, or nobody goes on."""
+"""The ledger between a run and its judge: a run resumes only with the same judge; cached answers and usage totals."""
 
 import json
 from contextlib import closing
@@ -31,7 +31,7 @@ from retouch.types import Batch, Sample, Task
 
 
 class Fixed:
-    """An asker that says 1, and what it was asked."""
+    """A judge client that always answers with the score 1; ``asked`` counts the questions."""
 
     def __init__(self, identity: str = "model a") -> None:
         self.identity = identity
@@ -43,7 +43,7 @@ class Fixed:
 
 
 def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> list[tuple[str, int]]:
-    """A start of the run with this judge; which judges the ledger then knows."""
+    """Start the run with this judge; return the fingerprint and the first step of every judge in the ledger."""
     with closing(Ledger(run, Ranks(), keep_images=False, new_judge=new_judge)) as ledger:
         kept = ledger.cached(reward)
         ledger.require_same_judge(kept)
@@ -54,7 +54,7 @@ def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> l
             return connection.execute("SELECT fingerprint, since FROM judges ORDER BY number").fetchall()
 
 
-def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) -> None:
+def test_resume_with_a_changed_judge_raises_unless_new_judge_is_set(tmp_path: Path) -> None:
     first, second = asking(YesReward, Panel(Fixed("model a"))), asking(YesReward, Panel(Fixed("model b")))
     assert meet(tmp_path, first, since=0) == meet(tmp_path, first, since=5) == [(identity.fingerprint(first), 0)]
     with pytest.raises(ValueError, match=r"own: model a; .* in the run, model b; .* now\n.*--new-judge"):
@@ -78,13 +78,13 @@ def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) ->
     ],
     ids=["repeats", "temperature", "seed", "settings", "several", "class"],
 )
-def test_what_could_change_a_score_is_another_judge(tmp_path: Path, other: Reward) -> None:
+def test_judge_with_changed_settings_or_class_is_rejected(tmp_path: Path, other: Reward) -> None:
     meet(tmp_path, asking(YesReward, Panel(Fixed())), since=0)
     with pytest.raises(ValueError, match="the judge is not the one"):
         meet(tmp_path, other, since=1)
 
 
-def test_a_rubric_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_with_a_changed_rubric_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reward = asking(YesReward, Panel(Fixed()))
     meet(tmp_path, reward, since=0)
     monkeypatch.setattr("retouch.rewards.judges.base.rubric", lambda name: f"another {name}")
@@ -92,7 +92,7 @@ def test_a_rubric_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pyt
         meet(tmp_path, reward, since=1)
 
 
-def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> None:
+def test_composite_reward_with_one_changed_part_is_rejected(tmp_path: Path) -> None:
     def both(name: str) -> CompositeReward:
         return CompositeReward({"judge": asking(YesReward, Panel(Fixed(name))), "share": ShareReward()})
 
@@ -102,8 +102,8 @@ def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> No
         meet(tmp_path, both("model b"), since=1)
 
 
-def test_code_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module of one's own that was edited between two starts."""
+def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's module that was edited between two starts."""
 
     class Mine(ShareReward):
         pass
@@ -114,9 +114,7 @@ def test_code_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.
         meet(tmp_path, Mine(), since=1)
 
 
-def test_a_reward_of_the_package_is_named_by_its_kind_version_and_arguments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = meet(tmp_path, ShareReward(), since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
     monkeypatch.setattr(ShareReward, "__module__", "retouch.elsewhere")
@@ -139,13 +137,13 @@ def test_a_reward_of_the_package_is_named_by_its_kind_version_and_arguments(
     ],
     ids=["share", "photos", "playground", "yes", "several"],
 )
-def test_fingerprints_are_those_of_the_runs_that_exist(reward: Reward, digits: str) -> None:
+def test_reward_fingerprints_equal_those_of_existing_runs(reward: Reward, digits: str) -> None:
     """A change here means that no existing run with this reward can continue without --new-judge."""
     assert identity.fingerprint(reward) == digits
 
 
 def earlier(reward: Reward) -> dict[str, object]:
-    """The description of a reward of the package as earlier releases made it."""
+    """The description of a packaged reward in the format of earlier releases."""
     now = identity.describe(reward)
     own = now["own"]
     if isinstance(reward, CompositeReward):
@@ -167,7 +165,7 @@ def earlier(reward: Reward) -> dict[str, object]:
     ],
     ids=["columns", "own", "several"],
 )
-def test_a_run_of_an_earlier_release_continues_under_its_fingerprint(tmp_path: Path, reward: Reward, other: Reward) -> None:
+def test_run_of_an_earlier_release_resumes_under_its_stored_fingerprint(tmp_path: Path, reward: Reward, other: Reward) -> None:
     known = earlier(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger, ledger._database.writing() as connection:
         row = (identity.short(known), json.dumps(known, sort_keys=True), 0)
@@ -178,19 +176,19 @@ def test_a_run_of_an_earlier_release_continues_under_its_fingerprint(tmp_path: P
 
 
 class TwoRanks(Ranks):
-    """The other rank says that its judge has changed."""
+    """The other rank reports that its judge has changed."""
 
     def any(self, flag: bool) -> bool:
         return True
 
 
-def test_all_ranks_stop_where_one_has_another_judge(tmp_path: Path) -> None:
+def test_rank_raises_if_the_judge_changed_on_another_rank(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, TwoRanks(), keep_images=False, new_judge=False)
     with closing(ledger), pytest.raises(ValueError, match="another rank's message says how"):
         ledger.require_same_judge(ShareReward())
 
 
-def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Path) -> None:
+def test_cached_judge_scores_equal_images_once_and_keeps_its_identity(tmp_path: Path) -> None:
     asker = Fixed()
     reward = asking(YesReward, Panel(asker))
     before = identity.describe(reward)
@@ -215,7 +213,7 @@ def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Pat
         judge.close()
 
 
-def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
+def test_client_of_a_user_defined_judge_is_replaced_by_the_caching_client(tmp_path: Path) -> None:
     class Mine(YesReward):
         pass
 
@@ -232,7 +230,7 @@ def call(content: str, *, rubric: str = "r", tokens: int = 100, cost: float | No
     return JudgeCall(content=content, image="", judge="j", scores=None, rubric=rubric, **amounts)
 
 
-def test_totals_of_judges_grow_and_are_kept_over_restarts(tmp_path: Path) -> None:
+def test_judge_usage_totals_accumulate_across_restarts(tmp_path: Path) -> None:
     for start in range(2):
         with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
             assert ledger.usage() == (
@@ -247,7 +245,7 @@ def test_totals_of_judges_grow_and_are_kept_over_restarts(tmp_path: Path) -> Non
 
 
 class FirstOfTwo(Ranks):
-    """The first of two ranks, of which the other has nothing to add."""
+    """The first of two ranks; the other rank adds 0 to every sum."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, world=2)
@@ -256,7 +254,7 @@ class FirstOfTwo(Ranks):
         return values
 
 
-def test_ranks_that_are_no_longer_there_still_count(tmp_path: Path) -> None:
+def test_judge_usage_includes_ledgers_of_ranks_that_no_longer_exist(tmp_path: Path) -> None:
     copies = [(name, 8.0) for name in ("ledger-copy.sqlite", "ledger.rank1-copy.sqlite", "ledger.rankx.sqlite")]
     for name, cost in (("ledger.sqlite", 0.25), ("ledger.rank1.sqlite", 0.5), ("ledger.rank2.sqlite", 1.0), *copies):
         with closing(Database(tmp_path / name)) as database:
@@ -266,7 +264,7 @@ def test_ranks_that_are_no_longer_there_still_count(tmp_path: Path) -> None:
             assert ledger.usage()["judge/cost"] == cost
 
 
-def test_a_price_that_is_not_known_is_never_zero(tmp_path: Path) -> None:
+def test_requests_without_a_known_price_are_counted_as_unpriced(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         ledger.cache.record([call("a", cost=None)])
         unknown = {"judge/requests": 2, "judge/input_tokens": 100, "judge/output_tokens": 10, "judge/unpriced_requests": 2}
@@ -276,18 +274,18 @@ def test_a_price_that_is_not_known_is_never_zero(tmp_path: Path) -> None:
         assert ledger.usage() == doubled | {"judge/unpriced_requests": 2, "judge/cost": 0.0}
 
 
-def test_judges_of_a_runs_benchmarks_count_and_a_damaged_ledger_of_one_ends_nothing(tmp_path: Path) -> None:
+def test_judge_usage_includes_suite_ledgers_and_tolerates_a_damaged_one(tmp_path: Path) -> None:
     for name, rank in (("one", ""), ("one", ".rank1"), ("two", "")):
         (tmp_path / "suites" / name).mkdir(parents=True, exist_ok=True)
         with closing(Database(tmp_path / "suites" / name / f"ledger{rank}.sqlite")) as database:
             AnswerCache(database).record([call("a", cost=0.25)])
     with closing(Ledger(tmp_path, FirstOfTwo(), keep_images=False, new_judge=False)) as ledger:
-        assert ledger.usage()["judge/cost"] == 0.5  # those of this rank
+        assert ledger.usage()["judge/cost"] == 0.5  # only the ledgers of this rank
         (tmp_path / "suites" / "two" / "ledger.sqlite").write_bytes(b"damaged" * 1000)
         assert ledger.usage()["judge/cost"] == 0.5
 
 
-def test_keeping_pictures_may_be_turned_on_and_judges_changed_where_that_is_said() -> None:
+def test_differences_ignore_keep_images_and_with_new_judge_also_the_reward() -> None:
     one = load("recipes/playground/grpo.jsonnet")
     assert "ledger" not in one.document()
     keeping = load("recipes/playground/grpo.jsonnet", ["ledger.keep_images=true"])

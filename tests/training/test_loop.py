@@ -1,4 +1,4 @@
-"""The loop: what it learns from a step does not depend on chunks, microbatches, ranks, or rows that could not be judged."""
+"""The training loop: the gradient of a step does not depend on chunks, microbatches, ranks, or rows without a score."""
 
 import json
 import os
@@ -42,10 +42,10 @@ def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
     return tiny_loop.gradient(run), metrics
 
 
-# What a step is
+# One step
 
 
-def test_a_run_is_the_loop_written_by_hand():
+def test_training_step_matches_a_hand_written_grpo_loop():
     """Two epochs of two minibatches: rollout, rewards, advantages, four AdamW steps."""
     policy = tiny.policy(mode="window")
     run = tiny_loop.run(policy)
@@ -80,7 +80,7 @@ def _share_of_red(image):
     return (pixels[..., 0] / pixels.sum(-1)).mean()
 
 
-def test_collected_rows_belong_together():
+def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     run, phase = tiny_loop.run(tiny.policy(mode="window"), chunk=4), tiny_loop.phase(count=3, group_size=2)
     collected = collect(run, phase, 0)
     assert run.judge.asked == [4, 2]
@@ -93,7 +93,7 @@ def test_collected_rows_belong_together():
     assert [image.tobytes() for image in again] == [image.tobytes() for image in collected.images]
 
 
-def test_tasks_with_equal_words_are_compared_within_themselves():
+def test_tasks_with_the_same_instruction_form_separate_groups():
     alike = tuple(replace(task, instruction="the same") for task in tiny.tasks(2))
     phase = tiny_loop.phase(count=2, group_size=3)
     batch = replace(phase.batch(0), tasks=alike)
@@ -103,7 +103,7 @@ def test_tasks_with_equal_words_are_compared_within_themselves():
         assert group.abs().max() > 0.1
 
 
-# Nothing depends on the cut
+# Microbatches, chunks and ranks do not change the result
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_microbatches_do_not_change_the_gradient(whole, microbatch):
 
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_chunks_change_nothing_but_rounding(whole, chunk):
-    """Groups of three in chunks of four: a group's rows are sampled and judged apart, and encoded twice."""
+    """Groups of three in chunks of four: rows of one group are sampled and scored in different chunks, and encoded twice."""
     found, _ = first_step(tiny.policy(mode="window", microbatch=100), chunk=chunk)
     # Rewards move by less than a level of 255, which the advantages divide by a small spread.
     assert tiny.distance(found, whole[0]) < 1e-2
@@ -148,7 +148,7 @@ def step_on(ranks, policy, objective, missing):
     [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS), (DRAFT, DRAFT_OPTIONS)],
     ids=["grpo", "nft", "draft"],
 )
-def test_ranks_share_one_gradient(world, objective, options):
+def test_gradient_on_several_ranks_matches_one_rank(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
     alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(microbatch=2, **options), objective, [(1, 1)])
     policies = [tiny.policy(microbatch=2, **options) for _ in range(world)]
@@ -177,7 +177,7 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     assert wanted.abs().min() > 1e-2
 
 
-def test_two_real_ranks_share_one_gradient(tmp_path):
+def test_gradient_of_two_rank_processes_matches_one_rank(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
     command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
@@ -188,7 +188,7 @@ def test_two_real_ranks_share_one_gradient(tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-# Rows that could not be judged
+# Rows without a score
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_two_real_ranks_share_one_gradient(tmp_path):
     ],
     ids=["grpo", "nft", "draft"],
 )
-def test_a_missing_score_is_as_if_the_row_were_not_there(objective, options):
-    """Away from reference and old policy, where a row without an advantage would be pulled back there if it had a weight."""
+def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(objective, options):
+    """The policy differs from the reference and the old policy: a row with advantage 0 and a weight would have a gradient."""
 
     def step(missing, **cut):
         policy = tiny.policy(**options)
@@ -219,7 +219,7 @@ def test_a_missing_score_is_as_if_the_row_were_not_there(objective, options):
     assert tiny.distance(everything, missing) > 0.05
 
 
-def test_a_fault_of_the_policy_is_the_lowest_score_and_not_missing():
+def test_output_that_cannot_be_rendered_gets_the_lowest_score_and_is_not_missing():
     policy = tiny.policy(mode="window")
     run = tiny_loop.run(policy, chunk=100)
     draw = run.renderer
@@ -232,7 +232,7 @@ def test_a_fault_of_the_policy_is_the_lowest_score_and_not_missing():
     assert collected.metrics["reward/missing_fraction"] == 0
 
 
-def test_too_many_missing_stops_the_run_and_nothing_was_learned():
+def test_too_many_missing_scores_raise_before_any_weight_changes():
     policy = tiny.policy(mode="window")
     before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
     run = tiny_loop.run(policy, judge=tiny_loop.Share([(0, 0), (0, 1), (1, 0)]), max_missing=0.4)
@@ -241,15 +241,15 @@ def test_too_many_missing_stops_the_run_and_nothing_was_learned():
     assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
 
 
-def test_exactly_the_allowed_share_may_be_missing():
-    """A fifth of ten: 0.2 in fp32 is above 0.2."""
+def test_share_of_missing_scores_equal_to_max_missing_is_accepted():
+    """2 of 10 scores are missing; 0.2 in fp32 is greater than 0.2."""
     run = tiny_loop.run(tiny.policy(mode="window"), judge=tiny_loop.Share([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
     collected = collect(run, tiny_loop.phase(group_size=5), 0)
     assert collected.valid.tolist() == [False, True, True, True, True] * 2
 
 
-def test_too_many_missing_is_decided_by_all_ranks_together():
-    """The judge fails rank 1's rows alone, and both ranks stop."""
+def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
+    """Only scores of rank 1 are missing, and both ranks stop."""
     policies = [tiny.policy(mode="window") for _ in range(2)]
 
     def act(ranks):
@@ -261,8 +261,8 @@ def test_too_many_missing_is_decided_by_all_ranks_together():
     assert tiny_loop.together(2, act) == [0, 1]
 
 
-def test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there():
-    """Rank 1's second chunk has no calls left; both ranks stop, and rank 1 has awaited its third."""
+def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submitted():
+    """The budget is spent at the second chunk of rank 1; both ranks stop, after rank 1 has also submitted its third chunk."""
     awaited = []
 
     class Spent(tiny_loop.Share):
@@ -291,7 +291,7 @@ def test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there():
 
 
 class Counting:
-    """An objective that learns nothing and notes what it was given."""
+    """An objective with zero gradient that records its minibatches."""
 
     def __init__(self):
         self.seen, self.taken = [], []
@@ -306,7 +306,7 @@ class Counting:
         self.taken.append(step)
 
 
-def test_epochs_pass_over_the_minibatches_and_steps_are_counted():
+def test_epochs_iterate_over_minibatches_and_count_optimizer_steps():
     objective, averaged = Counting(), []
     run = tiny_loop.run(tiny.policy(mode="window"), average=averaged.append)
     phase = tiny_loop.phase(objective, count=2, group_size=2, minibatches=2, epochs=3, steps=range(5, 7))
@@ -315,7 +315,7 @@ def test_epochs_pass_over_the_minibatches_and_steps_are_counted():
     assert objective.taken == averaged == list(range(1, 13))
 
 
-def test_a_phase_goes_on_where_it_stopped():
+def test_resumed_phase_continues_its_step_and_optimizer_step_counts():
     objective = Counting()
     phase = tiny_loop.phase(objective, count=1, group_size=2, epochs=2, steps=range(5, 8))
     assert [step for step, _, _ in train(tiny_loop.run(tiny.policy(mode="window")), phase, start=6)] == [6, 7]
@@ -329,7 +329,7 @@ def test_metrics_are_means_over_optimizer_steps():
     assert metrics["policy/grad_norm"] == 0.0
 
 
-def test_imitation_asks_no_judge_and_weighs_every_row_alike():
+def test_supervised_phase_calls_no_judge_and_weights_all_rows_equally():
     policy = tiny.policy(train="full")
     run = tiny_loop.run(policy)
     phase = tiny_loop.phase(Supervised(), count=3, group_size=1, advantage=None, steps=range(1))
@@ -344,7 +344,7 @@ def test_imitation_asks_no_judge_and_weighs_every_row_alike():
     assert metrics["policy/loss"] == pytest.approx(sum(loss.value.item() for loss in losses), rel=1e-5)
 
 
-def test_nft_learns_from_pictures_of_the_old_policy_which_then_follows():
+def test_nft_samples_with_the_old_weights_and_updates_them_after_each_step():
     policy = tiny.policy(**NFT_OPTIONS)
     run = tiny_loop.run(policy)
     phase = tiny_loop.phase(NFT(old_decay=OldDecay(rate=0.4, max=0.9)), steps=range(2), learning_rate=lambda step: 0.05)
@@ -364,7 +364,7 @@ def test_nft_learns_from_pictures_of_the_old_policy_which_then_follows():
     assert (twin.rollout(phase.batch(1)).outputs - followed.trajectory.outputs).abs().max() > 1e-2
 
 
-def test_a_gradient_that_is_no_number_changes_no_weight():
+def test_nan_gradient_raises_and_changes_no_weight():
     class Broken(Counting):
         def losses(self, policy, minibatch):
             yield Loss(sum((parameter * torch.nan).sum() for parameter in tiny.trained(policy).values()))
@@ -378,7 +378,7 @@ def test_a_gradient_that_is_no_number_changes_no_weight():
     assert all(parameter.grad is None for parameter in tiny.trained(policy).values())
 
 
-def test_a_batch_keeps_the_tasks_of_its_rows():
+def test_slice_of_a_batch_keeps_the_tasks_and_groups_of_its_rows():
     tasks = tiny.tasks(3)
     batch = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1))
     part = batch.take(slice(2, 4))

@@ -1,4 +1,4 @@
-"""The trial step: what it keeps of a run is in CPU memory, and it restores every bit."""
+"""The preflight: its backup of a run is in CPU memory, and it restores every bit."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 @pytest.fixture(scope="module", params=["full", "lora"])
 def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What ``preflight_memory`` found on a simulated device."""
+    """The results of ``preflight_memory`` on a simulated device."""
     file = tmp_path_factory.mktemp("recipe") / "recipe.json"
     train = {"kind": "full"} if request.param == "full" else SMALL["policy"]["train"]
     policy = {**SMALL["policy"], "train": train}
@@ -36,13 +36,13 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-def test_the_trial_step_keeps_nothing_on_the_device(tried: dict[str, Any]) -> None:
+def test_preflight_keeps_no_copy_of_the_weights_on_the_device(tried: dict[str, Any]) -> None:
     assert tried["trained"] > 10_000
     # A sum and a sum of absolute values of each frozen tensor, in fp64.
     assert tried["during"] - tried["before"] < 0.02 * tried["before"]
 
 
-def test_the_trial_step_passes_and_restores_every_bit(tried: dict[str, Any]) -> None:
+def test_preflight_passes_and_restores_every_bit(tried: dict[str, Any]) -> None:
     assert tried["checks"] == dict.fromkeys(("ratio_before", "gradient", "moved", "ratio_after", "frozen"), True)
     assert tried["restored"]
 
@@ -60,9 +60,7 @@ def test_a_resumed_optimizer_has_its_moments_on_the_device(tried: dict[str, Any]
         (torch.bfloat16, {"clip_low": 3e-4, "clip_high": 4e-4, "surrogate": "gspo"}, 1e-2),
     ],
 )
-def test_the_ratio_of_a_model_in_16_bits_may_be_off_by_a_tenth_of_the_clip_range(
-    dtype: torch.dtype, objective: dict[str, Any], limit: float
-) -> None:
+def test_ratio_limit_depends_on_dtype_and_clip_range(dtype: torch.dtype, objective: dict[str, Any], limit: float) -> None:
     policy = tiny_policies.policy(train="full")
     minibatch: Any = SimpleNamespace(trajectory=policy.rollout(tiny_policies.batch()))
     policy.module.to(dtype)

@@ -1,4 +1,4 @@
-"""Groups of equal rewards are replaced with further tasks: which ones, by what, what is counted, and what is refused."""
+"""Groups of equal rewards are replaced: which groups, by which tasks, the metrics, and which recipes are rejected."""
 
 import json
 import sqlite3
@@ -23,7 +23,7 @@ SPARE = tuple(replace(task, id=f"spare-{k}") for k, task in enumerate(tiny.tasks
 
 
 class Dull(tiny_loop.Share):
-    """How red an image is, but 0.5 for every sample of the tasks that are named."""
+    """How red an image is, but 0.5 for every sample of the tasks in ``dull``."""
 
     def __init__(self, dull=(), missing=()):
         super().__init__(missing)
@@ -51,7 +51,7 @@ def one_step(dull=(), *, rounds=3, missing=(), ranks=tiny_loop.ALONE, policy=Non
     return run, collected, metrics, judge
 
 
-def test_a_step_whose_groups_differ_keeps_its_bits():
+def test_step_without_equal_groups_is_bitwise_unchanged_by_refill():
     plain = collect(tiny_loop.run(tiny.policy(mode="window"), chunk=100), tiny_loop.phase(count=3, group_size=4), 0)
     _, collected, metrics, judge = one_step()
     assert torch.equal(collected.trajectory.latents, plain.trajectory.latents)
@@ -85,7 +85,7 @@ def test_a_group_of_equal_rewards_is_replaced_and_the_others_stay():
     assert metrics["refill/equal_fraction"] == 0
 
 
-def test_the_metrics_of_rewards_are_those_of_the_steps_own_tasks():
+def test_reward_metrics_cover_only_the_original_tasks_of_the_step():
     _, _, plain, _ = one_step(["t1"], rounds=0)
     _, _, metrics, _ = one_step(["t1"])
     assert metrics["group/zero_std_fraction"] == pytest.approx(1 / 3)
@@ -93,7 +93,7 @@ def test_the_metrics_of_rewards_are_those_of_the_steps_own_tasks():
         assert metrics[name] == plain[name]
 
 
-def test_a_step_stops_at_its_last_round():
+def test_refill_stops_after_the_configured_number_of_rounds():
     dull = ["t0", "t1", "t2", *(task.id for task in SPARE)]
     _, collected, metrics, judge = one_step(dull, rounds=2)
     assert judge.asked == [12, 12, 12]
@@ -104,8 +104,8 @@ def test_a_step_stops_at_its_last_round():
     assert not collected.advantages.any()
 
 
-def test_missing_scores_are_not_equal():
-    """Group 0 has no score, group 1 one, and group 2 two that differ. None of them is replaced."""
+def test_missing_scores_do_not_count_as_equal_rewards():
+    """Group 0 has no score, group 1 has one score, and group 2 has two different scores. None of them is replaced."""
     missing = [(0, slot) for slot in range(4)] + [(1, slot) for slot in range(3)] + [(2, 0), (2, 1)]
     _, collected, metrics, judge = one_step(["t0", "t1"], missing=missing, max_missing=0.8)
     assert judge.asked == [12]
@@ -115,7 +115,7 @@ def test_missing_scores_are_not_equal():
     assert equal_groups(rewards, torch.tensor([4, 4, 4, 1, 1, 2, 2, 3])).tolist() == [4]
 
 
-def test_a_judge_that_fails_stops_the_run_before_more_is_sampled():
+def test_too_many_missing_scores_raise_before_more_tasks_are_sampled():
     judge = Dull(["t1"], [(0, slot) for slot in range(4)])
     run = tiny_loop.run(tiny.policy(mode="window"), judge=judge, chunk=100, max_missing=0.2)
     with pytest.raises(TooManyMissing):
@@ -123,8 +123,8 @@ def test_a_judge_that_fails_stops_the_run_before_more_is_sampled():
     assert judge.asked == [12]
 
 
-def test_a_step_is_a_function_of_its_weights_and_number():
-    """As a resumed run makes it again, whatever came before."""
+def test_refilled_step_depends_only_on_weights_and_step_number():
+    """A resumed run makes the same step again without the steps before it."""
     policy = tiny.policy(mode="window")
     run, phase = tiny_loop.run(policy, judge=Dull(["t1", "spare-1"]), chunk=100), replace(refilled(3), steps=range(3))
     seen = []
@@ -140,8 +140,8 @@ def test_a_step_is_a_function_of_its_weights_and_number():
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_ranks_learn_what_one_rank_learns(world):
-    """Groups 1 and 2 are replaced. They span ranks, which have unequal numbers of their rows and sample equally many."""
+def test_refill_on_several_ranks_matches_one_rank(world):
+    """Groups 1 and 2 are replaced. They span ranks. Ranks have unequal numbers of their rows, but all sample the same number."""
     dull = ["t1", "t2", "spare-2"]
     run, _, wanted, _ = one_step(dull, policy=tiny.policy(mode="window", microbatch=2))
     alone = tiny_loop.gradient(run)
@@ -157,7 +157,7 @@ def test_ranks_learn_what_one_rank_learns(world):
         assert metrics["refill/samples"] == world * sum(judge.asked) >= wanted["refill/samples"]
 
 
-def test_further_tasks_are_not_those_of_the_step_and_come_once():
+def test_further_tasks_differ_from_those_of_the_step_and_do_not_repeat():
     """Of 20 tasks, a step has 4, and four rounds take the other 16."""
     for step in range(7):
         own = tasks_for_step(seed=3, step=step, count=4, size=20)
@@ -178,13 +178,13 @@ def test_further_tasks_are_not_those_of_the_step_and_come_once():
         (["rollout.refill.rounds=0"], r"rollout.refill.rounds: should be greater than or equal to 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(overrides, line):
+def test_settings_incompatible_with_refill_raise_when_the_recipe_is_loaded(overrides, line):
     with pytest.raises(ValueError, match=line):
         load("recipes/playground/grpo.jsonnet", ['rollout.refill={"rounds":2}', *overrides])
 
 
 class Stream:
-    """Tasks that come in order."""
+    """A stream of tasks in a fixed order."""
 
     first = SPARE
 
@@ -201,20 +201,20 @@ class Stream:
         pass
 
 
-def test_streamed_tasks_are_refused():
+def test_refill_with_streamed_tasks_raises():
     recipe = load("recipes/playground/refill.jsonnet")
     (phase,) = recipe.resolved_phases()
     with pytest.raises(ValueError, match=r"rollout.refill: a stream has no further tasks for a step"):
         build_phase(recipe, phase, steps=range(1), tasks=Stream(), ranks=tiny_loop.ALONE, reward_range=(0.0, 10.0))
 
 
-def test_recipes_without_refill_are_as_they_were():
+def test_document_of_a_recipe_without_refill_has_no_refill_key():
     plain = load("recipes/playground/grpo.jsonnet")
     assert "refill" not in plain.document()["rollout"]
     assert load("recipes/playground/grpo.jsonnet", ['rollout.refill={"rounds":2}']).document()["rollout"]["refill"] == {"rounds": 2}
 
 
-def test_the_ledger_of_a_run_has_every_sample_that_was_made(tmp_path):
+def test_ledger_records_every_sample_including_those_of_replaced_groups(tmp_path):
     """Scores below 0.8 count as 0.8, so that many pairs of samples are equal."""
     settings = [
         *("tasks_per_step=4", "group_size=2", "microbatch=8", "steps=1"),

@@ -1,4 +1,4 @@
-"""Every sample of a batch has a score of its own, and it is that sample that learns from it: rollout, mask, reader and update."""
+"""Every sample of a batch has its own score, and its gradient has the weight of this score: rollout, mask, OCR and update."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,7 +23,7 @@ pytest.importorskip("rapidocr")
 
 HEIGHT, WIDTH = 64, 160
 BOXES = ((4, 4, 155, 30), (4, 34, 155, 60))
-# What each sample of a task turns out to show: one word right, and others with more and more letters wrong.
+# The words in the images of each task's samples, with more and more wrong letters.
 WORDS = {
     "HARBOR": ("HARBOR", "HARBOW", "HARKEW", "HALKEW"),
     "TOWER": ("TOWEL", "TOMEL", "TIMEL", "SIMEL"),
@@ -36,10 +36,10 @@ CLIPPED = PolicyGradient(clip_low=1e-4, clip_high=1e-4)
 
 
 def task(place, text):
-    """The upper or the lower half of an image is to be painted; the other half holds a word that is nobody's business."""
+    """The mask is the upper or the lower half of an image; the other half contains a word that must not be scored."""
     mask = Image.new("L", (WIDTH, HEIGHT))
     ImageDraw.Draw(mask).rectangle(BOXES[place % 2], fill=255)
-    # Two of the three have the same instruction: a group is a row of data and no string.
+    # Two of the three have the same instruction: a group belongs to a row of data, not to a string.
     instruction = "The text is new." if place < 2 else "Another."
     return Task(id=text, instruction=instruction, images=(tiny.tiny_models.picture(place, HEIGHT, WIDTH),), mask=mask, text=text)
 
@@ -56,7 +56,7 @@ def policy():
 
 
 class WritesEachItsWord:
-    """Draws the word of the sample whose latents these are, however the rows come."""
+    """Draws, for each row, the word of the sample with these latents; the order of the rows does not matter."""
 
     def __init__(self, latents):
         self.latents = latents
@@ -89,7 +89,7 @@ class Reads:
         return future
 
 
-def test_every_sample_learns_from_its_own_score():
+def test_gradient_weights_each_sample_by_its_own_score():
     phase = tiny_loop.phase(CLIPPED, count=len(TASKS), group_size=GROUP, steps=range(1))
     batch = replace(phase.batch(0), tasks=TASKS)
     acting = policy()
@@ -113,7 +113,7 @@ def test_every_sample_learns_from_its_own_score():
 
     found = tiny_loop.gradient(run)
     assert tiny.distance(found, learned(advantages.tolist())) < 1e-3
-    # With each score one sample further it would have learned something else.
+    # If each score belonged to the next sample, the gradient would differ.
     assert tiny.distance(found, learned(advantages.roll(1).tolist())) > 0.1
     everyone = group_relative(torch.tensor(SCORES), torch.zeros(ROWS, dtype=torch.long))
     assert tiny.distance(found, learned(everyone.tolist())) > 0.1

@@ -1,4 +1,4 @@
-"""What is stored of training samples besides their images: the tokens of a completion, and the states of a denoising chain."""
+"""Details that are stored with training samples: the tokens of a completion, and the states of a denoising chain."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def stored(folder: RunFolder, made: ScoredRollout, details: SampleDetails | None
     return folder.read_samples(1)
 
 
-def test_the_first_sample_of_each_group_has_its_states(collected, tmp_path: Path) -> None:
+def test_denoising_states_are_stored_for_the_first_sample_of_each_group(collected, tmp_path: Path) -> None:
     policy, made = collected
     folder = RunFolder(tmp_path / "run")
     lines = stored(folder, made, SampleDetails(policy.model, tokens=True, states=True))
@@ -51,7 +51,7 @@ def test_the_first_sample_of_each_group_has_its_states(collected, tmp_path: Path
             assert written.tobytes() == expected.tobytes()
 
 
-def test_nothing_more_is_stored_unless_it_is_asked_for(collected, tmp_path: Path) -> None:
+def test_states_and_tokens_are_not_stored_unless_enabled(collected, tmp_path: Path) -> None:
     policy, made = collected
     plain = stored(RunFolder(tmp_path / "plain"), made, None)
     assert plain == stored(RunFolder(tmp_path / "off"), made, SampleDetails(policy.model, tokens=True, states=False))
@@ -59,13 +59,13 @@ def test_nothing_more_is_stored_unless_it_is_asked_for(collected, tmp_path: Path
 
 
 class Speller:
-    """A model of letters; only what is needed here."""
+    """A model whose token ids are letters; it has only the method that the test needs."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(97 + number) for number in ids)
 
 
-def test_the_tokens_that_were_sampled_have_their_log_probabilities() -> None:
+def test_token_details_list_only_sampled_text_tokens_with_their_log_probabilities() -> None:
     text, image = Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN
     trajectory = AutoregressiveTrajectory(
         log_probs=torch.tensor([[-0.5, 0.0, -2.0, -9.0], [-1.0, -1.0, -1.0, -1.0]]),

@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of learning: which weights sample, what a stale action weighs, and what is refused."""
+"""Rollouts ahead of the updates: which weights sample, importance weights of stale actions, and rejected settings."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ CAP = 1.2
 
 
 def stale_run(ahead, *, cap=CAP, rate=1e-2, steps=4, objective=WIDE):
-    """A run whose weights move so far that stale actions have other probabilities."""
+    """A run whose weights change so much that the probabilities of stale actions change."""
     policy = tiny.policy(mode="window", reduction="sum", copies=("reference", *stale_copies(ahead)))
     source = partial(collect_ahead, staleness=ahead, truncate_at=cap) if ahead else None
     return tiny_loop.run(policy), tiny_loop.phase(objective, steps=range(steps), learning_rate=lambda step: rate, source=source)
@@ -37,8 +37,8 @@ def weights_of(run):
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_a_step_learns_from_what_the_weights_of_earlier_steps_sampled(ahead):
-    """Each trajectory is the one that those weights sample, and its log-probabilities are those of the current weights."""
+def test_stale_trajectories_are_sampled_by_earlier_weights_with_current_log_probabilities(ahead):
+    """Each trajectory is sampled by the weights of the earlier step; its log-probabilities are those of the current weights."""
     run, phase = stale_run(ahead)
     before, seen = [], []
     for step, collected in enumerate(phase.source(run, phase, 0)):
@@ -62,8 +62,8 @@ def test_a_step_learns_from_what_the_weights_of_earlier_steps_sampled(ahead):
             torch.testing.assert_close(found_here, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_the_gradient_of_a_stale_step_is_that_of_the_formula():
-    """- sum of weight * min(p / p_acting, cap) * A * grad log p, and another one without the importance weights."""
+def test_gradient_of_a_stale_step_matches_the_truncated_importance_sampling_formula():
+    """- sum of weight * min(p / p_acting, cap) * A * grad log p; without the importance weights it differs."""
     run, phase = stale_run(1)
     every = phase.source(run, phase, 0)
     update(run, phase, 0, next(every))
@@ -87,7 +87,7 @@ def test_the_gradient_of_a_stale_step_is_that_of_the_formula():
     assert tiny.distance(found, formula(weighted=False)) > 1e-2  # far above rounding
 
 
-def test_metrics_tell_how_stale_the_samples_are():
+def test_metrics_report_the_staleness_of_the_samples():
     run, phase = stale_run(1, cap=1.0)
     metrics = [metrics for _, _, metrics in train(run, phase, start=0)]
     assert metrics[0]["staleness/steps"] == 0
@@ -100,7 +100,7 @@ def test_metrics_tell_how_stale_the_samples_are():
         assert each["policy/ratio_max_first"] <= 1e-5
 
 
-def test_scoring_of_later_steps_has_begun_before_a_step_learns():
+def test_samples_of_later_steps_are_sent_to_the_judge_before_the_update():
     run, phase = stale_run(2, steps=4)
     asked, order = run.judge.asked, []
     for _ in train(run, phase, start=0):
@@ -109,7 +109,7 @@ def test_scoring_of_later_steps_has_begun_before_a_step_learns():
     assert order == [3 * rows / 4, rows, rows, rows]
 
 
-def test_without_staleness_nothing_is_kept_or_weighted():
+def test_without_staleness_there_are_no_weight_copies_metrics_or_importance_weights():
     run, phase = stale_run(0)
     plain = [metrics for _, _, metrics in train(run, phase, start=0)]
     assert not any(name.startswith("staleness/") for name in plain[0])
@@ -117,8 +117,8 @@ def test_without_staleness_nothing_is_kept_or_weighted():
     assert collect(run, phase, 0).importance is None
 
 
-def test_the_weight_of_an_engines_mismatch_stays_beside_that_of_stale_completions():
-    """Completions of an engine whose log-probabilities are 0.25 too large: its weight is exp(-0.25) before and after an update."""
+def test_engine_mismatch_weight_of_stale_completions_is_unchanged_by_an_update():
+    """The log-probabilities of an engine are 0.25 too large: the mismatch weight is still exp(-0.25) after an update."""
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     policy = tiny_writing.policy(writer=writer)
     policy.limits = CachedEngine(truncate_at=2.0)
@@ -137,7 +137,7 @@ def test_the_weight_of_an_engines_mismatch_stays_beside_that_of_stale_completion
     torch.testing.assert_close(scale, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_completions_are_weighted_too():
+def test_stale_completions_get_truncated_importance_weights():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     policy = tiny_writing.policy(writer=writer)
     run = tiny_loop.run(tiny.policy(mode="window"))
@@ -164,6 +164,6 @@ def test_completions_are_weighted_too():
         (['advantage={"kind": "gae"}'], "a value head would be stale"),
     ],
 )
-def test_what_cannot_be_weighted_is_refused(changes, told):
+def test_settings_incompatible_with_staleness_raise_when_the_recipe_is_loaded(changes, told):
     with pytest.raises(ValueError, match=rf"rollout\.staleness: .*{told}"):
         load("recipes/playground/grpo.jsonnet", ["rollout.staleness=1", *changes])

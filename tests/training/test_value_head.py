@@ -1,5 +1,5 @@
-"""A value head in the loop: it learns what is known in closed form, the policy learns by it, and ranks and trial steps change
-nothing."""
+"""A value head in the training loop: it converges to a closed form, the policy improves with it, and several ranks and the
+preflight do not change the result."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ from retouch.types import Evaluation, Kind, Slice, Trajectory
 from tiny_recipes import SMALL
 
 PAYS = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
-"""What a chain of two choices earns, the first choice by row."""
+"""The reward of a chain of two choices; the row is the first choice."""
 CREDIT = GAEAdvantage()
 
 
@@ -100,13 +100,13 @@ class Chooser:
 
 
 def paid(tasks, trajectory):
-    """Images as red as the choices earn."""
+    """Images whose share of red is the reward of the choices."""
     earned = [PAYS[first, second].item() for first, second in trajectory.outputs.tolist()]
     return [new("RGB", (1, 1), (round(250 * share), 250 - round(250 * share), 0)) for share in earned]
 
 
 def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
-    """64 chains a step, each of a task of its own."""
+    """64 chains per step, each with its own task."""
     plain = ReplicatedStepper(policy.module, tiny_loop.ALONE, max_grad_norm=None)
     run = Run(
         policy=policy,
@@ -125,25 +125,25 @@ def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
     return [metrics for _, _, metrics in train(run, phase, start=0)]
 
 
-def test_the_head_learns_the_mean_of_what_follows():
-    """Under a policy that stays even: half of all that can be earned, and after the first choice half of what is left."""
+def test_value_head_converges_to_the_expected_return():
+    """With a uniform policy: the mean of all rewards at the start, and the mean of a row of rewards after the first choice."""
     policy = Chooser()
     metrics = chain_run(policy, 0.0, steps=60)
     wanted = 2 * torch.stack([PAYS.mean(), *PAYS.mean(1)]) - 1
     torch.testing.assert_close(policy.head.weight[:, 0].detach(), wanted, atol=0.1, rtol=0)
-    # Of two actions' rewards the head can tell what the second state tells, which is the spread between the means of PAYS' rows.
+    # Only the second of the two states tells something about the reward: the head explains the variance of the row means of PAYS.
     wanted = PAYS.mean(1).var(correction=0) / PAYS.var(correction=0) / 2
     late = torch.tensor([one["value/explained_variance"] for one in metrics[-20:]]).mean()
     assert late.item() == pytest.approx(wanted.item(), abs=0.06)
     assert metrics[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
-    # What is left of the loss is half the spread of all rewards at the first choice, and of a row's at the second.
+    # The remaining loss is half the variance of all rewards at the first choice, and of a row of rewards at the second.
     left = 4 * torch.stack([PAYS.var(correction=0), PAYS.var(1, correction=0).mean()]).mean() / 2
     assert torch.tensor([one["value/loss"] for one in metrics[-20:]]).mean().item() == pytest.approx(left.item(), abs=0.02)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.95, 0.9), (1.0, 0.0)])
-def test_the_policy_learns_the_best_chain(gamma, lam):
-    """With lam 0 the first choice hears of the reward through the head alone."""
+def test_policy_trained_with_a_value_head_finds_the_best_actions(gamma, lam):
+    """With lam 0, the reward reaches the first choice only through the value head."""
     policy = Chooser()
     metrics = chain_run(policy, 0.1, steps=50, credit=CREDIT.model_copy(update={"gamma": gamma, "lam": lam}))
     chances = policy.module.table.softmax(-1).detach()
@@ -181,8 +181,8 @@ def after_two_steps(ranks, policy):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_learn_what_one_rank_learns(world):
-    """With one row missing, so that the ranks' valid rows are unequal; the second step has values of what the first one learned."""
+def test_training_with_a_value_head_on_several_ranks_matches_one_rank(world):
+    """One score is missing, so that ranks have unequal numbers of valid rows; the second step uses the head after one update."""
     wanted, head, weights = after_two_steps(tiny_loop.ALONE, drawing())
     policies = [drawing() for _ in range(world)]
     for metrics, same_head, same in tiny_loop.together(world, lambda ranks: after_two_steps(ranks, policies[ranks.rank])):
@@ -195,7 +195,7 @@ def test_ranks_learn_what_one_rank_learns(world):
     assert head["network.outer.weight"].abs().max() > 0.01
 
 
-def test_a_trial_step_restores_the_head_and_its_optimizer():
+def test_preflight_restores_the_value_head_and_its_optimizer():
     policy = drawing()
     run, phase = drawing_run(policy), drawing_phase()
     list(train(run, replace(phase, steps=range(1)), start=0))
@@ -219,7 +219,7 @@ def pair(loss_scale=1):
     return HeadStepper(*steppers, learning_rate=0.01, loss_scale=loss_scale), policy, head
 
 
-def test_each_has_its_own_learning_rate_and_clipping():
+def test_policy_and_value_head_have_separate_learning_rates_and_gradient_clipping():
     made, policy, head = pair()
     made.backward(policy(torch.ones(1, 2)).sum() + 100 * head(torch.ones(1, 3)).sum())
     assert made.step(0.1) == pytest.approx(2**0.5)
@@ -228,7 +228,7 @@ def test_each_has_its_own_learning_rate_and_clipping():
     torch.testing.assert_close(head.weight.detach(), torch.full((1, 3), 0.49), atol=1e-4, rtol=0)
 
 
-def test_what_losses_are_multiplied_by_is_taken_off_the_heads_gradient():
+def test_loss_scale_is_removed_from_the_value_head_gradient():
     moments = []
     for times in (1, 4):
         made, _, head = pair(loss_scale=times)
@@ -239,7 +239,7 @@ def test_what_losses_are_multiplied_by_is_taken_off_the_heads_gradient():
     torch.testing.assert_close(*moments)
 
 
-def test_a_phase_without_values_leaves_the_head_as_it_is():
+def test_step_without_a_value_loss_does_not_change_the_value_head():
     made, policy, head = pair()
     before = head.weight.detach().clone()
     made.backward(policy(torch.ones(1, 2)).sum())
@@ -247,7 +247,7 @@ def test_a_phase_without_values_leaves_the_head_as_it_is():
     assert torch.equal(head.weight, before)
 
 
-def test_a_loss_that_is_no_number_changes_neither():
+def test_nan_loss_raises_and_changes_neither_policy_nor_value_head():
     made, policy, head = pair()
     before = {name: tensor.clone() for name, tensor in made.state().items()}, policy.weight.detach().clone()
     made.backward((policy(torch.ones(1, 2)).sum() + head(torch.ones(1, 3)).sum()) * torch.nan)
@@ -257,7 +257,7 @@ def test_a_loss_that_is_no_number_changes_neither():
     assert torch.equal(policy.weight, before[1])
 
 
-def test_its_state_restores_weights_and_next_steps_to_the_bit():
+def test_head_stepper_state_restores_the_head_and_the_next_step_bitwise():
     one, *modules = pair()
     other, *others = pair()
 
@@ -266,7 +266,7 @@ def test_its_state_restores_weights_and_next_steps_to_the_bit():
         made.step(0.1)
 
     step(one, *modules)
-    others[0].load_state_dict(modules[0].state_dict())  # the policy's weights are saved by others
+    others[0].load_state_dict(modules[0].state_dict())  # the policy's weights are saved elsewhere
     other.load({name: tensor.clone() for name, tensor in one.state().items()})
     for made, parts in ((one, modules), (other, others)):
         step(made, *parts)
@@ -277,7 +277,7 @@ def test_its_state_restores_weights_and_next_steps_to_the_bit():
 # A whole run
 
 
-def test_a_run_saves_its_head_and_exports_none_of_it(tmp_path):
+def test_run_saves_its_value_head_in_checkpoints_and_does_not_export_it(tmp_path):
     changes = ["steps=1", f"out={tmp_path}", "trackers=[]", "group_size=1", "tasks_per_step=4", "policy.ema=null"]
     recipe = parse({**apply(SMALL, changes), "advantage": {"kind": "gae"}})
     assert run_session(recipe, fresh=False) == 0

@@ -1,4 +1,4 @@
-"""A run's folder as a trainer writes it, a client with the page's token, and the page in Debian's Chromium."""
+"""Fixtures: run folders as a trainer writes them, a client with the page's token, and the page in Debian's Chromium."""
 
 import shutil
 import threading
@@ -85,7 +85,7 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def options() -> dict[str, Any]:
-    """Of the page, as for ``build_app``; tests that need others replace this fixture."""
+    """Options of the page, passed to ``build_app``; test files that need others override this fixture."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""The buttons of the page on a run that is really training, in a process of its own."""
+"""The control buttons of the page, on a run that trains in a separate process."""
 
 import json
 import signal
@@ -47,7 +47,7 @@ def opened(tab: Any, address: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_obeys_at_the_end_of_a_step(trainer, tab, address: str, tmp_path: Path) -> None:
+def test_training_run_executes_control_requests_at_the_end_of_a_step(trainer, tab, address: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "small")
     opened(tab, address)
 
@@ -80,7 +80,7 @@ def test_a_run_obeys_at_the_end_of_a_step(trainer, tab, address: str, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [False], indirect=True)
-def test_without_the_option_a_training_run_cannot_be_asked(trainer, tab, address: str, tmp_path: Path) -> None:
+def test_control_request_without_the_option_is_rejected_and_training_continues(trainer, tab, address: str, tmp_path: Path) -> None:
     opened(tab, address)
     assert tab.get_by_role("heading", name="Control").count() == 0
     headers = {"Origin": address, "Content-Type": "application/json"}

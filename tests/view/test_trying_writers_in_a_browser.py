@@ -1,4 +1,4 @@
-"""A try of a policy that writes prompts: the page shows the texts and the images of the untrained and the trained policy."""
+"""Trying a prompt-writing policy: the page shows the texts and the images of the untrained and the trained policy."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def written(tmp_path: Path) -> RunFolder:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_both_texts_and_both_images_are_shown(written: RunFolder, tab, address: str) -> None:
+def test_try_shows_texts_and_images_before_and_after_training(written: RunFolder, tab, address: str) -> None:
     line = written.read_samples(0)[0]
     source = written.samples(0) / line["source"]
     tab.goto(f"{address}/#/try/written")

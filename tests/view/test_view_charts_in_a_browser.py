@@ -1,4 +1,4 @@
-"""Charts in a browser: bands, the axes of a comparison, what judges cost, and files for a paper."""
+"""Charts in a browser: confidence bands, the axes of a comparison, judge cost, and SVG and PNG files for a paper."""
 
 from pathlib import Path
 from xml.etree import ElementTree
@@ -31,7 +31,7 @@ def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
     return folder
 
 
-def test_bands_are_those_of_the_report(write_run, tab, address: str) -> None:
+def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address: str) -> None:
     judged_run(write_run, "one", cost=0.5)
     tab.goto(f"{address}/#/run/one")
     chart = tab.locator("figure", has_text="reward/mean").first
@@ -45,7 +45,7 @@ def test_bands_are_those_of_the_report(write_run, tab, address: str) -> None:
     assert tab.locator("figure", has_text="time/step").locator("path.band").count() == 0
 
 
-def test_runs_are_compared_over_what_their_judges_cost(write_run, tab, address: str) -> None:
+def test_runs_are_compared_over_judge_cost(write_run, tab, address: str) -> None:
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "two", cost=0.25)
     tab.goto(f"{address}/#/compare/one,two")
@@ -57,7 +57,7 @@ def test_runs_are_compared_over_what_their_judges_cost(write_run, tab, address: 
     assert tab.get_by_text("Not over").count() == 0
 
 
-def test_images_made_are_those_of_each_phase_with_refilled_groups(write_run, tab, address: str) -> None:
+def test_images_axis_counts_the_images_of_each_phase_and_refilled_groups(write_run, tab, address: str) -> None:
     sampled = [{"name": "first", "tasks_per_step": 5}, {"name": "second", "group_size": 10}]
     for name in ("one", "two"):
         folder: RunFolder = write_run(name, steps=0)
@@ -72,7 +72,7 @@ def test_images_made_are_those_of_each_phase_with_refilled_groups(write_run, tab
     assert reward.locator(".tick.middle").all_text_contents() == ["20", "40", "60", "80"]  # 15, 60 and 80
 
 
-def test_an_axis_that_a_run_does_not_have_says_why(write_run, tab, address: str) -> None:
+def test_axis_that_a_run_lacks_is_disabled_with_the_reason(write_run, tab, address: str) -> None:
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)
     write_run("exact")
@@ -89,7 +89,7 @@ def test_an_axis_that_a_run_does_not_have_says_why(write_run, tab, address: str)
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_the_table_of_runs_has_what_judges_cost(write_run, tab, address: str) -> None:
+def test_table_of_runs_shows_judge_cost(write_run, tab, address: str) -> None:
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "unpriced", cost=None)
     write_run("exact")
@@ -104,7 +104,7 @@ def test_the_table_of_runs_has_what_judges_cost(write_run, tab, address: str) ->
 
 
 @pytest.mark.parametrize("tab", [{}, {"color_scheme": "dark"}], indirect=True, ids=["light", "dark"])
-def test_a_chart_is_saved_for_a_paper(write_run, tab, address: str, tmp_path: Path) -> None:
+def test_chart_is_saved_as_svg_and_png(write_run, tab, address: str, tmp_path: Path) -> None:
     judged_run(write_run, "one", cost=0.5)
     judged_run(write_run, "<b>two", cost=0.25)
     tab.goto(f"{address}/#/compare/one,%3Cb%3Etwo")

@@ -25,7 +25,7 @@ def steering(tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_a_request_and_its_answer_are_on_the_page(running, steering) -> None:
+def test_control_request_is_stored_and_returned_with_its_answer(running, steering) -> None:
     assert steering.get("/api/features").json()["control"] is True
     reply = steering.post(PLACE, json={"action": "samples", "value": 3}, headers=OWN)
     assert reply.status_code == 202
@@ -37,7 +37,7 @@ def test_a_request_and_its_answer_are_on_the_page(running, steering) -> None:
     assert (shown["taken"], shown["step"], shown["value"]) == (True, 3, 3)
 
 
-def test_without_the_flag_nothing_can_be_requested(running, browser) -> None:
+def test_control_requests_without_the_flag_are_rejected(running, browser) -> None:
     assert browser.get("/api/features").json() == {"vote": False, "control": False, "try": False}
     assert browser.post(PLACE, json={"action": "stop"}, headers=OWN).status_code == 405
     assert not running.control.exists()
@@ -72,7 +72,7 @@ def test_other_sites_cannot_make_requests(running, steering, headers: dict[str, 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 @pytest.mark.parametrize("place", ["/api/runs", PLACE])
-def test_other_methods_stay_refused(running, steering, method: str, place: str) -> None:
+def test_other_http_methods_and_paths_return_405(running, steering, method: str, place: str) -> None:
     assert steering.request(method, place, headers=OWN).status_code == 405
     assert steering.post("/api/runs", json={}, headers=OWN).status_code == 405
 
@@ -93,14 +93,14 @@ def test_other_methods_stay_refused(running, steering, method: str, place: str) 
     ],
     ids=range(10),
 )
-def test_what_is_no_request_is_refused(running, steering, content: bytes, status: int) -> None:
+def test_malformed_control_requests_are_rejected(running, steering, content: bytes, status: int) -> None:
     reply = steering.post(PLACE, content=content, headers={**OWN, "Content-Type": "application/json"})
     assert reply.status_code == status
     assert reply.json()["error"]
     assert not running.control.exists()
 
 
-def test_only_runs_that_train_can_be_asked(write_run, steering) -> None:
+def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, steering) -> None:
     write_run("one")
     reply = steering.post(PLACE, json={"action": "stop"}, headers=OWN)
     assert (reply.status_code, reply.json()) == (409, {"error": "run one is not training, so nothing would take the request"})
@@ -108,7 +108,7 @@ def test_only_runs_that_train_can_be_asked(write_run, steering) -> None:
     assert steering.post("/api/runs/other/control", json={"action": "stop"}, headers=OWN).status_code == 404
 
 
-def test_hostile_words_in_a_request_are_only_data(running, steering) -> None:
+def test_hostile_text_in_a_control_request_is_returned_unchanged(running, steering) -> None:
     running.control.mkdir()
     hostile = "<script>alert(1)</script>\u202e" + "x" * 5000
     request = {"action": "stop", "value": None, "by": hostile, "at": "<b>", "taken": False, "step": 1, "answer": hostile[:40]}

@@ -16,7 +16,7 @@ def fits(page) -> bool:
     return bool(page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"))
 
 
-def test_benchmarks_are_beside_the_reward_with_their_alarms(write_run, tab, address: str) -> None:
+def test_benchmark_chart_follows_the_reward_chart_and_alarms_are_listed(write_run, tab, address: str) -> None:
     folder = write_run("one")
     for step, mean in ((0, 6.0), (4, 3.0)):
         cell = {"mean": mean, "low": mean - 1, "high": mean + 1, "n": 4}
@@ -35,7 +35,7 @@ def test_benchmarks_are_beside_the_reward_with_their_alarms(write_run, tab, addr
     assert fits(tab)
 
 
-def test_an_empty_folder_says_how_to_start(tab) -> None:
+def test_empty_folder_shows_a_message_and_the_url_has_no_token(tab) -> None:
     tab.get_by_text("No runs here yet").wait_for()
     assert TOKEN not in tab.url
 
@@ -43,7 +43,7 @@ def test_an_empty_folder_says_how_to_start(tab) -> None:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_every_page_of_finished_runs(write_run, tab, address: str) -> None:
+def test_pages_of_finished_runs_render_and_fit_the_window(write_run, tab, address: str) -> None:
     write_run("one")
     write_run("two", of=8)
     tab.goto(f"{address}/#/")
@@ -68,7 +68,7 @@ def test_every_page_of_finished_runs(write_run, tab, address: str) -> None:
     assert fits(tab)
 
 
-def test_a_run_that_is_training_is_followed(write_run, tab, address: str) -> None:
+def test_page_of_a_training_run_updates_without_a_reload(write_run, tab, address: str) -> None:
     folder = write_run("one", steps=2, of=9)
     tab.goto(f"{address}/#/run/one")
     tab.get_by_text("2 of 9").wait_for()
@@ -77,7 +77,7 @@ def test_a_run_that_is_training_is_followed(write_run, tab, address: str) -> Non
     assert "last: reward/mean 0.75" in tab.get_by_role("img", name="reward/mean").get_attribute("aria-label")
 
 
-def test_the_keyboard_is_enough(write_run, tab, address: str) -> None:
+def test_sample_is_opened_and_closed_with_the_keyboard(write_run, tab, address: str) -> None:
     write_run("one")
     tab.goto(f"{address}/#/samples/one")
     tab.locator(".sample").first.wait_for()
@@ -89,7 +89,7 @@ def test_the_keyboard_is_enough(write_run, tab, address: str) -> None:
     assert tab.evaluate("document.activeElement.className") == "sample"
 
 
-def test_hostile_text_stays_text(write_run, tab, address: str) -> None:
+def test_hostile_text_is_not_rendered_as_html(write_run, tab, address: str) -> None:
     write_run("one", instruction=HOSTILE)
     for place in ("#/samples/one", "#/compare/one,one"):
         tab.goto(f"{address}/{place}")
@@ -99,14 +99,14 @@ def test_hostile_text_stays_text(write_run, tab, address: str) -> None:
         assert fits(tab)
 
 
-def test_a_broken_run_says_what_is_wrong(write_run, tab, address: str) -> None:
+def test_run_with_a_damaged_recipe_shows_the_error(write_run, tab, address: str) -> None:
     folder: RunFolder = write_run("one")
     folder.recipe.write_text("{}")
     tab.goto(f"{address}/#/run/one")
     tab.get_by_text("was changed and holds no recipe").wait_for()
 
 
-def test_a_run_that_is_gone_leads_back(tab, address: str, write_run) -> None:
+def test_unknown_run_returns_404(tab, address: str, write_run) -> None:
     write_run("one")
     tab.goto(f"{address}/#/")
     tab.get_by_role("link", name="one", exact=True).wait_for()

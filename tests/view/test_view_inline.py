@@ -1,4 +1,4 @@
-"""The page of a run without a server: in a notebook, and as a file."""
+"""The page of a run without a server: in a notebook, and exported to a file."""
 
 import re
 from html import unescape
@@ -27,14 +27,16 @@ def test_a_notebook_shows_a_page_in_a_frame(write_run) -> None:
     assert len(repr(page)) < 200
 
 
-def test_an_object_that_knows_its_folder_can_be_shown(write_run) -> None:
+def test_view_accepts_an_object_with_a_folder_attribute(write_run) -> None:
     class Loaded:
         folder = write_run("one").root
 
     assert retouch.view(Loaded()).html == retouch.view(Loaded.folder).html
 
 
-def test_the_page_as_a_file(write_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_the_page_and_rejects_a_folder_that_is_no_run(
+    write_run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_run("one")
     file = tmp_path / "new" / "page.html"
     assert cli.main(["view", str(folder.root), "--export", str(file)]) == 0
@@ -44,14 +46,14 @@ def test_the_page_as_a_file(write_run, tmp_path: Path, capsys: pytest.CaptureFix
     assert "not the folder of a run" in capsys.readouterr().err
 
 
-def test_hostile_text_stays_text_in_the_frame(write_run) -> None:
+def test_hostile_text_is_escaped_in_the_frame(write_run) -> None:
     page = retouch.view(write_run("one", instruction=HOSTILE).root)
     assert "<b id=planted>" not in page.html
     assert page.html.count("<script>") == 1  # the page's own
     assert '"' not in page._repr_html_().partition('srcdoc="')[2].rpartition('"')[0]
 
 
-def test_what_cannot_be_shown_is_refused(write_run, tmp_path: Path) -> None:
+def test_folder_that_is_no_run_and_invalid_height_raise(write_run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not the folder of a run"):
         retouch.view(tmp_path)
     with pytest.raises(ValueError, match="height 0"):

@@ -1,4 +1,4 @@
-"""What the options of `retouch view` add, in a browser: requests to runs; and the parts of a sample that only some runs have."""
+"""Options of `retouch view` in a browser: control requests to runs; and the parts of a sample that only some runs have."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def options() -> dict[str, Any]:
 
 @pytest.fixture
 def judged(write_run) -> RunFolder:
-    """A run with a group of three training samples, of which a judge has said something."""
+    """A run with a group of three training samples, and the answers of judges in its ledger."""
     folder = write_run("one")
     task = Task("task/7", "make it blue", images=(Image.new("RGB", (64, 64), "white"),))
     images = [Image.new("RGB", (64, 64), (0, 0, 80 * slot)) for slot in range(3)]
@@ -61,7 +61,7 @@ def fits(page) -> bool:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_requests_and_their_answers(running, tab, address: str) -> None:
+def test_control_requests_and_their_answers_are_shown(running, tab, address: str) -> None:
     tab.goto(f"{address}/#/run/one")
     tab.get_by_role("button", name="Save a checkpoint").click()
     tab.get_by_text("The run takes the request at the end of its current step.").wait_for()
@@ -80,7 +80,7 @@ def test_requests_and_their_answers(running, tab, address: str) -> None:
     assert fits(tab)
 
 
-def test_a_request_with_hostile_words(running, tab, address: str) -> None:
+def test_hostile_text_in_a_control_request_is_not_rendered_as_html(running, tab, address: str) -> None:
     running.control.mkdir()
     request = {"action": "stop", "value": None, "by": HOSTILE, "at": HOSTILE[:50], "taken": False, "step": 1, "answer": HOSTILE}
     (running.control / "0.json").write_text(json.dumps(request))
@@ -103,7 +103,7 @@ def test_a_finished_run_has_no_buttons(write_run, tab, address: str) -> None:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_a_group_in_its_order_and_the_words_of_its_judge(judged, tab, address: str) -> None:
+def test_sample_shows_its_group_best_first_and_the_answers_of_its_judges(judged, tab, address: str) -> None:
     tab.goto(f"{address}/#/samples/one")
     tab.get_by_label("Set").select_option("group")
     tab.get_by_label("Sort by").select_option("reward:desc")
@@ -121,7 +121,7 @@ def test_a_group_in_its_order_and_the_words_of_its_judge(judged, tab, address: s
     assert fits(tab)
 
 
-def test_a_damaged_ledger_is_said_and_nothing_else_breaks(judged, tab, address: str, tmp_path: Path) -> None:
+def test_damaged_ledger_returns_409_with_an_error(judged, tab, address: str, tmp_path: Path) -> None:
     (judged.root / "ledger.sqlite").write_bytes(b"not a ledger" * 1000)
     reply = tab.request.get(f"{address}/api/runs/one/answers?set=group&step=4&group=5&slot=2")
     assert reply.status == 409
@@ -129,7 +129,7 @@ def test_a_damaged_ledger_is_said_and_nothing_else_breaks(judged, tab, address: 
     assert tab.request.get(f"{address}/api/runs/one/answers?set=other&step=x").json() == {"answers": []}
 
 
-def test_the_tokens_of_a_completion_and_the_states_of_a_chain(write_run, tab, address: str) -> None:
+def test_sample_shows_token_log_probabilities_and_denoising_states(write_run, tab, address: str) -> None:
     folder = write_run("one")
     image = Image.new("RGB", (64, 64), "blue")
     tokens = [("paint", -0.01), (" it", -0.5), (f" {HOSTILE}", -1.0), (" blue", -2.0), ("!", -7.0)]
@@ -150,7 +150,7 @@ def test_the_tokens_of_a_completion_and_the_states_of_a_chain(write_run, tab, ad
     assert fits(tab)
 
 
-def test_tokens_that_are_none_are_left_out(write_run, tab, address: str) -> None:
+def test_malformed_tokens_and_states_are_not_shown(write_run, tab, address: str) -> None:
     folder = write_run("one")
     path = folder.samples(4) / "samples.jsonl"
     line = json.loads(path.read_text()) | {

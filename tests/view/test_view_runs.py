@@ -1,4 +1,4 @@
-"""What the page is told about runs: finished, running, stopped, damaged; samples; and lines as a trainer appends them."""
+"""The API for runs that are finished, running, stopped or damaged; samples; and lines that a trainer appends."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_all_runs_of_a_folder_are_listed_with_their_state(write_run, browser, tm
     assert found["finished"]["summary"]["gap_closed"] is None
 
 
-def test_the_steps_of_a_run_with_phases_are_those_of_its_phases(write_run) -> None:
+def test_total_steps_are_summed_over_phases_or_read_from_the_summary(write_run) -> None:
     folder = write_run("one")
     for phases, total in (([{"steps": 1}, {"steps": 3}], 4), ([{"steps": 2}, {"steps": 3}], 5), ([{"steps": None}], 4)):
         folder.write_recipe({"name": "one", "steps": None, "phases": phases})
@@ -56,13 +56,13 @@ def test_the_steps_of_a_run_with_phases_are_those_of_its_phases(write_run) -> No
     assert LiveRun(folder.root).overview()["steps"] is None
 
 
-def test_a_runs_own_folder_can_be_opened(write_run) -> None:
+def test_catalogue_of_a_single_run_folder_lists_that_run(write_run) -> None:
     from retouch.view.catalogue import Catalogue
 
     assert list(Catalogue(write_run("only").root).runs()) == ["only"]
 
 
-def test_a_page_has_all_of_a_run(write_run, browser) -> None:
+def test_run_endpoint_returns_metrics_evals_sample_steps_and_recipe(write_run, browser) -> None:
     write_run("one")
     found = browser.get("/api/runs/one").json()
     assert [line["step"] for line in found["metrics"]] == [1, 2, 3, 4]
@@ -73,7 +73,7 @@ def test_a_page_has_all_of_a_run(write_run, browser) -> None:
     assert browser.get("/api/runs/other").status_code == 404
 
 
-def test_a_page_has_the_benchmarks_and_their_alarms(write_run, browser) -> None:
+def test_run_endpoint_returns_benchmark_results_and_alarms(write_run, browser) -> None:
     folder = write_run("one")
     table = {"all": {"overall": {"mean": 6.0, "low": 5.0, "high": 7.0, "n": 4}}}
     for step in (0, 4):
@@ -88,7 +88,7 @@ def test_a_page_has_the_benchmarks_and_their_alarms(write_run, browser) -> None:
     ]
 
 
-def test_lines_come_as_the_trainer_appends_them(write_run) -> None:
+def test_live_run_returns_appended_lines_and_starts_over_after_truncation(write_run) -> None:
     folder = write_run("one", steps=2)
     run = LiveRun(folder.root)
     first = run.since(0, 0, 0)
@@ -103,7 +103,7 @@ def test_lines_come_as_the_trainer_appends_them(write_run) -> None:
     assert [line["step"] for line in again["metrics"]] == [1]
 
 
-def test_an_open_page_is_sent_what_is_new(write_run, browser) -> None:
+def test_event_stream_sends_only_new_lines(write_run, browser) -> None:
     write_run("one")
     with browser.stream("GET", "/api/runs/one/events?generation=0&metrics=3&timings=4") as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -112,7 +112,7 @@ def test_an_open_page_is_sent_what_is_new(write_run, browser) -> None:
     assert ([each["step"] for each in found["metrics"]], found["timings"]) == ([4], [])
 
 
-def test_the_cost_of_judges_grows_with_the_ledger(write_run) -> None:
+def test_judge_usage_follows_the_ledger_and_is_kept_if_the_ledger_is_damaged(write_run) -> None:
     folder = write_run("one")
     run = LiveRun(folder.root)
     assert run.overview()["judges"] is None
@@ -138,7 +138,7 @@ def test_the_cost_of_judges_grows_with_the_ledger(write_run) -> None:
     assert run.overview()["judges"] is None
 
 
-def test_a_ledger_that_could_not_be_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locked_ledger_is_read_again_at_the_next_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = Database(tmp_path / "ledger.sqlite")
     AnswerCache(database).record([JudgeCall(content="a", image="", judge="j", rubric="r", scores=None)])
     database.close()
@@ -186,7 +186,7 @@ def test_samples_are_filtered_sorted_and_paged(write_run, browser) -> None:
     assert ask("task=task/1&limit=99999999999999")["total"] == 2
 
 
-def test_images_and_their_thumbnails(write_run, browser) -> None:
+def test_images_and_thumbnails_are_served_as_png(write_run, browser) -> None:
     write_run("one")
     (line,) = browser.get("/api/runs/one/samples?step=4").json()["samples"]
     whole, small = (browser.get(f"/{kind}/one/4/{line['image']}") for kind in ("images", "thumbnails"))
@@ -206,7 +206,7 @@ def test_images_and_their_thumbnails(write_run, browser) -> None:
     [b"", b"\0\xff{", b"[" * 100_000, b'"text"\n', b'{"step": "x"}\n', None],
     ids=["empty", "binary", "deep", "text", "type", "gone"],
 )
-def test_a_damaged_file_makes_no_error(write_run, browser, file: str, damage: bytes | None) -> None:
+def test_damaged_run_files_do_not_break_the_page(write_run, browser, file: str, damage: bytes | None) -> None:
     folder = write_run("one")
     if damage is None:
         (folder.root / file).unlink(missing_ok=True)
@@ -219,7 +219,7 @@ def test_a_damaged_file_makes_no_error(write_run, browser, file: str, damage: by
     assert browser.get(f"/thumbnails/one/4/{line['image']}").status_code == 404
 
 
-def test_an_empty_folder_and_one_that_appears_later(browser, write_run, tmp_path: Path) -> None:
+def test_new_and_renamed_runs_are_listed(browser, write_run, tmp_path: Path) -> None:
     assert browser.get("/api/runs").json()["runs"] == []
     write_run("later", steps=0)
     (run,) = browser.get("/api/runs").json()["runs"]
@@ -229,7 +229,7 @@ def test_an_empty_folder_and_one_that_appears_later(browser, write_run, tmp_path
     assert [each["name"] for each in browser.get("/api/runs").json()["runs"]] == ["renamed"]
 
 
-def test_the_page_changes_nothing(write_run, browser) -> None:
+def test_reading_a_run_does_not_modify_its_files(write_run, browser) -> None:
     folder = write_run("one")
 
     def state() -> dict[Path, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the page refuses: no token, other hosts and origins, changes, and every path outside the runs."""
+"""The page rejects requests without a token, from other hosts and origins, with other methods, and for paths outside the runs."""
 
 import socket
 import subprocess
@@ -109,7 +109,7 @@ def test_nothing_is_served_without_the_token(run, anonymous, path: str) -> None:
     assert anonymous.get(f"{path}?token=").status_code == 401
 
 
-def test_the_token_leaves_the_address_at_once(run, anonymous) -> None:
+def test_token_is_moved_from_the_url_to_a_cookie(run, anonymous) -> None:
     reply = anonymous.get(f"/?token={TOKEN}", follow_redirects=False)
     assert (reply.status_code, reply.headers["location"]) == (303, "/")
     cookie = reply.headers["set-cookie"].lower()
@@ -144,12 +144,12 @@ def test_other_hosts_and_origins_are_refused(run, browser, headers: dict[str, st
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
-def test_the_page_only_reads(run, browser, method: str) -> None:
+def test_methods_other_than_get_return_405(run, browser, method: str) -> None:
     assert browser.request(method, "/api/runs").status_code == 405
 
 
-def test_text_from_runs_is_only_data(write_run, browser) -> None:
-    """It goes to the page as JSON, whose type browsers do not render; the scripts set it as text."""
+def test_text_from_runs_is_sent_as_json_and_never_inserted_as_html(write_run, browser) -> None:
+    """The text is sent as JSON, which browsers do not render, and the scripts never insert it as HTML."""
     hostile = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e" + "x" * 1_000_000
     write_run("one", instruction=hostile)
     reply = browser.get("/api/runs/one/samples")
@@ -177,7 +177,7 @@ def test_the_address_can_be_opened_as_soon_as_it_is_printed(write_run, tmp_path:
 
 
 def test_the_token_is_in_no_log(write_run, tmp_path: Path) -> None:
-    """Whatever is requested, also wrongly: the command prints its address once, and nothing else contains the token."""
+    """Also after malformed requests, the token appears only in the address that the command prints at its start."""
     write_run("one")
     command = [sys.executable, "-m", "retouch", "view", str(tmp_path / "runs"), "--port", "0", "--control"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -1,4 +1,4 @@
-"""Tries of a checkpoint from the page: both images from the same noise, one job at a time, in a process that can be stopped."""
+"""Trying a checkpoint on the page: both images from the same noise, one job at a time, in a process that can be stopped."""
 
 import base64
 import io
@@ -62,7 +62,7 @@ def tried(page: TestClient, **asked: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in reply.text.splitlines() if line.strip()]
 
 
-def test_a_checkpoint_next_to_the_untrained_policy(page: TestClient, runs: Path) -> None:
+def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page: TestClient, runs: Path) -> None:
     assert page.get("/api/runs/small/checkpoints").json() == {"steps": [1, 2]}
     events = tried(page)
     assert [event["stage"] for event in events if event.get("calls") == 0] == ["base", "trained"]
@@ -89,7 +89,7 @@ def test_a_checkpoint_next_to_the_untrained_policy(page: TestClient, runs: Path)
     ],
     ids=["no base64", "no image", "too large", "bitmap", "none"],
 )
-def test_an_image_that_cannot_be_used_is_an_error_in_words(page: TestClient, asked: dict[str, Any], why: str) -> None:
+def test_invalid_source_image_returns_an_error_with_the_reason(page: TestClient, asked: dict[str, Any], why: str) -> None:
     assert why in tried(page, **asked)[-1]["error"]
 
 
@@ -110,14 +110,14 @@ def test_an_image_that_cannot_be_used_is_an_error_in_words(page: TestClient, ask
     ],
     ids=["empty", "blank", "none", "long", "image", "step", "path", "true", "negative", "large", "fraction"],
 )
-def test_a_job_that_cannot_be_done_is_refused(page: TestClient, asked: dict[str, Any]) -> None:
+def test_try_with_invalid_fields_returns_409(page: TestClient, asked: dict[str, Any]) -> None:
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0} | asked
     reply = page.post(PLACE, json=job, headers=OWN)
     assert reply.status_code == 409
     assert reply.json()["error"]
 
 
-def test_only_the_page_itself_can_try_and_only_with_the_flag(page: TestClient, runs: Path) -> None:
+def test_try_is_rejected_from_other_origins_and_without_the_flag(page: TestClient, runs: Path) -> None:
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
     assert page.post(PLACE, json=job).status_code == 403
     assert page.post(PLACE, json=job, headers={"Origin": "http://127.0.0.1:1"}).status_code == 403
@@ -129,7 +129,7 @@ def test_only_the_page_itself_can_try_and_only_with_the_flag(page: TestClient, r
 
 
 class Client:
-    """A request whose client is there, or has left."""
+    """A request whose client is connected, or has disconnected."""
 
     def __init__(self, *, left: bool) -> None:
         self.left = left
@@ -138,7 +138,7 @@ class Client:
         return self.left
 
 
-def test_a_try_that_is_cancelled_leaves_room_for_the_next(runs: Path) -> None:
+def test_cancelled_try_frees_the_worker_and_leaves_no_process(runs: Path) -> None:
     folder = RunFolder(runs / "small")
     job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
 
@@ -158,7 +158,7 @@ def test_a_try_that_is_cancelled_leaves_room_for_the_next(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_the_page(runs: Path) -> None:
+def test_worker_process_ends_with_the_server(runs: Path) -> None:
     with TestClient(build_app(runs, token=TOKEN, trying="cpu"), base_url="http://127.0.0.1:8765") as client:
         client.get(f"/?token={TOKEN}")
         before = children()

@@ -1,4 +1,4 @@
-"""Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a run that trains."""
+"""Voting in a real browser: with keys, on a phone, with hostile text, and on the queue of a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def fits(page: Any) -> bool:
 @pytest.mark.parametrize(
     "tab", [{}, {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}], indirect=True, ids=["wide", "phone"]
 )
-def test_keys_are_enough_from_the_name_to_the_results(tab, address: str, tmp_path: Path) -> None:
+def test_pairs_are_voted_on_with_keys_and_buttons_up_to_the_results(tab, address: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     tab.goto(f"{address}/#/vote/one")
     tab.get_by_label("Your name").fill("Ann")
@@ -78,7 +78,7 @@ def test_keys_are_enough_from_the_name_to_the_results(tab, address: str, tmp_pat
     assert fits(tab)
 
 
-def test_hostile_text_stays_text(tab, address: str, tmp_path: Path) -> None:
+def test_hostile_text_is_not_rendered_as_html(tab, address: str, tmp_path: Path) -> None:
     write_run(tmp_path, instruction=HOSTILE)
     tab.goto(f"{address}/#/vote/one")
     tab.get_by_label("Your name").fill("<i id=planted>x</i>")
@@ -94,7 +94,7 @@ def test_hostile_text_stays_text(tab, address: str, tmp_path: Path) -> None:
     assert fits(tab)
 
 
-def test_pairs_of_a_run_that_trains_appear_by_themselves(tab, address: str, tmp_path: Path) -> None:
+def test_new_pairs_of_a_training_run_appear_without_a_reload(tab, address: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     queue = VoteQueue(folder.root / "queue")
 

@@ -1,4 +1,4 @@
-"""Voting through the page's endpoints: blind pairs, hidden repeats, one answer each; and requests of others are refused."""
+"""Voting through the page's endpoints: blind pairs, hidden repeats, one vote per pair; cross-site requests are rejected."""
 
 import io
 import json
@@ -30,7 +30,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def write_samples(runs: Path) -> Callable[..., RunFolder]:
-    """A run with held-out images after steps 0 and 4: the later ones are brighter, and the judge says so."""
+    """A run with held-out images after steps 0 and 4: the later images are brighter and have the higher judge scores."""
 
     def write(name: str, *, tasks: int = 6, instruction: str = "make it red") -> RunFolder:
         folder = RunFolder(runs / name)
@@ -76,7 +76,7 @@ def prefer_later(client: TestClient, given: dict) -> str:
     return "left" if red(client, given, "left") > red(client, given, "right") else "right"
 
 
-def test_all_pairs_are_voted_on_and_the_results_say_so(write_samples, client, runs: Path) -> None:
+def test_results_report_win_rates_judge_agreement_and_voter_consistency(write_samples, client, runs: Path) -> None:
     write_samples("one", tasks=20)
     found = client.get("/api/votes/one").json()
     assert (found["waiting"], found["steps"], found["others"]) == (None, [0, 4], [])
@@ -98,7 +98,7 @@ def test_all_pairs_are_voted_on_and_the_results_say_so(write_samples, client, ru
     assert results["voters"][0]["consistency"]["value"] == 1.0
 
 
-def test_a_repeat_comes_with_its_sides_exchanged(write_samples, client, runs: Path) -> None:
+def test_repeated_pair_has_its_sides_swapped(write_samples, client, runs: Path) -> None:
     write_samples("one", tasks=30)
     while (given := question(client))["question"] is not None:
         answer(client, given, "left")
@@ -106,14 +106,14 @@ def test_a_repeat_comes_with_its_sides_exchanged(write_samples, client, runs: Pa
     assert (row.consistency.value, row.consistency.count) == (0.0, 30 // REPEAT_EVERY)
 
 
-def test_a_voter_may_answer_before_the_images_are_loaded(write_samples, client) -> None:
+def test_images_of_a_pair_are_still_served_after_its_vote(write_samples, client) -> None:
     write_samples("one")
     given = question(client)
     answer(client, given, "left")
     assert [client.get(f"/pair-images/{given['question']['id']}/{side}").status_code for side in ("left", "right")] == [200, 200]
 
 
-def test_the_page_does_not_know_what_made_an_image(write_samples, client) -> None:
+def test_pair_reveals_neither_run_nor_step_and_its_sides_vary_by_voter(write_samples, client) -> None:
     write_samples("one")
     given = question(client)
     assert given["question"].keys() == {"id", "instruction", "source"}
@@ -125,7 +125,7 @@ def test_the_page_does_not_know_what_made_an_image(write_samples, client) -> Non
     assert len(orders) > 2
 
 
-def test_an_answer_counts_once_and_can_be_taken_back(write_samples, client, runs: Path) -> None:
+def test_vote_counts_once_and_can_be_undone(write_samples, client, runs: Path) -> None:
     write_samples("one")
     given = question(client)
     assert answer(client, given, "leftish").status_code == 409
@@ -154,7 +154,7 @@ def test_two_runs_are_compared_and_equal_images_are_not_shown(write_samples, cli
     assert (runs / "one" / vote.left.file).resolve().is_file()
 
 
-def test_the_queue_of_a_run_that_trains(write_samples, client, runs: Path) -> None:
+def test_queued_pairs_of_a_training_run_are_voted_on_once(write_samples, client, runs: Path) -> None:
     write_samples("one")
     queue = VoteQueue(runs / "one" / "queue")
     images = [Image.new("RGB", (8, 8), (60 * k, 0, 0)) for k in range(3)]
@@ -169,7 +169,7 @@ def test_the_queue_of_a_run_that_trains(write_samples, client, runs: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["", " ", "\u202e", "x" * 65])
-def test_a_voter_needs_a_name(write_samples, client, name: str) -> None:
+def test_invalid_voter_names_are_rejected(write_samples, client, name: str) -> None:
     write_samples("one")
     reply = client.get("/api/next-pair", params={**STEPS, "voter": name})
     assert (reply.status_code, reply.json()["error"]) == (409, "give a name of 1 to 64 characters")
@@ -178,7 +178,7 @@ def test_a_voter_needs_a_name(write_samples, client, name: str) -> None:
 @pytest.mark.parametrize(
     "changed", [{"run": "none"}, {"run": "../one"}, {"step": "7"}, {"step": "-1"}, {"other": "none"}, {"other_step": "x"}], ids=str
 )
-def test_what_does_not_exist_cannot_be_compared(write_samples, client, changed: dict[str, str]) -> None:
+def test_missing_runs_and_steps_are_rejected(write_samples, client, changed: dict[str, str]) -> None:
     write_samples("one")
     assert client.get("/api/next-pair", params={**STEPS, **changed, "voter": "ann"}).status_code == 409
 
@@ -227,7 +227,7 @@ def test_other_sites_cannot_vote(write_samples, client, runs: Path, headers: dic
     assert not (runs / "one" / "votes.jsonl").exists()
 
 
-def test_nobody_votes_without_the_option(write_samples, browser, runs: Path) -> None:
+def test_voting_is_disabled_without_the_vote_option(write_samples, browser, runs: Path) -> None:
     write_samples("one")
     assert browser.get("/api/features").json()["vote"] is False
     assert browser.get("/api/next-pair", params={**STEPS, "voter": "ann"}).status_code == 404
@@ -239,7 +239,7 @@ def test_nobody_votes_without_the_option(write_samples, browser, runs: Path) -> 
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"nan", b"[" * 9000, b'{"question": 1}', b'{"choice": "left", "question": []}', b"x" * 99_999]
 )
-def test_a_hostile_body_is_an_error(write_samples, client, body: bytes) -> None:
+def test_malformed_vote_bodies_return_4xx_with_an_error(write_samples, client, body: bytes) -> None:
     write_samples("one")
     for path in ("/api/votes", "/api/undo-vote"):
         reply = client.post(path, content=body, headers={**ORIGIN, "Content-Type": "application/json"})

@@ -1,4 +1,4 @@
-"""Which pair a voter is asked next."""
+"""The choice of the next pair for a voter."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ def votes_of(given: list[Vote]) -> Votes:
 
 
 def test_a_queue_repeats_a_pair_that_is_still_open() -> None:
-    """Whichever of the pairs are in groups that the run has closed."""
+    """This holds whichever of the other pairs are in groups that the run has closed."""
     answered = [pair(str(number)) for number in range(REPEAT_EVERY)]
     votes = votes_of([each.vote("left", voter="ann") for each in answered])
     for still_open in answered[:-3]:  # the last three were answered too recently

@@ -21,14 +21,14 @@ def vote() -> VoteMaker:
     return VoteMaker()
 
 
-def test_the_interval_of_independent_values_by_hand() -> None:
+def test_interval_of_independent_values_matches_hand_computation() -> None:
     """p = 0.7 of 10: v = 10/9 x 2.1 / 100, so the effective size is 9; t(9) = 2.26216."""
     found = share([1.0] * 7 + [0.0] * 3, list("abcdefghij"))
     assert (found.value, found.count, found.clusters) == (pytest.approx(0.7), 10, 10)
     assert (found.low, found.high) == (pytest.approx(0.34223, abs=2e-4), pytest.approx(0.91277, abs=2e-4))
 
 
-def test_the_interval_of_clusters_that_agree_within_themselves_by_hand() -> None:
+def test_interval_of_unanimous_clusters_matches_hand_computation() -> None:
     """Two tasks with opposite votes: v = 2 x (1 + 1) / 16 = p (1 - p), so the effective size is 1; half = t / (2 sqrt(1 + t^2))."""
     found = share([1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b"])
     t = 12.7062
@@ -36,7 +36,7 @@ def test_the_interval_of_clusters_that_agree_within_themselves_by_hand() -> None
     assert found.high == pytest.approx(1 - found.low)
 
 
-def test_intervals_without_variance_or_without_clusters() -> None:
+def test_interval_is_correct_for_unanimous_votes_one_cluster_and_no_votes() -> None:
     won = share([1.0] * 8, list("abcdabcd"))
     assert (won.value, won.high) == (1.0, 1.0)
     assert won.low == pytest.approx(1 / (1 + 3.18245**2 / 4), abs=1e-3)  # Wilson's for 4 of 4, t(3)
@@ -59,7 +59,7 @@ def test_win_rates_count_ties_as_one_half(vote) -> None:
     assert (found.share.value, found.share.count, found.share.clusters) == (pytest.approx(3 / 5), 5, 5)
 
 
-def test_steps_are_ordered_as_numbers(vote) -> None:
+def test_win_rates_order_step_numbers_numerically(vote) -> None:
     (found,) = win_rates([vote("left", left="run step 40", right="run step 120")])
     assert (found.arm, found.share.value) == ("run step 120", 0.0)
 
@@ -69,7 +69,7 @@ def test_tags_with_many_values_are_no_categories(vote) -> None:
     assert [row.category for row in judge_agreement(votes)] == ["all", "kind=0", "kind=1"]
 
 
-def test_agreement_of_judges_by_hand(vote) -> None:
+def test_judge_agreement_matches_hand_computation(vote) -> None:
     votes = [
         vote("left", task="1", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 1.0}), tags={"kind": "add"}),
         vote("right", task="2", scores=({"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 3.0}), tags={"kind": "move"}),
@@ -87,7 +87,7 @@ def test_agreement_of_judges_by_hand(vote) -> None:
     }
 
 
-def test_strengths_by_hand() -> None:
+def test_strengths_match_hand_computation() -> None:
     """Two wins to one: s_a - s_b = log 2. A circle of wins: all equal. One vote with a prior: 1 - sigmoid(2 x) = prior x."""
     assert strengths([(0, 1, 1.0), (0, 1, 1.0), (1, 0, 1.0)], count=2, prior=1e-9).tolist() == pytest.approx(
         [math.log(2) / 2, -math.log(2) / 2]
@@ -98,7 +98,7 @@ def test_strengths_by_hand() -> None:
     assert strengths([(0, 1, 0.5)] * 9, count=2, prior=0.5).tolist() == pytest.approx([0, 0])
 
 
-def test_preferences_of_a_group() -> None:
+def test_preferences_follow_the_strengths_and_are_nan_without_votes() -> None:
     found = preferences([(0, 1, 1.0), (1, 2, 1.0)], count=4, prior=0.5)
     assert found[0] > found[1] > found[2]
     assert found[1] == pytest.approx(0.5)
@@ -107,7 +107,7 @@ def test_preferences_of_a_group() -> None:
     assert preferences([(0, 1, 1.0)], count=2, prior=0.5)[0] == pytest.approx(1 / (1 + math.exp(-2 * x)))
 
 
-def test_a_table_of_arms(vote) -> None:
+def test_table_ranks_arms_by_strength_with_intervals(vote) -> None:
     votes = [vote("left", task=str(k), left="b", right="a") for k in range(20)]
     votes += [vote("left" if k < 15 else "right", task=str(k), left="c", right="b") for k in range(20)]
     found = table(votes)
@@ -115,11 +115,11 @@ def test_a_table_of_arms(vote) -> None:
     assert sum(row.strength for row in found) == pytest.approx(0, abs=1e-9)
     assert found[0].strength - found[1].strength == pytest.approx(math.log(3), abs=0.1)
     assert all(row.low < row.strength < row.high for row in found)
-    assert found[2].high - found[2].low > 2  # it lost every vote, so little is known of by how much
+    assert found[2].high - found[2].low > 2  # it lost every vote, so the size of the difference is uncertain
     assert table(votes[:0]) == []
 
 
-def test_isotonic_regression_by_hand() -> None:
+def test_isotonic_regression_matches_hand_computation() -> None:
     assert isotonic([1, 2, 3, 4, 5], [0, 1, 0, 0.5, 1], [1] * 5) == ([1, 2, 3, 4, 5], [0, 0.5, 0.5, 0.5, 1])
     assert isotonic([3, 1, 2, 2], [0, 3, 1, 2], [1, 1, 1, 1]) == ([1, 2, 3], [1.5, 1.5, 1.5])
     assert isotonic([1, 2, 3], [1, 0, 5], [3, 1, 0]) == ([1, 2], [0.75, 0.75])
@@ -137,7 +137,7 @@ def scored_votes(vote: Callable[..., Vote], count: int, *, seed: int) -> list[Vo
     return made
 
 
-def test_a_calibration_is_monotone_and_its_uncertainty_shrinks(vote, tmp_path: Path) -> None:
+def test_calibration_is_monotone_and_less_uncertain_with_more_votes(vote, tmp_path: Path) -> None:
     few, many = (calibrate(scored_votes(vote, count, seed=1), "score", resamples=100) for count in (60, 1000))
     grid = np.linspace(0.2, 1.8, 9)
     for made in (few, many):
@@ -153,7 +153,7 @@ def test_a_calibration_is_monotone_and_its_uncertainty_shrinks(vote, tmp_path: P
     assert Calibration.load(tmp_path / "map.json") == many
 
 
-def test_votes_that_only_repeat_others_of_their_task_tell_nothing_new(vote) -> None:
+def test_repeated_votes_of_a_task_do_not_change_the_calibration(vote) -> None:
     votes = scored_votes(vote, 120, seed=3)
     once, often = (calibrate([each for each in votes for _ in range(times)], "score", resamples=200) for times in (1, 8))
     assert often.probability == pytest.approx(once.probability)
@@ -176,7 +176,7 @@ def test_a_damaged_calibration_is_refused(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(("tasks", "votes", "mean"), [(40, 3, 0.6), (15, 4, 0.5), (60, 2, 0.8)])
-def test_intervals_of_win_rates_cover(tasks: int, votes: int, mean: float) -> None:
+def test_win_rate_intervals_have_95_percent_coverage(tasks: int, votes: int, mean: float) -> None:
     """Tasks differ in how often the arm wins, so votes on one task are correlated. One answer in five is a tie."""
     random = np.random.default_rng(7)
     clusters = [str(task) for task in range(tasks) for _ in range(votes)]
@@ -190,7 +190,7 @@ def test_intervals_of_win_rates_cover(tasks: int, votes: int, mean: float) -> No
     assert 0.93 <= covered / 2000 <= 0.97
 
 
-def test_intervals_of_strengths_cover(vote) -> None:
+def test_strength_intervals_have_95_percent_coverage(vote) -> None:
     """Half of the votes repeat another vote on the same task, which the clusters account for."""
     random = np.random.default_rng(3)
     truth = {"a": -0.6, "b": 0.0, "c": 0.6}
@@ -219,8 +219,8 @@ def answers(vote: Callable[..., Vote], answer: Callable[[float, float], str], *,
     return made
 
 
-def test_inconsistent_voters_are_found(vote) -> None:
-    """Voters who guess, or always take one side, are found; noisy ones are not accused."""
+def test_inconsistent_voters_are_detected(vote) -> None:
+    """Voters who guess or always choose one side are detected; careful voters with noise are nearly always consistent."""
     found: dict[str, list[str]] = {}
     for seed in range(40):
         random = np.random.default_rng(1000 + seed)
@@ -238,7 +238,7 @@ def test_inconsistent_voters_are_found(vote) -> None:
         assert found[name].count("inconsistent") >= 37
 
 
-def test_a_voters_row_by_hand(vote) -> None:
+def test_voter_row_matches_hand_computation(vote) -> None:
     votes = [
         vote("left", task="1"),
         vote("right", task="1", left="b", right="a", repeat=True),  # the same image
@@ -253,7 +253,7 @@ def test_a_voters_row_by_hand(vote) -> None:
     assert row.by_chance == pytest.approx(0.8**2 / 2 + 0.2**2)
 
 
-def test_agreement_of_voters_by_hand(vote) -> None:
+def test_voter_agreement_matches_hand_computation(vote) -> None:
     votes = [
         vote("left", task="1", voter="ann"),
         vote("right", task="1", voter="bob", left="b", right="a"),

@@ -1,4 +1,4 @@
-"""Rules of a recipe's watch, on made-up looks: each raises its alarm for its own reason and for no other."""
+"""The rules of a recipe's watch on artificial observations: each raises its alarm for its own reason and for no other."""
 
 import math
 
@@ -18,7 +18,7 @@ QUIET = {"brightness": 0.5, "saturation": 0.4, "detail": 0.02, "preservation": 0
 
 
 def look(step, *, proxy=0.0, heldout=0.0, canaries=(5.0, 6.0, 7.0), **means):
-    """Eight tasks whose scores scatter the same way around the given means."""
+    """An observation of eight tasks whose scores scatter the same way around the given means."""
     scatter = torch.tensor([-3.0, -2, -1, 0, 0, 1, 2, 3])
     scores = {"proxy": proxy + scatter, "heldout": heldout + scatter.flip(0)}
     scores |= {name: torch.full((8,), value) for name, value in (QUIET | means).items()}
@@ -31,12 +31,12 @@ def rules(*looks, watch=WATCH, diversity=()):
 
 
 def with_scatter(made, name, amount):
-    """The same look, with task by task differences that have no mean."""
+    """The same observation, with a difference for each task; the mean of the differences is 0."""
     wave = amount * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1])
     return Observation(made.step, made.tasks, {**made.scores, name: made.scores[name] + wave}, made.canaries)
 
 
-def test_a_change_is_paired_and_in_standard_errors():
+def test_paired_change_is_measured_in_standard_errors_of_the_differences():
     before, after = torch.tensor([1.0, 2, 3, math.nan]), torch.tensor([2.0, 4, 6, 9])
     found = paired_change(before, after)
     assert found.mean == 2
@@ -47,12 +47,12 @@ def test_a_change_is_paired_and_in_standard_errors():
     assert math.isnan(paired_change(before[3:], after[3:]).mean)
 
 
-def test_nothing_changed_is_no_alarm():
+def test_unchanged_observations_raise_no_alarm():
     assert rules(look(0)) == []
     assert rules(look(0), look(10), diversity=[0.2] * 40) == []
 
 
-def test_judges_that_part_ways():
+def test_judge_alarm_is_raised_if_the_held_out_judge_falls_and_the_reward_does_not():
     start, fell = look(0), with_scatter(look(10, proxy=1, heldout=-1), "heldout", 0.5)
     (alarm,) = find_alarms(WATCH, [start, fell], [], COLUMNS)
     assert (alarm.rule, alarm.response) == ("judge", "note")
@@ -60,12 +60,12 @@ def test_judges_that_part_ways():
     assert "fell by 1 (" in alarm.text
     assert "rose by 1" in alarm.text
     assert rules(start, look(10, proxy=1, heldout=1)) == []  # both rise
-    assert rules(start, look(10, proxy=-1, heldout=-1)) == []  # both fall: the policy is worse, and its judge says so
-    assert rules(start, look(10, heldout=-1)) == ["judge"]  # the reward does not see a fall
+    assert rules(start, look(10, proxy=-1, heldout=-1)) == []  # both fall: the policy is worse, and the reward shows it
+    assert rules(start, look(10, heldout=-1)) == ["judge"]  # the reward does not fall
     assert rules(start, with_scatter(look(10, proxy=1, heldout=-1), "heldout", 3)) == []  # within its noise
 
 
-def test_a_fall_counts_from_where_the_held_out_judge_was_content_most():
+def test_judge_alarm_compares_with_the_best_held_out_score():
     looks = [look(0), look(10, proxy=1, heldout=2), look(20, proxy=2, heldout=1)]
     assert rules(*looks) == ["judge"]
     best, proxy, heldout = since_best(looks)
@@ -73,7 +73,7 @@ def test_a_fall_counts_from_where_the_held_out_judge_was_content_most():
     assert rules(looks[0], looks[2]) == []
 
 
-def test_a_held_out_judge_that_is_silent_raises_nothing():
+def test_missing_scores_of_the_held_out_judge_raise_no_alarm():
     silent = look(10, proxy=1)
     silent.scores["heldout"][:] = math.nan
     assert rules(look(0), silent) == []
@@ -81,10 +81,10 @@ def test_a_held_out_judge_that_is_silent_raises_nothing():
     assert math.isnan(since_best([look(0), silent])[2].mean)
 
 
-def test_a_judge_that_changes_is_seen_in_the_canaries():
+def test_canary_alarm_is_raised_if_the_judge_scores_the_same_images_differently():
     start = look(0)
     assert rules(start, look(10, canaries=(5.4, 6.0, 7.0))) == []
-    assert rules(start, look(10, canaries=(5.0, 4.0, 9.0))) == ["canaries"]  # the mean is the same, the pictures' scores are not
+    assert rules(start, look(10, canaries=(5.0, 4.0, 9.0))) == ["canaries"]  # same mean, other scores of the images
     assert canary_shift(look(10, canaries=(5.0, 4.0, 9.0)), start, COLUMNS) == ("score", pytest.approx(4 / 3 / 10))
     assert rules(start, look(10, canaries=(math.nan, math.nan, math.nan))) == []
     assert rules(start, look(10, canaries=(math.nan, 6.0, 9.0))) == ["canaries"]
@@ -94,7 +94,7 @@ def test_a_judge_that_changes_is_seen_in_the_canaries():
     ("name", "low", "high"),
     [("brightness", 0.39, 0.61), ("saturation", 0.29, 0.51), ("detail", 0.013, 0.031), ("preservation", 0.79, None)],
 )
-def test_pictures_that_look_otherwise(name, low, high):
+def test_image_statistics_outside_their_limits_raise_an_alarm(name, low, high):
     start = look(0)
     assert rules(start, look(10, **{name: low})) == [name]
     assert rules(start, look(10, **{name: high or 1.0})) == ([name] if high else [])
@@ -103,12 +103,12 @@ def test_pictures_that_look_otherwise(name, low, high):
     assert rules(start, look(10, **{name: low}), watch=Watch(**{name: None})) == []
 
 
-def test_painted_text():
+def test_text_alarm_is_raised_if_painted_text_increases():
     assert rules(look(0), look(10, painted_text=0.25)) == ["text"]
     assert rules(look(0, painted_text=0.25), look(10, painted_text=0.25)) == []
 
 
-def test_groups_that_grow_alike():
+def test_diversity_alarm_is_raised_if_the_diversity_of_groups_drops():
     shrinking = [0.2] * 10 + [0.15] * 5 + [0.09] * 10
     assert rules(look(0), look(25), diversity=shrinking) == ["diversity"]
     assert rules(look(0), look(25), diversity=[0.2] * 10 + [0.11] * 10) == []
@@ -117,7 +117,7 @@ def test_groups_that_grow_alike():
     assert math.isnan(diversity_ratio([0.0, 0.0], 1))
 
 
-def test_looks_are_kept_to_the_bit(tmp_path):
+def test_observations_are_stored_and_loaded_bitwise(tmp_path):
     files = ObservationStore(tmp_path / "watch")
     assert files.until(5) == []
     first, second = look(0, heldout=1 / 3), look(10)

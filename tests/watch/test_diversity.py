@@ -1,4 +1,4 @@
-"""Diversity within groups: the distance of every pair, measured the long way round."""
+"""Diversity within groups, against a direct computation of the distance of every pair."""
 
 import itertools
 import math
@@ -45,19 +45,19 @@ def pairs(pictures, groups):
     return math.sqrt(np.mean(found))
 
 
-def test_it_is_the_distance_of_pairs():
+def test_group_diversity_equals_the_rms_distance_of_pairs_within_groups():
     assert group_diversity(batch(GROUPS, SLOTS), PICTURES, Ranks()) == pytest.approx(pairs(PICTURES, GROUPS), rel=1e-9)
     holed = [None, *PICTURES[1:5], None, PICTURES[6]]
     assert group_diversity(batch(GROUPS, SLOTS), holed, Ranks()) == pytest.approx(pairs(holed, GROUPS), rel=1e-9)
 
 
-def test_equal_pictures_and_none():
+def test_group_diversity_is_0_for_equal_images_and_nan_without_pairs():
     assert group_diversity(batch(GROUPS, SLOTS), [PICTURES[0]] * 7, Ranks()) == pytest.approx(0, abs=1e-7)
     assert math.isnan(group_diversity(batch(GROUPS, SLOTS), [None] * 7, Ranks()))
     assert math.isnan(group_diversity(batch((0, 1), (0, 0)), PICTURES[:2], Ranks()))
 
 
-def test_a_group_may_span_ranks():
+def test_group_diversity_of_groups_that_span_ranks_matches_one_rank():
     def one(ranks):
         rows = slice(0, 4) if ranks.rank == 0 else slice(4, 7)
         return group_diversity(batch(GROUPS[rows], SLOTS[rows]), PICTURES[rows], ranks)

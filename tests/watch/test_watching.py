@@ -1,4 +1,4 @@
-"""Whole runs that are watched: what they log, how a rule ends them, and that a killed one ends with the same alarms and bits."""
+"""Complete runs with a watch: what they log, how an alarm stops them, and that a killed run ends with the same alarms and bits."""
 
 import json
 import math
@@ -28,14 +28,14 @@ from warm_python import python
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """Four steps, a look every two, and a rule that ends the run at the second look."""
+    """Four steps, an observation every two steps, and a rule that stops the run at step 2."""
     recipe = parse(tiny_watched.recipe(tmp_path_factory.mktemp("runs"), limit=1e-9, on_alarm="stop"))
     with pytest.raises(AlarmStop) as error:
         run(recipe, fresh=False)
     return recipe, RunFolder(recipe.folder), str(error.value)
 
 
-def test_what_a_run_logs(watched):
+def test_watched_run_logs_its_measures_and_alarms(watched):
     _, folder, _ = watched
     first, second = folder.read_metrics()
     assert 0 < first["watch/diversity"] < 1
@@ -52,7 +52,7 @@ def test_what_a_run_logs(watched):
     assert "time/watch" in folder.read_timings()[1]
 
 
-def test_stop_saves_where_it_is_and_says_why(watched):
+def test_stop_alarm_saves_a_checkpoint_and_reports_the_reason(watched):
     _, folder, told = watched
     assert "stopped by an alarm after step 2" in told
     assert "watch.brightness" in told
@@ -66,7 +66,7 @@ def test_stop_saves_where_it_is_and_says_why(watched):
     assert "<h2>Watched</h2>" in page
 
 
-def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
+def test_run_stopped_by_an_alarm_resumes_only_with_a_relaxed_rule(watched, tmp_path):
     recipe, folder, _ = watched
     with pytest.raises(AlarmStop, match="was stopped by an alarm"):
         run(recipe, fresh=False)
@@ -81,7 +81,7 @@ def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
     assert run(alone, fresh=False) == 0
     last = "checkpoints/step-000004/weights.safetensors"
     assert (on.root / last).read_bytes() == (alone.folder / last).read_bytes()
-    # Of the look that had the alarm, the line keeps what was raised under the rules of its time.
+    # The line of the observation with the alarm keeps the alarms of the earlier rules.
     lines = [{name: value for name, value in line.items() if "alarm" not in name} for line in on.read_metrics()]
     assert lines == RunFolder(alone.folder).read_metrics()
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_killed_before_it_records_the_stop_stops_at_the_next_start
     assert folder.read_alarm()["step"] == 2
 
 
-def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
+def test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint(tmp_path):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"))
     with pytest.raises(AlarmStop, match="back in the state of step 0"):
         run(recipe, fresh=False)
@@ -126,9 +126,7 @@ def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
 
 
 @pytest.mark.parametrize(("response", "kept", "back_to"), [("stop", 2, None), ("roll_back", 0, 0)])
-def test_an_observation_that_a_spent_budget_left_out_raises_its_alarms_at_the_next_start(
-    tmp_path, monkeypatch, response, kept, back_to
-):
+def test_observation_skipped_by_a_spent_budget_raises_its_alarms_at_the_next_start(tmp_path, monkeypatch, response, kept, back_to):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm=response))
     observe, budget = Watcher._observe, {2}
 
@@ -151,7 +149,7 @@ def test_an_observation_that_a_spent_budget_left_out_raises_its_alarms_at_the_ne
     assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
 
 
-def test_the_diversity_of_a_step_is_known_even_if_the_budget_is_spent_in_its_observation(watched, tmp_path, monkeypatch):
+def test_diversity_is_logged_even_if_the_budget_is_spent_in_the_observation(watched, tmp_path, monkeypatch):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
     observe = Watcher._observe
 
@@ -169,7 +167,7 @@ def test_the_diversity_of_a_step_is_known_even_if_the_budget_is_spent_in_its_obs
 
 
 @pytest.mark.parametrize("gamed", [True, False])
-def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, gamed):
+def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded")
     held = {"kind": "import", "class": "tiny_watched:Sinking", "combine": {"worth": 1}}
     document["watch"] |= {"judge": {"reward": held, "on_alarm": "stop"}, "canaries": None}
@@ -183,7 +181,7 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
 
     with pytest.MonkeyPatch.context() as patch:
         if gamed:
-            patch.setattr(checkpoint, "save", then_part)  # the first is saved after the look of step 2
+            patch.setattr(checkpoint, "save", then_part)  # the first is saved after the observation of step 2
             with pytest.raises(AlarmStop, match=r"watch.judge: the reward and the held-out judge diverge: since step \d"):
                 run(recipe, fresh=False)
         else:
@@ -197,13 +195,13 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
     assert ("Stopped by an alarm after step 4" in folder.report.read_text()) == gamed
     with closing(sqlite3.connect(ledger_path(recipe.folder, 0))) as ledger:
         told = ledger.execute("SELECT DISTINCT split, scores LIKE '%worth%', scores LIKE '%tone%' FROM samples").fetchall()
-    assert {split for split, worth, _ in told if worth} == {"watch"}, "the held-out judge is asked for looks alone"
+    assert {split for split, worth, _ in told if worth} == {"watch"}, "the held-out judge is called only for observations"
     assert not any(worth and tone for _, worth, tone in told)
     assert not any("worth" in name for name in last)
 
 
-def test_canaries_are_never_answered_from_memory(tmp_path):
-    """A judge that changes in the middle is caught, although the ledger remembers what it said of the very same images."""
+def test_canary_scores_are_never_taken_from_the_ledger(tmp_path):
+    """A judge that changes during the run is detected, although the ledger contains its earlier scores of the same images."""
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded"))
     tiny_watched.Fickle.shift = 0.0
     real = checkpoint.save
@@ -213,13 +211,13 @@ def test_canaries_are_never_answered_from_memory(tmp_path):
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", then_drift)  # the first is saved after the look of step 2
+        patch.setattr(checkpoint, "save", then_drift)  # the first is saved after the observation of step 2
         with pytest.raises(AlarmStop, match=r"watch.canaries: the judge itself has changed.*tone by 30.0%"):
             run(recipe, fresh=False)
     assert RunFolder(recipe.folder).read_alarm()["step"] == 4
 
 
-def test_looks_that_are_made_again_ask_no_judge(tmp_path):
+def test_repeated_observations_after_a_resume_call_no_judge(tmp_path):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:Graded"))
     tiny_watched.Fickle.shift = 0.0
     assert run(recipe, fresh=False) == 0
@@ -227,12 +225,12 @@ def test_looks_that_are_made_again_ask_no_judge(tmp_path):
     whole = folder.metrics.read_bytes()
     shutil.rmtree(folder.checkpoints / "step-000004")
     folder.summary.unlink()
-    tiny_watched.Fickle.shift = 0.3  # would show, were it asked for the look of step 4 again
+    tiny_watched.Fickle.shift = 0.3  # would change the metrics if the judge were called again for step 4
     assert run(recipe, fresh=False) == 0
     assert folder.metrics.read_bytes() == whole
 
 
-def test_canaries_are_the_starts_own_pictures_to_the_pixel(watched):
+def test_canaries_equal_the_held_out_images_of_step_0_in_every_pixel(watched):
     _, folder, _ = watched
     start = folder.read_samples(0)
     kept = [Image.open(folder.watch / f"canary-{place:03d}.png").tobytes() for place in range(2)]
@@ -241,7 +239,7 @@ def test_canaries_are_the_starts_own_pictures_to_the_pixel(watched):
 
 
 @pytest.mark.slow
-def test_two_ranks_see_what_one_sees(tmp_path, watched):
+def test_watch_metrics_of_two_ranks_match_those_of_one_rank(tmp_path, watched):
     recipe = tiny_watched.recipe(tmp_path, limit=0.9, on_alarm="note") | {"steps": 2}
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
@@ -264,13 +262,13 @@ def test_two_ranks_see_what_one_sees(tmp_path, watched):
         ({"text": {"on_alarm": "explode"}}, "watch.text.on_alarm"),
     ],
 )
-def test_mistakes_are_named(tmp_path, watch, told):
+def test_invalid_watch_settings_raise_when_the_recipe_is_parsed(tmp_path, watch, told):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
     with pytest.raises(ValueError, match=told):
         parse({**document, "watch": watch})
 
 
-def test_without_a_watch_the_document_is_what_it_was(tmp_path):
+def test_document_of_a_recipe_without_a_watch_has_no_watch_key(tmp_path):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
     del document["watch"]
     assert "watch" not in parse(document).document()
@@ -278,7 +276,7 @@ def test_without_a_watch_the_document_is_what_it_was(tmp_path):
     assert math.isclose(parse({**document, "watch": {}}).watch.brightness.limit, 0.1)
 
 
-def test_the_report_of_an_older_run_has_no_such_section(tmp_path):
+def test_report_of_a_run_without_a_watch_has_no_watched_section(tmp_path):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
     del document["watch"]
     recipe = parse(document)

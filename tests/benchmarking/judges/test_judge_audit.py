@@ -1,4 +1,4 @@
-"""The audit of a judge: a clean judge passes, each planted fault is found and nothing else, and chance raises few alarms."""
+"""The audit of a judge: a clean judge passes, each planted fault raises only its own alarm, and noise raises few."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def test_a_clean_judge_passes(small_ladders, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found_and_nothing_else(small_ladders, tmp_path, fault) -> None:
+def test_each_planted_fault_raises_exactly_its_own_alarm(small_ladders, tmp_path, fault) -> None:
     result = retouch.judge_audit(BiasedJudge(fault=fault), out=tmp_path)
     assert set(result.alarms) == {FAULTS[fault]}
     (line,) = [line for line in result.lines if line.name == FAULTS[fault]]
@@ -74,7 +74,7 @@ def test_a_clean_but_noisy_judge_raises_few_false_alarms(items, noise) -> None:
     assert false <= 0.05 * audits
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_95_percent_intervals_cover_the_true_mean_in_95_percent_of_cases() -> None:
     draw, covered = np.random.default_rng(1), 0
     for _ in range(2000):
         low, high = Estimate.of(draw.normal(0.3, 1.0, 12).tolist()).interval(0.95)
@@ -83,7 +83,7 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     assert measures.share_interval(0, 20, 0.95) == pytest.approx((0.0, 0.1611), abs=1e-3)
 
 
-def test_measures_by_hand(items) -> None:
+def test_measures_equal_hand_computed_values(items) -> None:
     item = items[0]
     names = [rung.name for rung in item.rungs]
     one = ProbeScores(
@@ -100,7 +100,7 @@ def test_measures_by_hand(items) -> None:
     assert measures.signal_variance([perfect]).mean == pytest.approx(np.var([rung.truth for rung in item.rungs], ddof=1))
 
 
-def test_the_length_of_answers(items) -> None:
+def test_scores_that_correlate_with_the_answer_length_raise_a_warning(items) -> None:
     draw = np.random.default_rng(0)
     asked = simulated(items, draw, noise=0.05)
     answers = [JudgeAnswer(question, length, 5 + length / 100) for question in range(40) for length in draw.integers(50, 400, 3)]
@@ -110,7 +110,7 @@ def test_the_length_of_answers(items) -> None:
     assert alarms(findings(AuditAnswers(asked.scored, unrelated, Spending(), 0))) == {}
 
 
-def test_the_command_prints_a_table_json_and_a_page(small_ladders, tmp_path, capsys, monkeypatch) -> None:
+def test_the_audit_command_prints_a_table_or_json_and_writes_a_page(small_ladders, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "biased_judge")
     words = ["judge", "audit", '{"kind": "import", "class": "biased_judge:BiasedJudge", "args": {"fault": "praise"}}']
     assert cli.main([*words, "--items", "8", "--repeats", "2", "--out", str(tmp_path)]) == 1
@@ -128,7 +128,7 @@ def test_the_command_prints_a_table_json_and_a_page(small_ladders, tmp_path, cap
     assert json.loads(capsys.readouterr().out) == kept
 
 
-def test_another_judge_needs_another_folder(small_ladders, tmp_path) -> None:
+def test_an_audit_into_the_folder_of_another_judge_raises(small_ladders, tmp_path) -> None:
     retouch.judge_audit(BiasedJudge(), items=2, repeats=2, out=tmp_path)
     with pytest.raises(ValueError, match="answers of another judge, or of other settings; give another folder with --out"):
         retouch.judge_audit(BiasedJudge(noise=0.2), items=2, repeats=2, out=tmp_path)
@@ -150,12 +150,12 @@ def test_wrong_arguments_are_explained(small_ladders, tmp_path, arguments, told)
         retouch.judge_audit(BiasedJudge(), out=tmp_path, **arguments)
 
 
-def test_few_items_are_unclear_and_not_passed(small_ladders, tmp_path) -> None:
+def test_too_few_items_give_the_status_unclear(small_ladders, tmp_path) -> None:
     result = retouch.judge_audit(BiasedJudge(fault="praise"), items=2, repeats=2, out=tmp_path)
     assert {line.name: line.status for line in result.lines}["painted-on praise"] == "unclear"
 
 
-def test_the_playgrounds_own_judge_is_audited_on_its_own_images(tmp_path) -> None:
+def test_the_playground_judge_passes_the_main_checks_on_playground_images(tmp_path) -> None:
     result = retouch.judge_audit("playground", items=8, repeats=2, out=tmp_path)
     found = {line.name: line.status for line in result.lines}
     assert found["order of the rungs"] == found["noise"] == found["long instruction"] == found["painted-on praise"] == "pass"

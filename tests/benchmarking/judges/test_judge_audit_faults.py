@@ -1,4 +1,4 @@
-"""Judges that fail, lie or are interrupted during an audit: nothing wrong is recorded, and nothing is asked twice."""
+"""Judges that fail or give invalid answers, and killed audits: no wrong score is recorded, and no recorded question is repeated."""
 
 import itertools
 import json
@@ -61,8 +61,8 @@ def clean(tmp_path_factory) -> dict[str, dict[str, float]]:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_no_fault_is_recorded_and_nothing_is_asked_twice(tmp_path, clean, fault) -> None:
-    """A third of the questions meets the fault, once. A 429 with Retry-After is asked again at once, and counts as no attempt."""
+def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, clean, fault) -> None:
+    """A third of the questions get the fault once. A 429 with Retry-After is retried at once and does not count as an attempt."""
 
     def sometimes(digest: str, times: int) -> str | None:
         return fault if int(digest[:4], 16) % 3 == 0 and times == 0 else None
@@ -83,8 +83,8 @@ def test_no_fault_is_recorded_and_nothing_is_asked_twice(tmp_path, clean, fault)
     assert double.refused == []
 
 
-def test_retries_within_an_audit_leave_no_hole(tmp_path, clean) -> None:
-    """Every question meets another fault at its first two attempts."""
+def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, clean) -> None:
+    """Every question gets a fault at each of its first two attempts; the kinds alternate."""
     kinds = itertools.cycle([kind for kind in FAULTS if kind not in ("time-out", "refusal", "filtered")])
     with Double(lambda digest, times: next(kinds) if times < 2 else None) as double:
         result = judge_audit(judged(double.url, attempts=6), items=1, repeats=2, out=tmp_path)
@@ -94,12 +94,12 @@ def test_retries_within_an_audit_leave_no_hole(tmp_path, clean) -> None:
     assert result.requests == 3 * QUESTIONS
 
 
-def test_no_lie_is_recorded(tmp_path) -> None:
-    """The first answer is true: an audit ends if no image of its first item has a score."""
+def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path) -> None:
+    """The first answer is valid, because an audit raises if no image of its first item gets a score."""
     lies = itertools.chain([_json], itertools.cycle(SCORES.values()))
     with lying_judge() as judge:
         judge.lie = lambda true: next(lies)(true)
-        section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # the lies are about a score from 0 to 10
+        section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # wrong replies have a score from 0 to 10
         result = judge_audit(section, items=3, repeats=3, out=tmp_path)
     assert judge.questions > len(SCORES)
     assert list(recorded(tmp_path).values()) == [{"score": 7.0}]
@@ -107,7 +107,7 @@ def test_no_lie_is_recorded(tmp_path) -> None:
     assert result.alarms["missing scores"] == "fail"
 
 
-def test_a_dead_judge_ends_the_audit_at_once(tmp_path) -> None:
+def test_an_audit_raises_after_the_first_item_if_the_judge_never_answers(tmp_path) -> None:
     with Double(lambda digest, times: "503") as double:
         with pytest.raises(ValueError, match=r"no image of the first item got a score \(23 HTTP 503\); correct the judge"):
             judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)
@@ -115,7 +115,7 @@ def test_a_dead_judge_ends_the_audit_at_once(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "questions"), [("viescore", 44), ("win_rate", 60), ("several", 44)])
-def test_every_kind_of_judge_is_asked_once(tmp_path, kind, questions) -> None:
+def test_no_kind_of_judge_is_asked_a_question_twice(tmp_path, kind, questions) -> None:
     """Two of the 23 samples share another one's image, whose quality is asked for once; ``win_rate`` compares pairs of rungs."""
     with Double(words={"first": 0.3, "second": 0.6}) as double:
         one = {"kind": "aspects", "aspects": ["alignment"], "n_evals": 1, "temperature": 0.7}
@@ -136,7 +136,7 @@ def test_every_kind_of_judge_is_asked_once(tmp_path, kind, questions) -> None:
     assert (kind == "win_rate") == (results[0].samples == 12)
 
 
-def test_a_budget_ends_an_audit_that_can_be_continued(tmp_path) -> None:
+def test_an_audit_stops_at_its_budget_and_the_next_call_continues_it(tmp_path) -> None:
     with Double() as double:
         first = judge_audit(judged(double.url), items=3, repeats=2, budget=2 * QUESTIONS + 3, out=tmp_path)
         assert (first.items, first.left, first.failed) == (2, 1, True)
@@ -149,11 +149,11 @@ def test_a_budget_ends_an_audit_that_can_be_continued(tmp_path) -> None:
             judge_audit(judged(double.url), items=1, repeats=2, budget=5, out=tmp_path / "other")
 
 
-def test_costs_are_those_of_the_ledger(tmp_path) -> None:
+def test_audit_costs_include_answers_from_the_ledger(tmp_path) -> None:
     with Double() as double:
         section = judged(double.url, prices=Prices(input=1.0, output=10.0))
         results = [judge_audit(section, items=1, repeats=2, out=tmp_path) for _ in range(2)]
-    for result in results:  # also of an audit that asks nothing
+    for result in results:  # the second audit sends no request
         assert (result.requests, result.tokens) == (QUESTIONS, 110 * QUESTIONS)
         assert result.cost == pytest.approx(QUESTIONS * (100 * 1.0 + 10 * 10.0) / 1e6)
         assert result.per_bit(result.cost) == pytest.approx(result.cost / (result.bits * QUESTIONS))
@@ -169,7 +169,7 @@ audit.judge_audit(judged(sys.argv[1]), items=3, repeats=2, out=sys.argv[2])
 """
 
 
-def test_an_audit_that_is_killed_asks_nothing_twice_that_it_recorded(tmp_path) -> None:
+def test_a_killed_audit_resumes_without_repeating_recorded_questions(tmp_path) -> None:
     with Double() as double:
         double.fault = lambda digest, times: time.sleep(0.05)
         paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -181,7 +181,7 @@ def test_an_audit_that_is_killed_asks_nothing_twice_that_it_recorded(tmp_path) -
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
-        time.sleep(0.3)  # what the killed process has sent is answered by then
+        time.sleep(0.3)  # until then the requests of the killed process are answered
         before, asked = recorded(tmp_path), len(double.requests)
         assert 0 < len(before) < 3 * QUESTIONS
         result = judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)

@@ -1,4 +1,4 @@
-"""The short audit before a benchmark: an honest judge is asked once, a useless one is refused before anything is made."""
+"""The short audit before a benchmark: an honest judge is audited once, a useless one is rejected before anything is generated."""
 
 import json
 from collections import Counter
@@ -67,7 +67,7 @@ REFUSED = {
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
-    """A model that answers with ``reply``, and a user's folder of its own."""
+    """A model that answers with ``reply``, with a state folder in ``tmp_path``."""
     client = CannedClient(JUDGES["honest"])
     monkeypatch.setattr(InProcess, "open", lambda self, *, device="cpu": client)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -80,7 +80,7 @@ def audited(*, judge: Any = MODEL) -> list[str]:
     return notes
 
 
-def test_an_honest_judge_passes_and_is_asked_once(judge: CannedClient) -> None:
+def test_an_honest_judge_passes_and_its_result_is_reused(judge: CannedClient) -> None:
     (said,) = audited()
     assert "passes (24 images; mean score 1.00 with the whole edit and 0.32 without; 100% of pairs in the right order" in said
     asked = len(judge.asked)
@@ -93,7 +93,7 @@ def test_an_honest_judge_passes_and_is_asked_once(judge: CannedClient) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_useless_judge_is_refused_and_a_corrected_one_is_asked_again(judge: CannedClient, kind: str) -> None:
+def test_a_useless_judge_is_rejected_and_audited_again_once_it_is_corrected(judge: CannedClient, kind: str) -> None:
     judge.reply = JUDGES[kind]
     with pytest.raises(ValueError, match=REFUSED[kind]) as error:
         audited()
@@ -102,7 +102,9 @@ def test_a_useless_judge_is_refused_and_a_corrected_one_is_asked_again(judge: Ca
     assert "passes" in audited()[0]
 
 
-def test_unreadable_answers_that_were_asked_again_are_named(judge: CannedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(
+    judge: CannedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each image has a score in the end, but every third answer could not be read."""
 
     def ask_twice(*args: Any, **settings: Any) -> AuditAnswers:
@@ -117,7 +119,7 @@ def test_unreadable_answers_that_were_asked_again_are_named(judge: CannedClient,
 
 
 @pytest.mark.parametrize(("worst", "kind"), [(1.0, ValueError), (2.0, BudgetSpent)])
-def test_every_rank_says_whether_the_budget_is_spent(worst: float, kind: type[ValueError]) -> None:
+def test_other_ranks_raise_the_same_error_type_as_the_first_rank(worst: float, kind: type[ValueError]) -> None:
     class Second(Ranks):
         def max(self, values: torch.Tensor) -> torch.Tensor:
             return torch.full_like(values, worst)
@@ -127,7 +129,7 @@ def test_every_rank_says_whether_the_budget_is_spent(worst: float, kind: type[Va
     assert error.type is kind
 
 
-def test_every_model_of_a_reward_is_audited_once(judge: CannedClient) -> None:
+def test_judge_models_lists_each_model_of_a_reward_once(judge: CannedClient) -> None:
     assert list(judge_models(AspectsReward(judge=MODEL))) == [MODEL]
     both = SeveralRewards(rewards={"a": VieScore(judge=MODEL), "b": AspectsReward(judge=MODEL)})
     assert list(judge_models(both)) == [MODEL]
@@ -140,7 +142,7 @@ def words(tmp_path: Path, *more: str) -> list[str]:
     return ["bench", "playground", "--images", str(images), "--judge", section, "--out", str(tmp_path / "out"), *more]
 
 
-def test_a_benchmark_refuses_a_useless_judge_before_it_makes_anything(judge: CannedClient, tmp_path: Path, capsys: Any) -> None:
+def test_a_benchmark_rejects_a_useless_judge_before_it_writes_files(judge: CannedClient, tmp_path: Path, capsys: Any) -> None:
     judge.reply = JUDGES["constant"]
     assert cli.main(words(tmp_path)) == 2
     assert "it gives every image the same score" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def gedit_row(key, task, *, language="en", intersection=True, image=1):
     }
 
 
-def test_gedit_averages_groups_of_one_language(tmp_path):
+def test_gedit_averages_task_types_and_selects_one_language(tmp_path):
     rows = [
         gedit_row("a", "color_alter"),
         gedit_row("b", "color_alter", intersection=False),
@@ -65,7 +65,7 @@ def test_gedit_averages_groups_of_one_language(tmp_path):
     assert [item.id for item in chinese] == ["a"]
 
 
-def test_gedit_names_broken_rows_and_keeps_missing_answers_missing(tmp_path):
+def test_gedit_reports_broken_rows_and_excludes_missing_answers_from_the_mean(tmp_path):
     rows = [
         gedit_row("a", "color_alter"),
         gedit_row("a", "color_alter"),
@@ -84,7 +84,7 @@ def test_gedit_names_broken_rows_and_keeps_missing_answers_missing(tmp_path):
         assert word in reason
     found = scored(suite, items, lambda question, number: "I cannot say." if number == 1 else vie({2: (9, 9, 4, 4)})(question, 2))
     assert math.isnan(found["a"]["overall"])
-    assert headline(suite, items, found)["overall"] == 6  # of what has a score; a missing answer is no 0
+    assert headline(suite, items, found)["overall"] == 6  # the mean of the scores that exist; a missing answer is not 0
 
 
 def complex_rows(count):
@@ -150,7 +150,7 @@ def test_imgedit_averages_types(tmp_path):
     assert headline(suite, items, found)["score"] == pytest.approx(((1 + 10 / 3) / 2 + 4) / 2)
 
 
-def test_imgedit_names_what_cannot_be_used(tmp_path):
+def test_imgedit_reports_invalid_rows_and_gives_nan_for_invalid_answers(tmp_path):
     rows = {
         "1": {"id": "a/1.png", "prompt": "x", "edit_type": "add"},
         "2": {"id": "a/2.png", "prompt": "x", "edit_type": "melt"},
@@ -181,7 +181,7 @@ def test_imgedit_hard_is_a_mean(tmp_path):
     assert headline(suite, items, found) == {"score": 3.5}
 
 
-def test_turns_edit_the_image_of_the_turn_before(tmp_path):
+def test_each_imgedit_turn_edits_the_image_of_the_previous_turn(tmp_path):
     rows = {"1": {"id": "1.png", "turn1": "all green", "turn2": "add fruit", "turn3": "another plate"}}
     imgedit_folder(tmp_path, {**rows, "2": {"id": "2.png", "turn1": "alone"}}, "content_memory.json")
     suite = ImgEditMultiTurnSuite()

@@ -1,4 +1,4 @@
-"""Every suite, by one table: its published formula by hand, and items that are missing or broken are named, counted and never 0."""
+"""Every suite, from one table: its published formula by hand, and missing or broken items are reported and never score 0."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +30,8 @@ VIE = ({"sc": 4.0, "pq": 9.0, "overall": 6.0}, {"sc": 1.0, "pq": 4.0, "overall":
 @dataclass(frozen=True)
 class Case:
     """``write``: makes the data, two items and rows that cannot be used. ``given``: what the suite's reward returns for the images
-    of the two. ``expected``: the headline, by the published formula and by hand, and the same of the first item alone. ``broken``:
-    a word of the reason of each row that cannot be used. ``golden``: the test from answers to the formula."""
+    of the two. ``expected``: the headline by the published formula, computed by hand, for both items and for the first alone.
+    ``broken``: a word of the reason of each row that cannot be used. ``golden``: the test that also computes the scores by hand."""
 
     golden: str
     write: Callable[[Path], Path] | None
@@ -41,8 +41,8 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-TURN = "test_editing_suites.test_turns_edit_the_image_of_the_turn_before"
-PROMPTS = "test_text_to_image_suites.test_prompt_lists_of_drawbench_and_others"
+TURN = "test_editing_suites.test_each_imgedit_turn_edits_the_image_of_the_previous_turn"
+PROMPTS = "test_text_to_image_suites.test_preference_suites_read_prompt_lists_and_average_scores"
 CASES = {
     "playground": Case(
         "test_running.test_a_folder_of_images_has_the_scores_of_the_model_that_made_them",
@@ -54,7 +54,11 @@ CASES = {
     ),
     # the mean of the groups' means
     "gedit": Case(
-        "test_editing_suites.test_gedit_averages_groups_of_one_language", suite_rows.gedit, VIE, (4, 6), ("instruction",)
+        "test_editing_suites.test_gedit_averages_task_types_and_selects_one_language",
+        suite_rows.gedit,
+        VIE,
+        (4, 6),
+        ("instruction",),
     ),
     "imgedit": Case(
         "test_editing_suites.test_imgedit_averages_types",
@@ -72,7 +76,7 @@ CASES = {
     ),
     "imgedit-multi-turn": Case(TURN, suite_rows.imgedit_turns, tuple({**one, "restraint": 5.0} for one in VIE), (4, 6), ("turn2",)),
     "multi-turn": Case(
-        "test_suites_run.test_reward_and_preservation_of_each_turn",
+        "test_suites_run.test_the_table_of_multi_turn_has_reward_and_preservation_of_each_turn",
         suite_rows.turns,
         tuple(
             {"pixels/preservation": 0.5, **{f"vie/{name}": score for name, score in {**one, "restraint": 5.0}.items()}}
@@ -108,7 +112,7 @@ CASES = {
         ("no mask",),
     ),
     "kris": Case(
-        "test_reasoning_suites.test_kris_scores_what_a_category_has",
+        "test_reasoning_suites.test_kris_score_is_the_mean_of_the_columns_of_its_category",
         suite_rows.kris,
         # biology has knowledge, the change of a colour has not
         (
@@ -140,7 +144,7 @@ CASES = {
         ("atom_count",),
     ),
     "dpg": Case(
-        "test_text_to_image_suites.test_dpg_takes_points_from_what_depends_on_a_no",
+        "test_text_to_image_suites.test_dpg_questions_that_depend_on_a_negative_answer_score_0",
         suite_rows.dpg,
         tuple(
             {"score": score, "entity": score, **dict.fromkeys(("global", "attribute", "relation", "other"), NAN)}
@@ -190,7 +194,7 @@ CASES = {
 }
 
 
-def test_the_table_has_every_suite_and_its_golden_test() -> None:
+def test_every_suite_has_a_case_and_its_golden_test_exists() -> None:
     assert set(CASES) == set(SUITES) - {consent.IMPORT}
     for case in CASES.values():
         file, _, name = case.golden.partition(".")
@@ -222,7 +226,7 @@ def with_reward(suite: Suite, table: Mapping[int, Mapping[str, float]]) -> Suite
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_missing_and_broken_items_are_named_and_counted_and_are_not_0(name: str, tmp_path: Path) -> None:
+def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     (tmp_path / "data").mkdir()
     data = None if case.write is None else case.write(tmp_path / "data")
@@ -262,7 +266,7 @@ def test_missing_and_broken_items_are_named_and_counted_and_are_not_0(name: str,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_another_reward_may_score_the_images(name: str, tmp_path: Path) -> None:
+def test_every_suite_can_be_scored_by_another_reward(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     (tmp_path / "data").mkdir()
     data = None if case.write is None else case.write(tmp_path / "data")

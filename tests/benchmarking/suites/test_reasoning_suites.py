@@ -1,4 +1,4 @@
-"""KRIS-Bench and RISEBench: their schemas, what their judges are asked, and the published weights."""
+"""KRIS-Bench and RISEBench: their schemas, the images that their judges receive, and the published weights."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def kris(tmp_path):
     return tmp_path
 
 
-def test_kris_scores_what_a_category_has(kris):
+def test_kris_score_is_the_mean_of_the_columns_of_its_category(kris):
     suite = KrisSuite()
     items, broken = suite.items(kris)
     assert [item.id for item in items] == ["biology-1", "biology-2", "temporal_prediction-1"]
@@ -49,7 +49,7 @@ def test_kris_scores_what_a_category_has(kris):
     assert math.isnan(missing["biology-1"]["score"])
 
 
-def test_kris_shows_all_source_images_and_the_right_result(kris):
+def test_kris_judge_receives_all_source_images_and_the_ground_truth_image(kris):
     suite = KrisSuite()
     items, _ = suite.items(kris)
     client = CannedClient(by_name(EASY))
@@ -117,7 +117,7 @@ def test_rise_weighs_its_scores_as_published(rise):
     assert headline(suite, items, missing)["solved"] == pytest.approx(1 / 4)
 
 
-def test_rise_shows_the_right_result_where_there_is_an_image_of_it(rise):
+def test_rise_judge_receives_the_reference_image_if_there_is_one(rise):
     suite = RiseSuite()
     items, _ = suite.items(rise)
     client = CannedClient(by_name({"consistency": 5, "reasoning_score": 5, "quality": 5}))

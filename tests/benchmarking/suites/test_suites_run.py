@@ -21,11 +21,11 @@ def judge(monkeypatch):
 
 
 def said(number: int, name: str, top: int = 5) -> float:
-    """What the server says of an image."""
+    """The score that the server gives an image."""
     return clean(numbered(number), name, 0, low=1, high=top, whole=True)
 
 
-def test_imgedit_runs_to_its_table(tmp_path, judge):
+def test_an_imgedit_run_with_a_judge_server_gives_the_expected_table(tmp_path, judge):
     rows = {
         "12": {"id": "a/1.png", "prompt": "add a hat", "edit_type": "add"},
         "7": {"id": "a/2.png", "prompt": "remove the hat", "edit_type": "remove"},
@@ -47,7 +47,7 @@ def test_imgedit_runs_to_its_table(tmp_path, judge):
     assert [(each["id"], "gone.png" in each["reason"]) for each in result.about["broken"]] == [("basic_edit.json:4", True)]
 
 
-def test_scores_that_a_category_does_not_have_are_not_missing(tmp_path, judge):
+def test_kris_scores_that_a_category_lacks_are_not_reported_as_missing(tmp_path, judge):
     biology = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"}}
     colour = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "make it red", "explain_en": ""}}
     for folder, rows in {"biology": biology, "color_change": colour}.items():
@@ -65,7 +65,7 @@ def test_scores_that_a_category_does_not_have_are_not_missing(tmp_path, judge):
     )
 
 
-def test_turns_run_to_their_rows(tmp_path, judge):
+def test_the_table_of_imgedit_multi_turn_has_a_row_for_each_turn(tmp_path, judge):
     saved(tmp_path / "data" / "original_images" / "1.png", 1)
     rows = {"1": {"id": "1.png", "turn1": "all green", "turn2": "add fruit"}}
     (tmp_path / "data" / "content_memory.json").write_text(json.dumps(rows))
@@ -79,7 +79,7 @@ def test_turns_run_to_their_rows(tmp_path, judge):
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
 
 
-def test_reward_and_preservation_of_each_turn(tmp_path, judge):
+def test_the_table_of_multi_turn_has_reward_and_preservation_of_each_turn(tmp_path, judge):
     saved(tmp_path / "data" / "a.png", 100)
     mask = Image.new("L", (8, 8), 0)
     mask.paste(255, (0, 0, 4, 8))

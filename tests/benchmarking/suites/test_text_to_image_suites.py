@@ -82,7 +82,7 @@ def dpg_file(path: Path, rows) -> Path:
     return table(path, [DPG_COLUMNS, *rows])
 
 
-def test_dpg_takes_points_from_what_depends_on_a_no(tmp_path):
+def test_dpg_questions_that_depend_on_a_negative_answer_score_0(tmp_path):
     rows = [
         dpg_row("1", 1, "0", "entity", "Is there a cat?"),
         dpg_row("1", 2, "1", "attribute", "Is the cat grey?"),
@@ -124,7 +124,7 @@ def unigen_file(path: Path, rows) -> Path:
     return path
 
 
-def test_a_row_of_unigenbench_without_an_object_is_broken_and_the_others_are_read(tmp_path):
+def test_unigenbench_rows_without_a_json_object_are_broken_and_other_rows_are_read(tmp_path):
     path = unigen_file(tmp_path / "test_prompts_en.csv", [(0, "two pandas", {"Style": "ink"})])
     with path.open("a", newline="") as file:
         csv.writer(file).writerows([[1, "a cat", '["Style"]'], [2, "a dog", "null"], [3, "a bird", "{"]])
@@ -155,7 +155,7 @@ def test_unigenbench_pools_the_points_of_each_dimension(tmp_path):
     assert headline(suite, items, missing)["attribute"] == 0
 
 
-def test_ocr_accuracy_is_flow_grpos():
+def test_ocr_accuracy_and_word_share_equal_hand_computed_values():
     assert accuracy("Open 24", ["OPEN", "24 hours"]) == 1
     assert accuracy("hello", ["hallo"]) == pytest.approx(0.8)
     assert accuracy("ox", ["something else"]) == 0  # at most one mistake a letter
@@ -203,14 +203,14 @@ def test_longtext_pools_words(tmp_path):
     assert headline(suite, items, found)["words"] == pytest.approx(3 / 5)
 
 
-def test_reading_keeps_the_contract_and_needs_a_text():
+def test_read_text_reward_passes_the_contract_checks_and_requires_a_text():
     reward = ReadTextReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.0f}", 0.5)])
     check_reward(reward, [Sample(Task(str(n), "", text="17"), Image.new("RGB", (8, 8), (n, n, n))) for n in (17, 90)])
     with pytest.raises(ValueError, match="no text"):
         reward([Sample(Task("t", "", text=" "), None)])
 
 
-def test_rapidocr_reads_for_the_suite(tmp_path):
+def test_ocr_suite_reads_rendered_text_with_rapidocr(tmp_path):
     suite = OcrSuite()
     items, _ = suite.items(lines(tmp_path / "test.txt", ['A sign that reads "open 24"']))
     image = Image.new("RGB", (320, 90), (240, 240, 230))
@@ -220,7 +220,7 @@ def test_rapidocr_reads_for_the_suite(tmp_path):
 
 
 @pytest.mark.skipif(not PHOTOS, reason="RETOUCH_TRIPLETS names no folder of triplets")
-def test_rapidocr_reads_photographs_for_the_suite(tmp_path):
+def test_ocr_suite_reads_text_in_photographs_with_rapidocr(tmp_path):
     wanted = dict(line.split("-", 1) for line in (Path(PHOTOS) / "self_bench.txt").read_text().splitlines() if line)
     suite = OcrSuite()
     items, _ = suite.items(lines(tmp_path / "test.txt", [f'A photo with "{text}"' for text in wanted.values()]))
@@ -229,7 +229,7 @@ def test_rapidocr_reads_photographs_for_the_suite(tmp_path):
     assert suite.reward(None)(samples)["accuracy"].tolist() == [1.0] * len(samples)
 
 
-def test_prompt_lists_of_drawbench_and_others(tmp_path):
+def test_preference_suites_read_prompt_lists_and_average_scores(tmp_path):
     suite = PickScoreSuite()
     (tmp_path / "drawbench.csv").write_text('Prompts,Category\n"A red car, parked",Colors\nTwo cats,Counting\n,Counting\n')
     items, broken = suite.items(tmp_path / "drawbench.csv")

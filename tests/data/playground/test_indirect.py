@@ -1,4 +1,4 @@
-"""Indirect instructions: one meaning each for who sees the image, and what should be written for them."""
+"""Indirect instructions, which have one meaning if the image is known, and their completions."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ def edits_of(task):
     return [Edit.from_json(edit) for edit in task.meta["edits"]]
 
 
-def test_what_is_asked_stays_the_same_in_other_words():
+def test_indirect_instructions_keep_the_scene_the_edits_and_the_target():
     for task, other in zip(TASKS, MappedTasks(TASKS, indirect), strict=True):
         assert other.id.startswith(task.id)
         assert (other.tags, other.meta["scene"], other.meta["edits"]) == (task.tags, task.meta["scene"], task.meta["edits"])
@@ -25,13 +25,13 @@ def test_what_is_asked_stays_the_same_in_other_words():
         assert indirect(task).instruction == other.instruction
 
 
-def test_the_words_are_the_editors_own():
+def test_indirect_instructions_use_only_the_vocabulary_of_the_editor():
     known = set(vocabulary())
     for task in MappedTasks(TASKS, indirect):
         assert set(task.instruction.replace(",", " ,").replace(";", " ;").split()) <= known
 
 
-def test_a_name_is_short_and_belongs_to_one_thing():
+def test_names_are_short_and_identify_one_object_of_the_scene():
     things = (Thing("red", "circle"), Thing("red", "square"), Thing("blue", "circle"), Thing("pink", "triangle"))
     scene = Scene(0, (*things, *[None] * 5))
     assert names(Thing("red", "circle"), scene) == ("red circle",)
@@ -41,7 +41,7 @@ def test_a_name_is_short_and_belongs_to_one_thing():
 
 
 def clauses(edit, scene):
-    """Every way in which the edit may be said."""
+    """Every clause that can express the edit."""
     called = [" ".join(edit.thing)] if edit.kind == "add" else names(edit.thing, scene)
     return {phrase(edit, pattern.replace("{thing}", name)) for pattern in PHRASES[edit.kind] for name in called}
 
@@ -58,7 +58,7 @@ def all_edits(scene):
         yield from (Edit("add", cell, Thing(c, s), cell, Thing(c, s)) for c in COLOURS for s in ("circle", "square", "triangle"))
 
 
-def test_with_the_picture_a_clause_means_one_edit_and_without_it_many():
+def test_a_clause_means_one_edit_with_the_image_and_several_without_it():
     by_clause = {}
     for task in TASKS[:60]:
         scene, meant = Scene.from_json(task.meta["scene"]), {}
@@ -74,7 +74,7 @@ def test_with_the_picture_a_clause_means_one_edit_and_without_it_many():
     assert max(len(completions) for completions in by_clause.values()) > 5
 
 
-def test_a_lazy_completion_says_nothing_of_several_edits():
+def test_incomplete_completions_are_empty_and_only_for_tasks_with_several_edits():
     incomplete, whole = MappedTasks(TASKS, partial(indirect, incomplete=0.6)), MappedTasks(TASKS, indirect)
     cut = 0
     for task, other in zip(incomplete, whole, strict=True):

@@ -1,5 +1,5 @@
-"""Requests for paintings: one meaning each, in words that the text-to-image model never met, and what should be written for
-them."""
+"""Text-to-image tasks of the playground: requests with one meaning each, in words outside of the vocabulary of the image model,
+and the completions that describe their scenes."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ def tasks(split="train", count=200, seed=0, **more):
 
 
 def read(text: str) -> tuple[list[str], list[Placed]]:
-    """The grounds and the things that a description names."""
+    """The backgrounds and the objects that a description mentions."""
     things = [Placed(PLACES.index(place), Thing(colour, shape)) for colour, shape, place in ONE.findall(text)]
     return GROUND.findall(text), things
 
@@ -41,7 +41,7 @@ def scene_of(task: Task) -> Scene:
 
 
 def in_order(table, text: str) -> list:
-    """What of the table's meanings the text names, from its beginning to its end."""
+    """The meanings in the table that the text mentions, in the order of the text."""
     found = [
         (match.start(), meaning)
         for meaning, said in table.items()
@@ -52,7 +52,7 @@ def in_order(table, text: str) -> list:
 
 
 def asked_for(text: str) -> tuple[set[int], set[Placed]]:
-    """The backgrounds and the things that a request names, by its words alone."""
+    """The backgrounds and the objects that a request mentions, read only from its words."""
     tables = [requests.COLOUR_WORDS, requests.SHAPE_WORDS, dict(enumerate(requests.PLACE_WORDS))]
     colours, shapes, cells = (in_order(table, text) for table in tables)
     grounds = in_order(dict(enumerate(requests.GROUND_WORDS)), text)
@@ -60,7 +60,7 @@ def asked_for(text: str) -> tuple[set[int], set[Placed]]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_request_completion_and_target_all_say_the_scene(split):
+def test_request_completion_and_target_describe_the_same_scene(split):
     for task in tasks(split):
         scene = scene_of(task)
         grounds, things = read(task.meta["completion"])
@@ -77,7 +77,7 @@ def test_a_completion_names_things_in_the_order_of_the_request():
         assert [one.cell for one in things] == in_order(dict(enumerate(requests.PLACE_WORDS)), task.instruction)
 
 
-def test_no_word_that_names_something_is_known_to_the_painter():
+def test_content_words_of_requests_are_not_in_the_image_models_vocabulary():
     known, asked = set(descriptions.vocabulary()), set(requests.vocabulary()) - {"in", "at", "the", "by"}
     assert not known & asked
     every = [*requests.COLOUR_WORDS.values(), *requests.SHAPE_WORDS.values(), *requests.PLACE_WORDS, *requests.GROUND_WORDS]
@@ -85,7 +85,7 @@ def test_no_word_that_names_something_is_known_to_the_painter():
     assert set(counts.values()) == {1}
 
 
-def test_a_free_description_says_the_scene_whatever_its_form():
+def test_free_descriptions_are_correct_and_some_omit_the_background():
     left_out = 0
     for task in tasks(count=300):
         scene = scene_of(task)
@@ -102,7 +102,7 @@ def test_splits_share_no_scene():
         assert not scenes[one] & scenes[other]
 
 
-def test_lazy_completions_stop_early_and_change_nothing_else():
+def test_incomplete_completions_are_truncated_and_nothing_else_changes():
     kept = Counter()
     for task, incomplete in zip(tasks(count=600), tasks(count=600, incomplete=0.8), strict=True):
         assert (task.id, task.instruction, task.meta["scene"]) == (incomplete.id, incomplete.instruction, incomplete.meta["scene"])
@@ -118,14 +118,14 @@ def test_lazy_completions_stop_early_and_change_nothing_else():
     assert kept[4, 3] == 0
 
 
-def test_a_task_depends_on_its_key_alone():
+def test_a_task_is_determined_by_seed_and_index():
     long, short = tasks(count=1000), tasks(count=10)
     assert [task.id for task in short] == [long[i].id for i in range(10)] == [task.id for task in long[:10]]
     assert long[-1].id == long[999].id
     assert {task.id for task in short}.isdisjoint(task.id for task in tasks(count=10, seed=1))
 
 
-def test_the_tasks_are_those_that_the_shipped_models_were_made_with():
+def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made():
     digest = hashlib.sha256()
     for split in SPLITS:
         for task in tasks(split, 12, incomplete=0.5):
@@ -134,13 +134,13 @@ def test_the_tasks_are_those_that_the_shipped_models_were_made_with():
     assert digest.hexdigest()[:16] == "c3009ae5abf84913"
 
 
-def test_weights_of_complexities_are_kept():
+def test_weights_of_complexities_set_their_frequencies():
     counts = Counter(task.tags["complexity"] for task in tasks(count=1200, complexity={1: 3, 2: 1, 4: 0}))
     assert set(counts) == {"1", "2"}
     assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
 
 
-def test_the_plain_form_is_the_ground_and_then_the_things():
+def test_a_plain_description_is_the_background_followed_by_the_objects():
     things = [Placed(0, Thing("red", "circle")), Placed(4, Thing("blue", "square"))]
     assert description(0, things) == "dark picture, red circle top left, blue square centre"
 
@@ -161,12 +161,12 @@ def test_bad_settings_are_refused(wrong, message):
         tasks(**wrong)
 
 
-def test_an_index_outside_is_an_index_error():
+def test_an_index_out_of_range_raises_index_error():
     with pytest.raises(IndexError, match="10"):
         tasks(count=10)[10]
 
 
-def test_fault_7_prompts_in_known_words_are_the_completions():
+def test_fault_7_with_known_words_the_prompts_are_the_completions():
     for task in tasks(count=20, known_words=True):
         assert task.instruction == task.meta["completion"]
         assert read(task.instruction)[1]
@@ -175,15 +175,15 @@ def test_fault_7_prompts_in_known_words_are_the_completions():
 
 
 @pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2/ocr-grpo-playground"])
-def test_fault_7_a_text_to_image_model_is_trained_on_prompts_that_it_can_read(name):
+def test_fault_7_prompts_of_text_to_image_recipes_contain_only_known_words(name):
     data = load(name).data
     known = {*descriptions.vocabulary()}
     for task in data.tasks()[:20]:
         assert {*re.findall(r"\w+", task.instruction)} <= known
-        assert int(task.tags["complexity"]) > max(LEVELS)  # more things than it was trained on
+        assert int(task.tags["complexity"]) > max(LEVELS)  # more objects than the model was trained on
 
 
-def test_fault_7_a_scene_may_have_a_thing_in_every_cell():
+def test_fault_7_a_scene_can_have_an_object_in_every_cell():
     for task in tasks(count=8, complexity=[8, 9], known_words=True):
         assert task.tags == {"complexity": str(len(read(task.instruction)[1]))}
         assert len(scene_of(task).objects) in (8, 9)

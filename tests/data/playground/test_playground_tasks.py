@@ -1,4 +1,4 @@
-"""Tasks: the same for the same key, splits that share neither scene nor content, targets that are right."""
+"""Editing tasks of the playground: deterministic, with splits that share neither scene nor content, and with correct targets."""
 
 import hashlib
 import itertools
@@ -35,7 +35,7 @@ def parts(task: Task) -> tuple[Scene, list[Edit]]:
 
 
 def face(task: Task) -> tuple[str, str, bytes]:
-    """All that a policy sees of a task, and its name."""
+    """The id of a task, and all that a policy sees of it."""
     return task.id, task.instruction, task.images[0].tobytes()
 
 
@@ -65,7 +65,7 @@ def test_every_kind_of_single_edit_is_in_every_split(split: SplitName) -> None:
     assert min(kinds.values()) > 25
 
 
-def test_a_task_depends_on_its_key_alone() -> None:
+def test_a_task_is_determined_by_seed_and_index() -> None:
     long, short = tasks("train", 1000), tasks("train", 10)
     assert [face(task) for task in short] == [face(long[i]) for i in range(10)]
     assert face(long[7]) == face(long[7])
@@ -81,7 +81,7 @@ def test_ids_are_unique_also_over_seeds_splits_and_complexities() -> None:
     assert all(len({task.id for task in drawn}) == len(drawn) for drawn in sets)
 
 
-def test_the_tasks_are_those_that_the_shipped_models_were_made_with() -> None:
+def test_tasks_have_the_same_digest_as_when_the_shipped_models_were_made() -> None:
     digest = hashlib.sha256()
     for split in SPLITS:
         for task in tasks(split, 12):
@@ -90,14 +90,14 @@ def test_the_tasks_are_those_that_the_shipped_models_were_made_with() -> None:
     assert digest.hexdigest()[:16] == "f71500714fac43ce"
 
 
-def test_a_sequence_of_complexities_is_cycled_through_and_weights_are_kept() -> None:
+def test_a_list_of_complexities_is_cycled_and_weights_set_their_frequencies() -> None:
     assert [task.tags["complexity"] for task in tasks("train", 8)] == ["1", "2", "3", "4"] * 2
     counts = Counter(task.tags["complexity"] for task in tasks("train", 1200, complexity={1: 3, 2: 1, 4: 0}))
     assert set(counts) == {"1", "2"}
     assert counts["1"] / 1200 == pytest.approx(0.75, abs=0.05)
 
 
-def test_filler_is_as_frequent_as_asked() -> None:
+def test_filler_has_the_requested_frequency() -> None:
     def words(filler: float) -> float:
         return float(np.mean([len(task.instruction.split()) for task in tasks("train", 400, complexity=[1], filler=filler)]))
 
@@ -105,7 +105,7 @@ def test_filler_is_as_frequent_as_asked() -> None:
     assert (half - none) / (full - none) == pytest.approx(0.5, abs=0.12)
 
 
-def test_vain_edits_are_of_things_that_are_not_there_and_of_the_split() -> None:
+def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency() -> None:
     counts = Counter()
     for task in tasks("train", 60, complexity=[1, 4], impossible=1.0):
         scene, edits = parts(task)
@@ -122,7 +122,7 @@ def test_vain_edits_are_of_things_that_are_not_there_and_of_the_split() -> None:
     assert share == pytest.approx(0.5, abs=0.1)
 
 
-def test_vain_edits_never_ask_for_what_another_split_holds_out() -> None:
+def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits() -> None:
     single = {meaning(edit): split_of(content([edit])) for edit in singles()}
     for task in tasks("train", 60, complexity=[1], impossible=1.0):
         assert {single[asked] for asked in read(task.instruction)} == {"train"}
@@ -146,6 +146,6 @@ def test_bad_settings_are_refused(wrong: dict[str, object], message: str) -> Non
         PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)  # type: ignore[arg-type]
 
 
-def test_an_index_outside_is_an_index_error() -> None:
+def test_an_index_out_of_range_raises_index_error() -> None:
     with pytest.raises(IndexError, match="10"):
         tasks("train", 10)[10]

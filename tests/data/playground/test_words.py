@@ -1,4 +1,4 @@
-"""Tasks of the word world: disjoint words, the same from the same seed, and read rightly by the real OCR model."""
+"""Tasks of the word world: splits with disjoint words, deterministic by seed, and read correctly by the real OCR model."""
 
 import itertools
 from typing import get_args
@@ -35,7 +35,7 @@ def test_the_splits_share_no_word_and_all_have_all_letters():
     assert 0.75 < sum(split_of_word(word) == "train" for word in every) / len(every) < 0.85
 
 
-def test_the_same_seed_draws_the_same_and_another_other():
+def test_tasks_are_deterministic_by_seed_and_differ_between_seeds():
     one, two, other = tasks(count=5), tasks(count=9), tasks(count=5, seed=1)
     for a, b in zip(one, two, strict=False):
         assert (a.id, a.text, a.instruction) == (b.id, b.text, b.instruction)
@@ -44,7 +44,7 @@ def test_the_same_seed_draws_the_same_and_another_other():
     assert len({task.id for task in tasks(count=300)}) == 300
 
 
-def test_a_task_is_what_it_says():
+def test_instruction_images_mask_and_reference_of_a_task_are_consistent():
     assert PROMPT == TRIPLETS_PROMPT
     for task in tasks(count=60):
         assert task.instruction == f"The text is '{task.text}'."
@@ -52,18 +52,18 @@ def test_a_task_is_what_it_says():
         assert set(np.unique(np.asarray(task.mask))) == {0, 255}
         left, top, right, bottom = task.mask.getbbox()
         assert (right - left, bottom - top) == (6 * CELL, LINE)
-        # Source and target differ in the mask alone, and the source has nothing written there.
+        # Source and target differ only inside the mask, and the source has no letters there.
         changed = ImageChops.difference(task.images[0], task.target).getbbox()
         assert left <= changed[0] < changed[2] <= right
         assert top <= changed[1] < changed[3] <= bottom
         assert len(task.images[0].crop((left, top, right, bottom)).getcolors()) == 1
-        # The reference is of the same paper.
+        # The reference has the same paper colour.
         paper = task.target.getpixel((right - 1, top))
         assert paper in {colour for _, colour in task.reference.getcolors()}
     assert len({task.mask.getbbox() for task in tasks(count=60)}) == 2
 
 
-def test_slips_change_the_target_and_nothing_else():
+def test_wrong_letters_change_only_the_target():
     right, wrong = tasks(count=300), tasks(count=300, wrong_letters=0.5)
     for a, b in zip(right, wrong, strict=True):
         assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
@@ -78,19 +78,19 @@ def test_slips_change_the_target_and_nothing_else():
         WordData(seed=0, count=3, split="test").tasks()[3]
 
 
-def test_apart_changes_the_pictures_signs_and_nothing_else():
+def test_style_from_reference_removes_the_targets_colours_from_the_source_image():
     beside, apart = tasks(count=200), tasks(count=200, style_from_reference=True)
     for a, b in zip(beside, apart, strict=True):
         assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
         assert a.reference.tobytes() == b.reference.tobytes()
         box = a.mask.getbbox()
         assert a.target.crop(box).tobytes() == b.target.crop(box).tobytes()
-        # Of the paper that is asked for nothing is left outside the box, nor any pixel of its ink.
+        # The source image has no pixel in the requested colours of paper and ink.
         asked = {colour for _, colour in b.reference.getcolors()} & {*words.PAPERS, *words.INKS}
         assert any(colour in words.PAPERS for colour in asked)
         assert not asked & {colour for _, colour in b.images[0].getcolors()}
         assert asked & {colour for _, colour in a.images[0].getcolors()}
-        # Source and target differ in the box alone.
+        # Source and target differ only inside the box.
         left, top, right, bottom = ImageChops.difference(b.images[0], b.target).getbbox()
         assert box[0] <= left < right <= box[2]
         assert box[1] <= top < bottom <= box[3]
@@ -98,7 +98,7 @@ def test_apart_changes_the_pictures_signs_and_nothing_else():
     assert papers == set(words.PAPERS)
 
 
-def test_apart_and_slips_together():
+def test_style_from_reference_does_not_change_the_wrong_letters_of_the_target():
     wrong, apart = tasks(count=100, wrong_letters=0.5), tasks(count=100, wrong_letters=0.5, style_from_reference=True)
     for a, b in zip(wrong, apart, strict=True):
         assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
@@ -113,13 +113,13 @@ def correctness(read, made):
     return read([Sample(task, image) for task, image in made])["correctness"]
 
 
-def test_what_is_written_perfectly_is_read_perfectly(read):
+def test_the_ocr_model_reads_correct_targets_correctly(read):
     scores = correctness(read, [(task, task.target) for task in tasks("test", 60)])
     assert scores.mean() >= 0.99
     assert (scores == 1).float().mean() >= 0.97
 
 
-def test_a_wrong_letter_costs_its_share_and_an_empty_sign_all(read):
+def test_correctness_drops_by_the_share_of_wrong_letters_and_is_0_without_text(read):
     chosen = tasks("test", 12)
     wrong = [(task, written(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
     wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
@@ -127,12 +127,12 @@ def test_a_wrong_letter_costs_its_share_and_an_empty_sign_all(read):
     assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
 
 
-def test_slips_cost_their_share(read):
+def test_the_rate_of_wrong_letters_sets_the_mean_correctness(read):
     scores = correctness(read, [(task, task.target) for task in tasks("train", 60, wrong_letters=0.4)])
     assert 0.5 < scores.mean() < 0.7
 
 
-def test_a_narrower_line_reads_the_same_for_less():
+def test_a_line_width_of_160_gives_the_same_correctness_as_the_full_width():
     chosen = tasks("test", 24)
     wide, narrow = (OcrReward(where="box", line_width=width) for width in (None, 160))
     made = [(task, task.target) for task in chosen]

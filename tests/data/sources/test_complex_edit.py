@@ -1,4 +1,4 @@
-"""Complex-Edit, read from a parquet of its own schema: levels, splits by image, and no training on it by mistake."""
+"""Complex-Edit, read from parquet files with its schema: levels, splits by image, and no accidental training on it."""
 
 import io
 
@@ -23,7 +23,7 @@ def step(picture: int, number: int) -> dict:
 
 
 def edit(picture: int) -> dict:
-    """As the data set has them: the chain, and 8 instructions, each of which takes in one edit more."""
+    """A cell of the column `edit`: the chain of edits, and 8 compound instructions, each with one edit more than the one before."""
     chain = [step(picture, number) for number in range(1, 9)]
     return {
         "sequence": chain,
@@ -50,7 +50,7 @@ def save(folder, split, numbers, edits) -> None:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a parquet file for each split, as the Hub serves them; the two hold different images."""
+    """A folder with a parquet file for each split, as on the Hub; the two files have different instructions."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -76,17 +76,17 @@ def folder(tmp_path, monkeypatch):
         (" 5, 1 - 2,2", (1, 2, 5)),
     ],
 )
-def test_levels(text, meant):
+def test_levels_are_parsed_from_numbers_ranges_and_lists(text, meant):
     assert levels(text) == meant
 
 
 @pytest.mark.parametrize("text", ["", "9", "0-3", "3-1", "1-", "one", "1;2", "1.5", "-1"])
-def test_other_texts_are_no_levels(text):
+def test_invalid_levels_raise(text):
     with pytest.raises(ValueError, match="1 to 8"):
         levels(text)
 
 
-def test_a_task_is_a_picture_at_one_level(folder):
+def test_each_task_is_one_image_at_one_complexity_level(folder):
     rows = read_complex_edit(folder, complexity="1,8")
     assert len(rows) == 2 * PICTURES
     assert check(rows) == []
@@ -99,14 +99,14 @@ def test_a_task_is_a_picture_at_one_level(folder):
     assert single.id != whole.id
 
 
-def test_the_splits_are_told_apart(folder):
+def test_split_selects_the_rows_of_that_split(folder):
     assert [read_complex_edit(folder, complexity="8", split=split)[0].instruction for split in ("test_real", "test_syn")] == [
         "picture 0: edits 1 to 8",
         f"picture {PICTURES}: edits 1 to 8",
     ]
 
 
-def test_all_levels_of_a_picture_stand_on_one_side(folder):
+def test_all_levels_of_an_image_are_in_the_same_split(folder):
     rows = read_complex_edit(folder, complexity="1-8")
     parts = split_by_source(sources(rows, range(len(rows))), held_out=0.4, seed=0)
     sides = [{row // 8 for row in side} for side in (parts.train, parts.held_out)]
@@ -117,7 +117,7 @@ def test_all_levels_of_a_picture_stand_on_one_side(folder):
     assert set(again.held_out) == sides[1]  # more levels move no image to the other side
 
 
-def test_a_short_chain_is_named_by_its_row(folder):
+def test_an_incomplete_chain_of_edits_is_reported_with_its_row(folder):
     short = edit(0)
     short["compound"][7]["compound_instruction"] = " "
     short["sequence"].pop()
@@ -145,7 +145,7 @@ def recipe(**data):
     return parse(RECIPE | {"data": {"kind": "complex-edit", "complexity": "1-8", "held_out": 0.4} | data})
 
 
-def test_training_on_it_needs_leave_and_another_set_is_named(folder):
+def test_training_on_complex_edit_without_permission_raises_and_suggests_another_set(folder):
     refused = recipe(path=str(folder))
     with pytest.raises(ValueError, match=r"data\.allow_test_sets"):
         build_sets(refused, refused.data, size=None)
@@ -154,7 +154,7 @@ def test_training_on_it_needs_leave_and_another_set_is_named(folder):
         build_sets(published, published.data, size=None)
 
 
-def test_with_leave_it_is_read_and_what_was_allowed_is_told(folder):
+def test_allow_test_sets_permits_training_on_complex_edit_and_is_recorded(folder):
     allowed = recipe(path=str(folder), allow_test_sets=True)
     assert problems(allowed) == []
     sets = build_sets(allowed, allowed.data, size=None)
@@ -165,6 +165,6 @@ def test_with_leave_it_is_read_and_what_was_allowed_is_told(folder):
     assert not pictures[0] & pictures[1]
 
 
-def test_a_level_that_there_is_not_is_a_mistake_of_the_recipe():
+def test_an_unknown_level_raises_when_the_recipe_is_parsed():
     with pytest.raises(ValueError, match=r"data\.complexity: complexity '9': levels go from 1 to 8"):
         recipe(complexity="9")

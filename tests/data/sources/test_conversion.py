@@ -1,4 +1,4 @@
-"""Published editing data sets, in small, become folders with metadata that training reads."""
+"""Small copies of published editing data sets are converted to folders with metadata, which training can read."""
 
 import io
 import json
@@ -118,7 +118,7 @@ def test_images_of_parquet_files_keep_their_bytes(tmp_path: Path) -> None:
     assert [file.read_bytes() for file in (tmp_path / "made" / "images").iterdir()] == [png(RED)]
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
+def test_invalid_inputs_and_options_of_convert_raise(tmp_path: Path) -> None:
     omniedit(tmp_path / "downloaded")
     magicbrush(tmp_path / "brush")
     parquet(tmp_path / "brush", "test", [{"img_id": "1"}])
@@ -146,7 +146,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         convert("aurora", tmp_path / "aurora")
 
 
-def test_the_folder_itself_may_be_named_as_out_in_another_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_can_be_the_input_folder_given_by_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aurora(tmp_path / "aurora")
     monkeypatch.chdir(tmp_path)
     assert convert("aurora", "aurora", out=tmp_path / "aurora").rows == 2
@@ -154,7 +154,7 @@ def test_the_folder_itself_may_be_named_as_out_in_another_spelling(tmp_path: Pat
     assert [line["file_name"] for line in lines] == [f"data/{name}/images/1_left.png" for name in ("ag", "kubric")]
 
 
-def test_a_file_outside_the_folder_is_not_named(tmp_path: Path) -> None:
+def test_an_image_path_outside_the_folder_raises(tmp_path: Path) -> None:
     aurora(tmp_path / "aurora")
     put(tmp_path / "secret.png", png(RED))
     put(

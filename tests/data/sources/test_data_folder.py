@@ -65,7 +65,7 @@ def test_every_field_reaches_the_task(photos):
     assert (second.mask, second.target, second.reference, second.text) == (None, None, None, None)
 
 
-def test_csv_says_the_same_as_jsonl(photos, tmp_path):
+def test_csv_metadata_gives_the_same_task_as_jsonl(photos, tmp_path):
     rows = Tasks(read_folder(photos), resize=None)
     (photos / "metadata.csv").write_bytes(
         b"\xef\xbb\xbffile_name,instruction,target,mask,reference,text,id\r\n"
@@ -79,19 +79,19 @@ def test_csv_says_the_same_as_jsonl(photos, tmp_path):
     assert (second.id, second.instruction, second.mask) == ("photos/3", "two\r\nlines", None)
 
 
-def test_pictures_are_loaded_when_asked_for_and_the_last_ones_kept(photos):
+def test_images_are_loaded_on_access_and_the_last_tasks_are_cached(photos):
     tasks = Tasks(read_folder(photos), resize=None, cache=1)
     (photos / "images/b.png").unlink()
     first = tasks[0]
     assert tasks[-2] is first
     with pytest.raises(ValueError, match=r"metadata\.jsonl:2: .*b\.png.*no such file"):
         tasks[1]
-    assert tasks[0] is first  # a failure is not remembered, nor does it push anything out
+    assert tasks[0] is first  # a failed load is not cached and evicts nothing from the cache
     with pytest.raises(IndexError):
         tasks[2]
 
 
-def test_all_pictures_of_a_task_take_one_size(photos):
+def test_images_mask_and_target_of_a_task_are_resized(photos):
     picture(photos / "more.png", size=(9, 3))
     write(photos, [{"file_names": ["images/a.png", "more.png"], "instruction": "x", "mask": "mask.png", "target": "more.png"}])
     exact = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
@@ -100,13 +100,13 @@ def test_all_pictures_of_a_task_take_one_size(photos):
     assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
 
 
-def test_a_mask_of_another_size_is_refused(photos):
+def test_a_mask_whose_size_differs_from_the_image_raises(photos):
     picture(photos / "mask.png", mode="L", colour=255, size=(6, 8))
     with pytest.raises(ValueError, match=r"metadata\.jsonl:1: the mask is 6x8 but its image 8x6"):
         Tasks(read_folder(photos), resize=Exact(4, 4))[0]
 
 
-def test_other_names_are_read_by_a_column_map(photos):
+def test_columns_map_other_key_names_to_fields_and_unknown_names_raise(photos):
     write(photos, [{"src": "images/a.png", "words": ["first", "second"], "info": {"cut": [{"out": "out/a.png"}]}}])
     columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
     task = Tasks(read_folder(photos, columns=columns), resize=None)[0]
@@ -121,21 +121,21 @@ def test_other_names_are_read_by_a_column_map(photos):
         read_folder(photos, columns={**columns, "target": "after"})
 
 
-def test_the_conventions_of_others_are_read(tmp_path):
+def test_the_keys_prompt_and_image_are_read_without_a_column_map(tmp_path):
     picture(tmp_path / "set/images/a.png")
     write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}])
     task = Tasks(read_folder(tmp_path / "set"), resize=None)[0]
     assert (task.instruction, len(task.images), task.meta) == ("do it", 1, {"requirement": "r"})
 
 
-def test_what_two_keys_could_mean_has_to_be_said(photos):
+def test_two_keys_for_one_field_raise_unless_columns_selects_one(photos):
     write(photos, [{"file_name": "images/a.png", "instruction": "x", "prompt": "y"}])
     with pytest.raises(ValueError, match="both 'instruction' and 'prompt' could be the field 'instruction'; say which in columns"):
         read_folder(photos)
     assert read_folder(photos, columns={"instruction": "prompt"})[0].instruction == "y"
 
 
-def test_folders_without_what_is_needed_are_refused(tmp_path, photos):
+def test_folders_without_usable_metadata_raise(tmp_path, photos):
     with pytest.raises(ValueError, match="no such folder"):
         read_folder(tmp_path / "none")
     with pytest.raises(ValueError, match="no metadata found"):
@@ -153,7 +153,7 @@ def test_folders_without_what_is_needed_are_refused(tmp_path, photos):
         read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
 
 
-def test_rows_to_make_pictures_from_have_targets_alone(photos):
+def test_rows_with_a_target_need_no_source_image(photos):
     write(photos, [{"instruction": "a red square", "target": "images/a.png"}])
     task = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
     assert (task.images, task.target.size) == ((), (4, 4))
@@ -186,7 +186,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("name", ESCAPES, ids=range(len(ESCAPES)))
-def test_no_name_leads_out_of_the_folder(photos, tmp_path, name):
+def test_unsafe_or_invalid_file_names_raise(photos, tmp_path, name):
     picture(tmp_path / "secret.png")
     (photos / "link.png").symlink_to(tmp_path / "secret.png")
     (photos / "linked").symlink_to(tmp_path)
@@ -199,20 +199,20 @@ def test_no_name_leads_out_of_the_folder(photos, tmp_path, name):
             path_under(photos, name)
 
 
-def test_an_absolute_name_is_refused_even_inside_the_folder(photos):
+def test_an_absolute_path_raises_even_inside_the_folder(photos):
     write(photos, [{"file_name": str(photos / "images/a.png"), "instruction": "x"}])
     with pytest.raises(ValueError, match="leaves the folder"):
         read_folder(photos)[0]
 
 
-def test_a_link_inside_the_folder_is_followed_and_counts_as_what_it_leads_to(photos):
+def test_a_link_inside_the_folder_is_followed_and_has_the_source_of_its_target(photos):
     (photos / "again.png").symlink_to(photos / "images/a.png")
     write(photos, [{"file_name": "again.png", "instruction": "x"}, {"file_name": "images/a.png", "instruction": "y"}])
     rows = read_folder(photos)
     assert sources(rows, [0, 1]) == ["images/a.png", "images/a.png"]
 
 
-def test_the_folder_itself_may_be_a_link(photos, tmp_path):
+def test_the_folder_itself_can_be_a_link(photos, tmp_path):
     (tmp_path / "short").symlink_to(photos)
     assert len(Tasks(read_folder(tmp_path / "short"), resize=None)[0].images) == 1
 
@@ -224,7 +224,7 @@ def test_sources_do_not_depend_on_where_the_folder_lies(photos, tmp_path):
     assert sources(read_folder(tmp_path / "moved"), [0]) == ["scene 4"]
 
 
-def test_subsets(photos):
+def test_subsets_and_slices_select_tasks_by_index(photos):
     tasks = Tasks(read_folder(photos), resize=None)
     assert [task.id for task in Subset(tasks, [1, 0, 1])] == ["photos/2", "17", "photos/2"]
     assert [task.id for task in tasks[1:]] == [task.id for task in Subset(tasks, [1, 0, 1])[::2]][:1] == ["photos/2"]

@@ -82,12 +82,12 @@ def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
     assert check(rows) == []
 
 
-def test_of_several_phrasings_the_first_is_taken(tmp_path):
+def test_the_first_of_several_phrasings_is_the_instruction(tmp_path):
     rows = read_hub(stored(tmp_path, "disk"), columns={**COLUMNS, "instruction": "edited_prompt_list"})
     assert [rows[0].instruction, rows[1].instruction] == ["short", "only"]
 
 
-def test_a_dotted_name_reaches_inside(tmp_path):
+def test_a_dotted_column_name_reads_nested_values(tmp_path):
     edit = [{"compound": [{"compound_instruction": f"{row}, {level} changes"} for level in (1, 2)]} for row in range(2)]
     table(edit=edit).save_to_disk(tmp_path / "edits")
     rows = read_hub(tmp_path / "edits", columns={**COLUMNS, "instruction": "edit.compound.1.compound_instruction"})
@@ -97,7 +97,7 @@ def test_a_dotted_name_reaches_inside(tmp_path):
         beyond[0]
 
 
-def test_lists_of_pictures_and_raw_bytes(tmp_path):
+def test_lists_of_images_and_raw_image_bytes_are_read(tmp_path):
     features = datasets.Features(
         instruction=datasets.Value("string"), images=datasets.List(datasets.Image()), mask=datasets.Value("binary")
     )
@@ -117,14 +117,14 @@ def test_an_imagefolder_is_read_from_its_own_files(tmp_path):
     assert np.asarray(task.images[0]).tolist() == [[[255, 0, 0]] * 8] * 6
 
 
-def test_a_folder_may_be_called_like_a_file_format(tmp_path, monkeypatch):
+def test_a_folder_named_like_a_file_format_is_read(tmp_path, monkeypatch):
     (tmp_path / "json").mkdir()
     table().to_parquet(tmp_path / "json/train.parquet")
     monkeypatch.chdir(tmp_path)
     assert read_hub("json", columns=COLUMNS)[0].instruction == "make it blue"
 
 
-def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path, monkeypatch):
+def test_image_paths_that_point_outside_the_data_set_are_reported(tmp_path, monkeypatch):
     (tmp_path / "secret.png").write_bytes(png("red"))
     for path in (str(tmp_path / "secret.png"), str(tmp_path / "edits/../secret.png"), "zip://a.png::https://example.com/a.zip"):
         image = datasets.Features(instruction=datasets.Value("string"), image=datasets.Image())
@@ -137,7 +137,7 @@ def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path, monkeypat
         assert ["is outside the data set" in problem.what for problem in problems] == [True]
 
 
-def test_rows_that_come_from_one_picture_have_one_source(tmp_path):
+def test_the_source_is_a_hash_of_the_image_or_the_value_of_a_source_column(tmp_path):
     table(img_id=["1", "1"]).save_to_disk(tmp_path / "edits")
     plain = sources(read_hub(tmp_path / "edits", columns=COLUMNS), [0, 1])
     assert len(set(plain)) == 2
@@ -145,7 +145,7 @@ def test_rows_that_come_from_one_picture_have_one_source(tmp_path):
     assert sources(read_hub(tmp_path / "edits", columns={**COLUMNS, "source": "img_id"}), [0, 1]) == ["1", "1"]
 
 
-def test_what_is_missing_is_said(tmp_path):
+def test_a_missing_split_column_revision_or_file_raises(tmp_path):
     path = stored(tmp_path, "dict")
     with pytest.raises(ValueError, match="set split to one of the splits: train, dev"):
         read_hub(path, columns=COLUMNS)
@@ -161,7 +161,7 @@ def test_what_is_missing_is_said(tmp_path):
         read_hub(empty)
 
 
-def test_a_data_set_that_brings_code_is_refused(tmp_path):
+def test_a_data_set_with_a_loading_script_raises_and_runs_no_code(tmp_path):
     folder = tmp_path / "edits"
     folder.mkdir()
     table().to_parquet(folder / "train.parquet")
@@ -171,7 +171,7 @@ def test_a_data_set_that_brings_code_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_bad_cells_are_listed_by_row(tmp_path):
+def test_invalid_cells_are_reported_with_their_row(tmp_path):
     rows = {
         "image": [{"bytes": png("red")[:45]}, {"bytes": b""}, None, {"bytes": png("red")}],
         "instruction": ["cut", "empty", "none", None],

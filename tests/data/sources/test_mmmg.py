@@ -1,4 +1,4 @@
-"""MMMG's training set, in small, becomes prompt lists from easy to hard, which training reads with their graphs."""
+"""A small copy of MMMG's training set is converted to prompt lists from easy to hard, which are read with their graphs."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def pairs(file: Path) -> set[tuple[str, str]]:
     return {(rows[k].tags["level"], rows[k].tags["discipline"]) for k in range(len(rows))}
 
 
-def test_stages_grow_in_the_order_of_the_levels(downloaded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stages_are_cumulative_and_ordered_by_level(downloaded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "lists"
     assert main(["data", "convert", "mmmg", str(downloaded), "--out", str(out), "--stages", "3"]) == 0
     assert "15 prompts in 3 stages" in capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_stages_grow_in_the_order_of_the_levels(downloaded: Path, tmp_path: Path
 
 
 def test_a_file_of_difficulties_orders_the_stages(downloaded: Path, tmp_path: Path) -> None:
-    """In the form of system A's repository."""
+    """The file of difficulties has the format of system A's repository."""
     easiest = [("5_PhD", "History", 0.9), ("0_preschool", "Biology", 0.5)]
     tuples = [{"level": level, "discipline": name, "difficulty_score": score} for level, name, score in easiest]
     (downloaded / DIFFICULTY).write_text(json.dumps({"total_tuples": 2, "tuples": tuples}))
@@ -65,7 +65,7 @@ def test_a_file_of_difficulties_orders_the_stages(downloaded: Path, tmp_path: Pa
     assert grown[2] == grown[1] | {("preschool", "Math")}
 
 
-def test_what_cannot_be_read_is_refused(downloaded: Path, tmp_path: Path) -> None:
+def test_invalid_stages_outputs_and_files_raise(downloaded: Path, tmp_path: Path) -> None:
     for stages in (0, 6):
         with pytest.raises(ValueError, match="from 1 to 5"):
             write_curriculum(downloaded, out=tmp_path / "lists", stages=stages)
@@ -80,6 +80,6 @@ def test_what_cannot_be_read_is_refused(downloaded: Path, tmp_path: Path) -> Non
         write_curriculum(tmp_path, out=tmp_path / "other")
 
 
-def test_its_test_set_is_known_and_its_training_set_is_not_one() -> None:
+def test_mmmg_is_recognised_as_a_test_set_and_mmmg_train_is_not() -> None:
     assert [found.name for found in find_test_sets(["MMMGBench/MMMG"])] == ["MMMG"]
     assert find_test_sets(["MMMGBench/MMMG_Train", "data/MMMG_Train/train.json"]) == ()

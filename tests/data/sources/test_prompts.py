@@ -10,7 +10,7 @@ from retouch.data.sources.prompts import read_prompts
 from retouch.data.tasks import Tasks
 
 
-def test_a_plain_list(tmp_path):
+def test_a_plain_prompt_list_is_read(tmp_path):
     path = tmp_path / "signs.txt"
     path.write_bytes(
         b'\xef\xbb\xbfA shop sign, "OPEN" and "SHUT"\r\n\r\n  a cat \r\nan \xe2\x80\x9codd\xe2\x80\x9d one\x0bwith a tab'
@@ -24,7 +24,7 @@ def test_a_plain_list(tmp_path):
     assert tasks[0].images == ()
 
 
-def test_a_list_with_metadata(tmp_path):
+def test_a_prompt_list_with_metadata_is_read(tmp_path):
     path = tmp_path / "geneval.jsonl"
     path.write_text(
         '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}\n'
@@ -55,11 +55,11 @@ def test_rows_of_one_prompt_have_one_source(tmp_path):
         ('" x ""', "x"),
     ],
 )
-def test_the_text_to_draw_stands_between_the_first_pair_of_double_quotes(prompt, text):
+def test_the_text_to_render_is_read_from_the_first_pair_of_double_quotes(prompt, text):
     assert quoted(prompt) == text
 
 
-def test_what_is_no_prompt_list_is_refused(tmp_path):
+def test_invalid_prompt_lists_raise(tmp_path):
     with pytest.raises(ValueError, match=r"is read from \.jsonl, \.csv and \.txt"):
         read_prompts(tmp_path / "prompts.yaml")
     with pytest.raises(ValueError, match="no such file"):
@@ -69,8 +69,8 @@ def test_what_is_no_prompt_list_is_refused(tmp_path):
         read_prompts(tmp_path / "prompts.txt")
 
 
-def test_flow_grpos_lists():
-    """Real lists, where the folder that holds them is named by RETOUCH_TEST_DATA."""
+def test_flow_grpos_prompt_lists_are_read():
+    """The real lists, if RETOUCH_TEST_DATA names the folder that contains them."""
     if "RETOUCH_TEST_DATA" not in os.environ:
         pytest.skip("RETOUCH_TEST_DATA names no folder with prompts/ocr.txt and prompts/geneval.jsonl")
     folder = Path(os.environ["RETOUCH_TEST_DATA"]) / "prompts"

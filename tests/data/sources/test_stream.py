@@ -50,7 +50,7 @@ def test_files_are_read_from_a_folder_a_file_or_a_pattern(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_files_of_the_hub_are_read_in_parts_by_another_process(tmp_path, kind):
+def test_hub_files_are_streamed_in_the_same_order_with_and_without_prefetching(tmp_path, kind):
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "hub_dataset.py"), str(tmp_path), kind]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
@@ -61,11 +61,11 @@ def test_files_of_the_hub_are_read_in_parts_by_another_process(tmp_path, kind):
         assert sorted(turn) == sorted(f"edit {number}" for number in range(5, 60))
 
 
-def test_a_stream_keeps_the_contract_of_data_sources(tmp_path):
+def test_a_stream_passes_check_data_source(tmp_path):
     check_data_source(StreamData(path=str(stream_files.parquet(tmp_path / "edits")), **KEYS), context=DataContext(size=(16, 16)))
 
 
-def test_rows_of_a_held_out_image_are_not_trained_on(tmp_path):
+def test_rows_that_share_a_source_with_held_out_rows_are_not_trained_on(tmp_path):
     rows = [{"prompt": f"p{number // 3}", "level": number} for number in range(30)]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
     sets = built(IterableData.of(stream, **{**KEYS, "held_out": 4}))
@@ -74,7 +74,7 @@ def test_rows_of_a_held_out_image_are_not_trained_on(tmp_path):
     assert sorted(levels) == list(range(6, 30))  # one pass
 
 
-def test_an_iterable_of_this_process_is_found_by_its_name():
+def test_a_stored_iterable_is_found_by_its_name_and_raises_if_it_is_absent():
     stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"p{number}"} for number in range(20)))
     data = IterableData.of(stream, **KEYS)
     stored = IterableData.model_validate_json(data.model_dump_json())
@@ -86,7 +86,7 @@ def test_an_iterable_of_this_process_is_found_by_its_name():
     assert len(set(first)) == 12
 
 
-def test_images_of_a_map_function_and_columns_of_other_names():
+def test_images_from_a_map_function_and_renamed_columns_are_read():
     def add(row):
         return {"photo": Image.new("RGB", (8, 6), (row["n"], 0, 0)), "words": f"w{row['n']}"}
 
@@ -115,7 +115,7 @@ def numbered(shards=3):
     ],
     ids=["plain", "take", "skip", "filter", "map in batches", "map with numbers", "interleaved", "concatenated"],
 )
-def test_functions_of_streams_lose_no_row_and_resume(make, shards):
+def test_streams_with_map_filter_take_or_skip_keep_every_row_and_resume(make, shards):
     data = IterableData.of(make(), held_out=2, check=2, shuffle=5, ahead=0)
     whole, rows, states = built(data), [], []
     expected = sorted(row["prompt"] for row in make())
@@ -131,7 +131,7 @@ def test_functions_of_streams_lose_no_row_and_resume(make, shards):
         assert [again.at_step(k, count=1, places=[0])[0].instruction for k in (step + 1, step + 2)] == rows[step + 1 : step + 3]
 
 
-def test_evaluation_on_a_table_or_on_the_training_rows():
+def test_a_stream_is_evaluated_on_a_given_table_or_on_training_rows():
     stream = datasets.Dataset.from_list([{"prompt": f"p{number}"} for number in range(12)]).to_iterable_dataset()
     table = [{"prompt": "held"}, {"prompt": "out"}]
     sets = built(IterableData.of(stream, evaluation=table, check=3, ahead=0))
@@ -163,12 +163,12 @@ PROMPT = {"prompt": "a cat"}
     ],
     ids=["columns", "shuffled", "shuffled inside", "one rank", "iterator", "empty", "held out", "no prompt", "later row"],
 )
-def test_what_cannot_be_trained_on_is_refused_in_plain_words(stream, message):
+def test_unusable_iterable_datasets_raise_with_the_reason(stream, message):
     with pytest.raises(ValueError, match=message):
         built(IterableData.of(stream(), **KEYS))
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_missing_unknown_and_damaged_stream_files_raise(tmp_path):
     with pytest.raises(ValueError, match="cannot be opened as a stream"):
         built(StreamData(path=str(tmp_path / "none"), **KEYS))
     with pytest.raises(ValueError, match="no file matches this name"):
@@ -190,7 +190,7 @@ def test_files_that_cannot_be_read(tmp_path):
         built(StreamData(path=str(folder), **KEYS))
 
 
-def test_what_a_run_needs_of_a_row_is_checked_as_it_is_read(tmp_path):
+def test_stream_rows_that_do_not_meet_the_requirements_raise(tmp_path):
     folder = stream_files.parquet(tmp_path / "edits")
     required = RowRequirements(mask=True, images=(1, 1), model="flux-fill", takes="one image and a mask")
     with pytest.raises(ValueError, match="flux-fill takes one image and a mask, and this row has no mask"):

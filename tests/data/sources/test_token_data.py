@@ -1,4 +1,4 @@
-"""Image tokens on disk: what a feature file holds comes back, what is wrong with one is said by its name, and lists are mixed."""
+"""Image tokens on disk: feature files are read as they were written, errors name the file, and lists are mixed."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def feature(number=0, **changes):
 
 
 def earl(number=0, **changes):
-    """A feature file as the source makes it."""
+    """The contents of a feature file in the format of EARL."""
     grid = np.arange(6).reshape(GRID) + number
     made = {"edit_id": number, "original_image": grid, "edited_image": grid + 1, "instruction": "make it red"}
     return {**made, "CoT": {"plan": "Find the cup.", "edit": "Paint it."}, **changes}
@@ -54,7 +54,7 @@ def save(root: Path, features, *, prefix="/nowhere"):
     return file
 
 
-def test_a_feature_comes_back(tmp_path):
+def test_a_feature_round_trips_through_its_file(tmp_path):
     made = feature(thought="First the cup.", task={"tags": {"kind": "colour"}, "meta": {"x": [1]}})
     (tmp_path / "a.safetensors").write_bytes(made.to_bytes())
     found = read_feature(tmp_path / "a.safetensors", trusted=False)
@@ -63,7 +63,7 @@ def test_a_feature_comes_back(tmp_path):
     assert torch.equal(found.target, made.target)
 
 
-def test_the_sources_own_files_are_read_where_they_are_trusted(tmp_path):
+def test_pth_files_are_read_only_if_they_are_trusted(tmp_path):
     torch.save(earl(7), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=r"7\.pth.*data\.trusted: true"):
         read_feature(tmp_path / "7.pth", trusted=False)
@@ -78,7 +78,7 @@ class Evil:
         return print, ("run",)
 
 
-def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
+def test_pth_files_with_arbitrary_objects_raise_and_run_no_code(tmp_path, capsys):
     torch.save(earl(CoT=Evil()), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=r"7\.pth: contains more than numbers"):
         read_feature(tmp_path / "7.pth", trusted=True)
@@ -104,13 +104,13 @@ def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
         ({"task": {"tags": {"level": 5}}}, "a text or a tag of its task is not a text"),
     ],
 )
-def test_what_is_wrong_is_said_by_file(tmp_path, changes, said):
+def test_invalid_fields_of_a_feature_file_raise_with_the_file_name(tmp_path, changes, said):
     torch.save(earl(**changes), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=rf"7\.pth.*{said}"):
         read_feature(tmp_path / "7.pth", trusted=True)
 
 
-def test_a_thought_is_trimmed():
+def test_a_long_thought_is_truncated_and_an_empty_one_is_none():
     assert thought_of("x" * 5000) == "x" * LONGEST_THOUGHT == "x" * 1750
     assert thought_of({}) is thought_of(None) is thought_of(" ") is None
 
@@ -119,7 +119,7 @@ def sums_as_pixels(codes):
     return [new("RGB", (1, 1), (int(grid.sum()), 0, 0)) for grid in codes]
 
 
-def test_lists_become_rows_and_tasks(tmp_path):
+def test_token_lists_are_read_as_rows_and_tasks(tmp_path):
     here, there = save(tmp_path / "omniedit", [feature(k) for k in range(3)]), save(tmp_path / "a" / "omniedit", [earl(9)])
     rows = TokenRows([here.parents[1], there], trusted=True)
     assert rows.parts == [range(3), range(3, 4)]
@@ -134,8 +134,8 @@ def test_lists_become_rows_and_tasks(tmp_path):
     assert tasks[3].meta["thought"] == "Find the cup.\nPaint it."
 
 
-def test_the_published_layout_has_a_folder_per_split(tmp_path):
-    """``earl-datasets/omniedit/train/list/...``: rows are named by data set and split, and tagged by data set."""
+def test_in_the_published_layout_ids_name_data_set_and_split_and_tags_the_data_set(tmp_path):
+    """``earl-datasets/omniedit/train/list/...``: ids contain data set and split, and tags the data set."""
     for name in ("omniedit", "vismin"):
         for split in ("train", "validation"):
             save(tmp_path / "earl-datasets" / name / split, [feature(0)])
@@ -147,7 +147,7 @@ def test_the_published_layout_has_a_folder_per_split(tmp_path):
     assert [dict(row.tags) for row in TokenRows(lists[:2], trusted=False)] == [{}, {}]
 
 
-def test_keys_of_a_thought_are_chosen(tmp_path):
+def test_thought_keys_select_and_order_the_parts_of_a_thought(tmp_path):
     save(tmp_path / "d", [earl(1)])
     rows = TokenRows([tmp_path / "d"], trusted=True, thought_keys=("edit", "plan"))
     assert rows[0].meta["thought"] == "edit: Paint it.\nplan: Find the cup."
@@ -155,12 +155,12 @@ def test_keys_of_a_thought_are_chosen(tmp_path):
         accept(TokenRows([tmp_path / "d"], trusted=True, thought_keys=("why",)), on_bad_row="refuse")
 
 
-def test_a_data_set_may_be_moved_and_a_link_may_stand_for_its_list(tmp_path):
+def test_a_data_set_can_be_moved_and_its_list_can_be_outside_of_it(tmp_path):
     file = save(tmp_path / "one", [feature()], prefix=str(tmp_path / "gone"))
     (tmp_path / "one").rename(tmp_path / "two")
     assert len(read_path(tmp_path / "two")) == 1
     assert check(tmp_path / "two") == []
-    # A list that lies elsewhere says where its files are.
+    # A list in another folder gives the folder of its files as prefix.
     other = tmp_path / "lists" / "a" / "list.json"
     other.parent.mkdir(parents=True)
     told = json.loads((tmp_path / "two" / file.relative_to(tmp_path / "one")).read_text())
@@ -168,7 +168,7 @@ def test_a_data_set_may_be_moved_and_a_link_may_stand_for_its_list(tmp_path):
     assert TokenRows([other], trusted=False)[0].id == "a/edit/0"
 
 
-def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
+def test_unusable_files_and_codes_raise_with_the_file_name_before_training(tmp_path):
     file = save(tmp_path / "d", [feature(k) for k in range(4)])
     (tmp_path / "d" / "feature" / "1.safetensors").unlink()
     (tmp_path / "d" / "feature" / "2.safetensors").write_bytes(b"cut")
@@ -184,7 +184,7 @@ def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
         rows.require(good, grid=(3, 3), codes=10)
 
 
-def test_rows_that_other_processes_read_are_compared_with_the_model_too(tmp_path, monkeypatch):
+def test_require_also_checks_rows_that_worker_processes_read(tmp_path, monkeypatch):
     monkeypatch.setattr("retouch.data.examination.PARALLEL_FROM", 4)
     monkeypatch.setattr("retouch.data.examination.available_cpus", lambda: 2)
     rows = TokenRows([save(tmp_path / "d", [feature(k) for k in range(4)])], trusted=False)
@@ -195,7 +195,7 @@ def test_rows_that_other_processes_read_are_compared_with_the_model_too(tmp_path
 
 
 @pytest.mark.parametrize("told", ["[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"])
-def test_a_list_that_is_none_is_refused(tmp_path, told):
+def test_an_invalid_token_list_raises(tmp_path, told):
     (tmp_path / "list.json").write_text(told)
     with pytest.raises(ValueError, match=r"list\.json"):
         TokenRows([tmp_path / "list.json"], trusted=False)
@@ -203,7 +203,7 @@ def test_a_list_that_is_none_is_refused(tmp_path, told):
         TokenRows([tmp_path], trusted=False)
 
 
-def test_names_do_not_leave_the_data_set(tmp_path):
+def test_file_names_that_leave_the_data_set_are_rejected(tmp_path):
     file = save(tmp_path / "d", [feature()])
     file.write_text(json.dumps({"prefix": "", "path_list": ["0.safetensors", "../../x.safetensors"]}))
     with pytest.raises(ValueError, match=r"1 of 2 rows.*\n.*leaves the folder"):
@@ -215,7 +215,7 @@ def test_names_do_not_leave_the_data_set(tmp_path):
     tenths=st.lists(st.integers(1, 45), min_size=4, max_size=4),
     seed=st.integers(0, 3),
 )
-def test_coefficients_are_whole_copies_and_a_sample(sizes, tenths, seed):
+def test_mixing_coefficients_give_full_copies_plus_a_random_fraction_of_each_list(sizes, tenths, seed):
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     parts = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
     coefficients = [each / 10 for each in tenths[: len(parts)]]
@@ -229,7 +229,7 @@ def test_coefficients_are_whole_copies_and_a_sample(sizes, tenths, seed):
     assert {sum(even[row] for row in part) for part in parts if part} <= {max(sizes)}
 
 
-def test_another_seed_draws_others_and_wrong_coefficients_are_refused():
+def test_mixing_depends_on_the_seed_and_a_wrong_number_of_coefficients_raises():
     part = [range(100)]
     assert mixed(part, [0.3], seed=0) != mixed(part, [0.3], seed=1)
     assert len(mixed(part, [1.55], seed=0)) == 155
@@ -241,7 +241,7 @@ def ids(tasks):
     return sorted(task.id for task in tasks)
 
 
-def test_all_rows_of_other_tokens_are_evaluated_whatever_the_recipe_mixes(tmp_path):
+def test_evaluation_on_other_token_data_uses_all_rows_and_no_coefficients(tmp_path):
     save(tmp_path / "other", [feature(k) for k in range(3)])
     section = TokenData(lists=("a", "b"), coefficients=(2, 0.5), validation_lists=("c",), validation_coefficients=(1,), limit=1)
     keys = {**section.model_dump(), **section.keys_for_all(str(tmp_path / "other"))}
@@ -258,7 +258,7 @@ def test_a_run_can_be_evaluated_on_its_training_rows(tmp_path):
     assert ids(sets.heldout) == [f"d/edit/{k}" for k in range(4)]
 
 
-def test_rows_without_what_the_run_requires_are_refused_or_skipped(tmp_path):
+def test_rows_without_required_fields_raise_or_are_skipped(tmp_path):
     save(tmp_path / "d", [feature(0, task={"text": "SALE"}), feature(1), feature(2, task={"text": "OPEN"})])
     context = DataContext(required=RowRequirements(images=(1, 1), text=True))
     section = TokenData(lists=(str(tmp_path / "d"),), held_out=1)

@@ -1,4 +1,4 @@
-"""Triplets: what an item becomes, and every way in which one can be broken, by its line."""
+"""Triplets: how an item is read, and every defect of an item, reported with its line."""
 
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_item_is_a_source_to_fill_in_with_its_text(folder: Path) -> None:
+def test_an_item_is_read_as_an_inpainting_task_with_its_text(folder: Path) -> None:
     tasks = Tasks(TripletRows(folder, reference="own"), resize=None)
     assert [(task.text, task.instruction) for task in tasks] == [
         ("Azir", "The text is 'Azir'."),
@@ -52,7 +52,7 @@ def test_an_item_is_a_source_to_fill_in_with_its_text(folder: Path) -> None:
     assert task.reference.getpixel((0, 0)) == (11, 100, 50)
 
 
-def test_another_items_reference_is_drawn_by_the_seed(folder: Path) -> None:
+def test_reference_other_draws_the_reference_of_another_item_by_the_seed(folder: Path) -> None:
     whose = {}
     for seed in range(12):
         tasks = Tasks(TripletRows(folder, reference="other", seed=seed), resize=None)
@@ -63,7 +63,7 @@ def test_another_items_reference_is_drawn_by_the_seed(folder: Path) -> None:
     assert tuple(task.reference.getpixel((0, 0))[0] for task in again) == whose[5]
 
 
-def test_another_items_reference_needs_another_item(folder: Path) -> None:
+def test_reference_other_with_a_single_item_raises(folder: Path) -> None:
     (folder / "self_bench.txt").write_text("3-Azir\n")
     with pytest.raises(ValueError, match="needs at least 2 items with a reference, and 1 have one"):
         TripletRows(folder, reference="other")
@@ -86,7 +86,7 @@ def test_another_items_reference_needs_another_item(folder: Path) -> None:
         (lambda root: (root / "self_bench.txt").write_bytes(b"3-Azir\n11-\xff\n"), 2, "not UTF-8"),
     ],
 )
-def test_a_broken_item_is_named_by_its_line(folder: Path, breaking, line: int, said: str) -> None:
+def test_an_invalid_item_is_reported_with_its_line(folder: Path, breaking, line: int, said: str) -> None:
     breaking(folder)
     errors = [problem for problem in check(folder) if problem.severity == "error"]
     assert {problem.line for problem in errors} == {line}
@@ -97,25 +97,25 @@ def test_a_broken_item_is_named_by_its_line(folder: Path, breaking, line: int, s
         accept(TripletRows(folder, reference="own"), on_bad_row="refuse")
 
 
-def test_a_byte_order_mark_and_crlf_are_noted(folder: Path) -> None:
+def test_a_byte_order_mark_and_crlf_are_reported_as_notes(folder: Path) -> None:
     (folder / "self_bench.txt").write_bytes(b"\xef\xbb\xbf3-Azir\r\n11-b\r\n")
     rows = read_path(folder)
     assert [rows[k].text for k in range(2)] == ["Azir", "b"]
     assert [problem.severity for problem in rows.problems] == ["note", "note"]
 
 
-def test_a_list_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_list_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         TripletRows(tmp_path, reference="own")
 
 
-def test_the_layouts_own_set_is_a_test_set(folder: Path) -> None:
+def test_a_folder_in_the_triplet_layout_is_rejected_as_a_test_set(folder: Path) -> None:
     with pytest.raises(ValueError, match="Calligrapher"):
         refuse_test_sets([str(folder)], split=None, allow_test_sets=False)
 
 
 @pytest.mark.skipif("RETOUCH_TRIPLETS" not in os.environ, reason="RETOUCH_TRIPLETS names no folder with the two real items")
-def test_two_real_items_of_which_one_is_broken() -> None:
+def test_of_two_real_items_one_is_read_and_the_incomplete_one_raises() -> None:
     rows = TripletRows(os.environ["RETOUCH_TRIPLETS"], reference="own")
     assert rows[0].text == "Azir"
     with pytest.raises(InvalidRow, match=r":2: error: 'test17_ref.png': no such file"):

@@ -1,4 +1,4 @@
-"""The order of a stream's rows: each row once in a pass, the same from any place, with any number of ranks, and across kills."""
+"""The order of a stream's rows: each row once per pass, and the same order after a resume or a kill, on any number of ranks."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def tar(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_each_pass_draws_every_row_once_in_an_order_of_its_own(kind, request):
+def test_each_pass_draws_every_row_once_in_a_different_order(kind, request):
     sets = opened(request.getfixturevalue(kind))
     assert [task.instruction for task in sets.heldout] == [f"edit {number}" for number in range(HELD)]
     rows = [row for step in drawn(sets.train, range(24)) for row in step]
@@ -61,7 +61,7 @@ def test_each_pass_draws_every_row_once_in_an_order_of_its_own(kind, request):
     assert all(each != sorted(each) for each in passes)
 
 
-def test_the_order_depends_on_the_seed_and_on_nothing_else(parquet):
+def test_the_order_depends_on_the_seed_and_not_on_prefetching(parquet):
     rows = drawn(opened(parquet).train, range(16))
     assert drawn(opened(parquet, ahead=1).train, range(16)) == rows
     assert drawn(opened(parquet, seed=4).train, range(16)) != rows
@@ -73,7 +73,7 @@ def test_rows_of_different_files_come_in_one_step(parquet):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "tar"])
-def test_a_stream_goes_on_at_the_same_row_from_any_place(kind, request):
+def test_a_stream_resumes_at_the_same_row_from_any_step(kind, request):
     folder = request.getfixturevalue(kind)
     whole = opened(folder).train
     rows, states = [], []
@@ -100,7 +100,7 @@ def test_ranks_share_the_rows_of_a_step(parquet, world):
     assert [[row for rank in ranks for row in rank[step]] for step in range(10)] == alone
 
 
-def test_a_group_may_span_ranks(parquet):
+def test_ranks_that_share_a_group_get_the_same_row(parquet):
     alone = drawn(opened(parquet).train, range(4), count=3)
     both = [places_in_step(count=3, group_size=2, minibatches=1, rank=rank, world=2) for rank in (0, 1)]
     assert both == [[0, 1], [1, 2]]
@@ -130,15 +130,15 @@ def test_no_row_is_lost_or_repeated_by_kills(tmp_path, tar, world):
         steps.append(json.loads(state.read_text())["rows"])
     rows = []
     for step in range(18):
-        found = dict(entry.split(" ", 1) for rank in steps for entry in rank[step])  # ranks that share a group have the same row
+        found = dict(entry.split(" ", 1) for rank in steps for entry in rank[step])  # ranks that share a group draw the same row
         assert sorted(map(int, found)) == list(range(7))
         rows += [int(found[str(place)].removeprefix("edit ")) for place in range(7)]
     assert rows == [row for step in drawn(opened(tar).train, range(18)) for row in step]
     assert sorted(rows[:ROWS]) == sorted(rows[ROWS : 2 * ROWS]) == list(range(HELD, 60))
 
 
-def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
-    """The process that reads ahead outlives one SIGTERM, and multiprocessing sends only one at the interpreter's exit."""
+def test_a_process_with_an_open_stream_exits_normally(tmp_path, tar):
+    """The prefetching process survives one SIGTERM, and multiprocessing sends only one at the interpreter's exit."""
     script = tmp_path / "holds.py"
     script.write_text(
         "import sys\n"
@@ -153,8 +153,8 @@ def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
     assert done.returncode == 0
 
 
-def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_path, tar):
-    """Such a thread may abort the process at its exit. Handlers run in reverse order, so this one is after the stream's own."""
+def test_threads_of_a_discarded_stream_end_before_the_interpreter_exits(tmp_path, tar):
+    """Such a thread can abort the process at its exit. Exit handlers run in reverse order: the script's runs after the stream's."""
     script = tmp_path / "drops.py"
     script.write_text(
         "import atexit, sys, threading, time\n"
@@ -171,8 +171,8 @@ def test_no_thread_of_a_stream_that_was_dropped_outlives_the_interpreter(tmp_pat
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr[-2000:]
 
 
-def test_the_process_that_reads_ahead_ends_with_a_run_that_is_killed(tmp_path, tar):
-    """Also while it writes to a pipe that is full, since it reads far ahead."""
+def test_the_prefetching_process_ends_if_the_run_is_killed(tmp_path, tar):
+    """Even while it is blocked on a full pipe, because it prefetches many steps."""
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, sys, time\n"
@@ -195,7 +195,7 @@ def test_the_process_that_reads_ahead_ends_with_a_run_that_is_killed(tmp_path, t
     assert process.returncode == -signal.SIGKILL
 
 
-def test_another_number_of_shards_is_another_stream(tmp_path, parquet):
+def test_resuming_with_another_number_of_shards_raises(tmp_path, parquet):
     state = opened(parquet).train.state()
     other = opened(stream_files.parquet(tmp_path / "other", files=2))
     with pytest.raises(ValueError, match=r"the stream has 8 shards, and had 12 when the checkpoint was written"):
@@ -205,7 +205,7 @@ def test_another_number_of_shards_is_another_stream(tmp_path, parquet):
 @pytest.mark.parametrize(
     "value", [None, {}, {"position": 0}, {**Cursor().to_json(), "row": -1}, {**Cursor().to_json(), "turn": "0"}]
 )
-def test_a_place_that_is_none_is_refused(value):
+def test_an_invalid_stream_position_raises(value):
     with pytest.raises(ValueError, match="place in the stream cannot be read"):
         Cursor.from_json(value)
 
@@ -220,7 +220,7 @@ def test_a_row_that_cannot_be_decoded_stops_the_run_or_is_replaced(tmp_path):
         assert set(rows) == set(range(HELD, 60)) - {30}
 
 
-def test_the_process_that_reads_ahead_says_what_is_wrong(tmp_path):
+def test_an_error_in_the_prefetching_process_reports_the_row(tmp_path):
     folder = stream_files.parquet(tmp_path / "stream", damaged=(30,))
     stream = opened(folder, ahead=2).train
     with pytest.raises(ValueError, match=r"shard 5:5: an image in the table: not a PNG"):
@@ -228,7 +228,7 @@ def test_the_process_that_reads_ahead_says_what_is_wrong(tmp_path):
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_the_process_that_reads_ahead_outlives_what_stops_the_run(parquet, stop):
+def test_the_prefetching_process_survives_sigint_and_sigterm(parquet, stop):
     """A terminal and a cluster send their signal to all processes, and the run may still finish a step."""
     stream = opened(parquet, ahead=1).train
     rows = drawn(stream, range(2))
@@ -240,7 +240,7 @@ def test_the_process_that_reads_ahead_outlives_what_stops_the_run(parquet, stop)
     assert not multiprocessing.active_children()
 
 
-def test_an_error_of_a_function_of_the_stream_reaches_the_run():
+def test_an_exception_of_a_map_function_is_raised_in_the_run():
     def broken(row):
         return {"x": {"a": 1}["b"]} if row["n"] == 30 else {"x": 0}
 
@@ -253,7 +253,7 @@ def test_an_error_of_a_function_of_the_stream_reaches_the_run():
         train.close()
 
 
-def test_a_step_that_needs_more_rows_than_there_are(parquet):
+def test_a_step_with_more_tasks_than_the_stream_has_rows_raises(parquet):
     with pytest.raises(ValueError, match="the stream has 55 rows for training, and a step draws 56 tasks"):
         drawn(opened(parquet).train, [0], count=56)
     assert len(drawn(opened(parquet).train, [0], count=55)[0]) == 55

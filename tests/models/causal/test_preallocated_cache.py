@@ -1,4 +1,4 @@
-"""The cache with room: transformers' own as the oracle, and what is not copied."""
+"""The preallocated key-value cache: equal to transformers' cache, and without a copy for each new token."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def grow(cache, pieces, select=None):
 
 @pytest.mark.parametrize("pieces", [[7], [7, 1], [7, 1, 1, 2], [1] * (ROOM + 3), [7, ROOM + 9, 1], [3, *([5] * ROOM)]], ids=str)
 @pytest.mark.parametrize("select", [None, (0, [1, 1, 0]), (1, [0])], ids=str)
-def test_it_holds_what_transformers_cache_holds(pieces, select):
+def test_preallocated_cache_equals_the_transformers_cache(pieces, select):
     ours, theirs = caches()
     with torch.no_grad():
         for mine, wanted in zip(grow(ours, pieces, select), grow(theirs, pieces, select), strict=True):
@@ -36,7 +36,7 @@ def test_it_holds_what_transformers_cache_holds(pieces, select):
     assert ours.get_seq_length() == theirs.get_seq_length() == sum(pieces)
 
 
-def test_what_is_there_is_not_copied_for_a_token():
+def test_appending_a_token_does_not_copy_the_cache():
     cache, _ = caches()
     with torch.no_grad():
         grow(cache, [7, 1])
@@ -46,8 +46,8 @@ def test_what_is_there_is_not_copied_for_a_token():
             assert cache.layers[0].keys.data_ptr() == where
 
 
-def test_rows_that_were_selected_are_their_own():
-    """Two rows of one prompt go on differently."""
+def test_selected_rows_do_not_share_memory():
+    """Two copies of the same row are continued differently."""
     cache, _ = caches()
     with torch.no_grad():
         grow(cache, [3, 1])
@@ -58,18 +58,18 @@ def test_rows_that_were_selected_are_their_own():
     assert keys[:, 0, 4, 0].tolist() == [1.0, 2.0]
 
 
-def test_with_gradient_it_is_transformers():
+def test_appending_with_gradients_enabled_keeps_earlier_gradients_correct():
     cache, _ = caches()
     first, second = (torch.randn(1, 1, 2, 4, requires_grad=True) for _ in range(2))
     cache.update(first, first, 0)
     keys, _ = cache.update(second, second, 0)
-    seen = keys.square().sum()  # whose backward pass reads what was there
+    seen = keys.square().sum()  # its backward pass reads the keys as they were before the next update
     cache.update(second, second, 0)
     seen.backward()
     torch.testing.assert_close(first.grad, 2 * first)
 
 
-def test_layers_with_a_window_stay_as_they_are():
+def test_sliding_window_layers_are_not_preallocated():
     windowed = tiny_writers.module("qwen2.5", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     kinds = [type(layer) is PreallocatedCacheLayer for layer in new_cache(windowed.model).layers]
     assert kinds == [True, False]

@@ -1,4 +1,4 @@
-"""A LoRA written for ComfyUI: all of its keys are loaded there, diffusers makes the same image of it, and its scale is right."""
+"""A LoRA file for ComfyUI: ComfyUI loads all of its keys with the right scale; diffusers generates the same image from it."""
 
 import json
 from collections.abc import Callable
@@ -81,7 +81,7 @@ FAMILIES = [
 
 
 def image(pipe: Any, family: type[DiffusersModel]) -> torch.Tensor:
-    """An image of two steps, in fp32. Of Qwen-Image-Edit, whose pipeline takes no source image below 1024 x 1024, one velocity."""
+    """An fp32 image after two steps. For Qwen-Image-Edit, whose pipeline takes no source image below 1024 x 1024: one velocity."""
     if family is QwenImageEditModel:
         return edit_velocity(pipe.transformer)
     draw = torch.Generator().manual_seed(3)
@@ -129,7 +129,7 @@ def write(pipe: Any, family: type[DiffusersModel], to: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
 @pytest.mark.parametrize("alpha", [8.0, 6.0])
-def test_diffusers_makes_the_same_image_of_each_file(tmp_path: Path, family: type[DiffusersModel], alpha: float) -> None:
+def test_diffusers_generates_the_same_image_from_each_lora_file(tmp_path: Path, family: type[DiffusersModel], alpha: float) -> None:
     pipe = make(family, tmp_path / "base")
     untrained = image(pipe, family)
     train(pipe, family, alpha=alpha)
@@ -149,7 +149,7 @@ def test_diffusers_makes_the_same_image_of_each_file(tmp_path: Path, family: typ
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
-def test_comfyui_loads_every_key(tmp_path: Path, family: type[DiffusersModel]) -> None:
+def test_comfyui_loads_every_key_with_the_right_scale(tmp_path: Path, family: type[DiffusersModel]) -> None:
     pipe = make(family, tmp_path / "base")
     loader = ComfyUILoader(pipe.transformer)
     before = {path: loader.weight(path).clone() for path in loader.rows}
@@ -167,8 +167,8 @@ def test_comfyui_loads_every_key(tmp_path: Path, family: type[DiffusersModel]) -
     assert adapted == sum("lora_A" in name for name, _ in pipe.transformer.named_parameters())
 
 
-def test_the_file_of_diffusers_has_another_scale_in_comfyui(tmp_path: Path) -> None:
-    """Why a file of its own is needed: ComfyUI does not read the metadata that hold alpha."""
+def test_diffusers_lora_file_gets_the_wrong_scale_in_comfyui(tmp_path: Path) -> None:
+    """The reason for a separate file: ComfyUI does not read the metadata that contain alpha."""
     pipe = tiny_pipelines.sd3()
     loaders = [ComfyUILoader(pipe.transformer) for _ in range(2)]
     path = "transformer_blocks.0.attn.to_q"
@@ -182,7 +182,7 @@ def test_the_file_of_diffusers_has_another_scale_in_comfyui(tmp_path: Path) -> N
     torch.testing.assert_close(2 * changes[0], changes[1], atol=1e-5, rtol=0)
 
 
-def test_a_lora_on_a_part_of_joined_modules(tmp_path: Path) -> None:
+def test_lora_on_part_of_a_fused_qkv_module_leaves_the_rest_unchanged(tmp_path: Path) -> None:
     """FLUX.2's queries, keys and values are one module in ComfyUI; those without an adapter do not change."""
     pipe = tiny_flux2.pipeline()
     loader = ComfyUILoader(pipe.transformer)
@@ -200,7 +200,7 @@ def test_a_lora_on_a_part_of_joined_modules(tmp_path: Path) -> None:
     torch.testing.assert_close(image(fresh, Flux2KleinModel), wanted, atol=1e-5, rtol=0)
 
 
-def test_a_module_without_a_name_in_comfyui(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_comfyui_file_is_not_written_for_a_module_without_a_comfyui_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     pipe = tiny_flux2.pipeline()
     train(pipe, Flux2KleinModel, alpha=6.0, targets=("attn.to_q", "norm_out.linear"))
     write(pipe, Flux2KleinModel, tmp_path / "out")
@@ -214,7 +214,7 @@ def test_a_module_without_a_name_in_comfyui(tmp_path: Path, caplog: pytest.LogCa
     ("format", "files"),
     [("diffusers", {DIFFUSERS}), ("peft", {"adapter_config.json", "adapter_model.safetensors"}), ("comfyui", {FILE})],
 )
-def test_one_format(tmp_path: Path, format: Any, files: set[str]) -> None:
+def test_only_the_requested_format_is_written(tmp_path: Path, format: Any, files: set[str]) -> None:
     pipe = tiny_pipelines.sd3()
     train(pipe, SD3Model, alpha=6.0)
     write_lora(pipe.transformer, tmp_path, pipeline=SD3Model.pipeline, comfyui=SD3Model.comfyui, format=format)
@@ -223,7 +223,7 @@ def test_one_format(tmp_path: Path, format: Any, files: set[str]) -> None:
         assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 6.0
 
 
-def test_the_names_of_the_tensors() -> None:
+def test_comfyui_tensor_names_match_the_module_path() -> None:
     """Two matrices and alpha for each adapted module."""
     pipe = tiny_pipelines.sd3()
     down, up = torch.ones(4, 32), torch.ones(32, 4)

@@ -1,4 +1,4 @@
-"""``complete``: what is missing or damaged in the folder of a model is named before anything is loaded."""
+"""``complete``: missing and damaged files in the folder of a model are reported before anything is loaded."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def written(name: str, text: str) -> Callable[[Path], None]:
 
 
 def shards(folder: Path) -> None:
-    """Two shards are named; one is there."""
+    """The index names two shards; only one of them exists."""
     (folder / TRANSFORMER).rename(folder / "transformer" / "part-1.safetensors")
     index = {"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}
     (folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
@@ -77,12 +77,12 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "flux"))
 
 
-def test_a_whole_folder_passes(folder: Path) -> None:
+def test_complete_folder_is_accepted(folder: Path) -> None:
     assert fetch_weights(str(folder)) == folder
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_missing_or_damaged_is_named(folder: Path, fault: str) -> None:
+def test_missing_or_damaged_files_raise_with_their_names(folder: Path, fault: str) -> None:
     damage, text = FAULTS[fault]
     damage(folder)
     with pytest.raises(IncompleteWeights, match=rf"^policy\.model\.path: .*flux is incomplete: .*{text}") as error:
@@ -90,21 +90,21 @@ def test_what_is_missing_or_damaged_is_named(folder: Path, fault: str) -> None:
     assert error.value.command == f"hf download ID --local-dir {folder}"
 
 
-def test_every_problem_is_named_and_a_hub_id_is_downloaded_again(folder: Path) -> None:
+def test_error_lists_every_problem_and_suggests_to_download_the_hub_id(folder: Path) -> None:
     cut(TRANSFORMER, 20_000)(folder)
     shutil.rmtree(folder / "vae")
     with pytest.raises(IncompleteWeights, match=r"vae is missing; transformer/.* has 20000 of .*: `hf download me/flux`"):
         require_complete(folder, path="me/flux", key="policy.model.path")
 
 
-def test_parts_that_are_null_or_that_a_family_can_leave_out_may_be_missing(folder: Path) -> None:
+def test_null_and_optional_parts_can_be_missing(folder: Path) -> None:
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"text_encoder_3": ["transformers", "T5EncoderModel"], "processor": [None, None], "safety_checker": ["a", "B"]}
     (folder / "model_index.json").write_text(json.dumps(index))
     assert fetch_weights(str(folder)) == folder
 
 
-def test_training_and_the_doctor_say_what_to_do_and_no_step_runs(
+def test_incomplete_weights_stop_the_run_and_doctor_suggests_the_download(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(folder / "vae")
@@ -160,14 +160,14 @@ def test_an_interrupted_download_is_continued(cached: Path, whole: Path, monkeyp
     assert find_weights("me/flux") == cached
 
 
-def test_a_download_that_stays_incomplete_names_the_files(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_that_stays_incomplete_raises_with_the_missing_files(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (cached / TRANSFORMER).unlink()
     monkeypatch.setattr(pretrained, "snapshot_download", lambda path, **options: str(cached))
     with pytest.raises(IncompleteWeights, match=r"transformer has no safetensors file.*`hf download me/flux`"):
         fetch_weights("me/flux")
 
 
-def test_a_tokenizer_alone_needs_no_weights(tmp_path: Path) -> None:
+def test_fetch_tokenizer_does_not_require_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert fetch_tokenizer(str(tmp_path)) == find_tokenizer(str(tmp_path)) == tmp_path
     with pytest.raises(IncompleteWeights, match=r"model-1\.safetensors is missing"):

@@ -24,7 +24,7 @@ def latents(model):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_they_are_the_images_of_decode(family):
+def test_decode_tensors_matches_decode_before_rounding(family):
     model = MODELS[family]()
     assert isinstance(model, DecodesTensors)
     x, conditioning = latents(model)
@@ -36,7 +36,7 @@ def test_they_are_the_images_of_decode(family):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_the_gradient_reaches_the_latents_and_no_weight(family):
+def test_decode_tensors_has_gradients_for_latents_but_not_for_the_autoencoder(family):
     model = MODELS[family]()
     x, conditioning = latents(model)
     x.requires_grad_()
@@ -45,7 +45,7 @@ def test_the_gradient_reaches_the_latents_and_no_weight(family):
     assert all(parameter.grad is None for parameter in model.latents.vae.parameters())
 
 
-def test_with_gradient_checkpointing_it_keeps_less_and_gives_the_same_gradient():
+def test_checkpointed_decode_saves_fewer_bytes_and_gives_the_same_gradient():
     """``policy.gradient_checkpointing`` recomputes the decoder's activations too, if the autoencoder can."""
     found = []
     for on in (False, True):

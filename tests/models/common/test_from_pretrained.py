@@ -1,4 +1,4 @@
-"""Folders that diffusers' pipelines save, read back."""
+"""Loading the folders that diffusers' pipelines save."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def qwen_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, QwenImageEditPlus])
-def test_qwen(qwen_folder, monkeypatch, cls):
+def test_qwen_image_models_load_from_a_pipeline_folder(qwen_folder, monkeypatch, cls):
     monkeypatch.setattr(qwen_text, "OFFICIAL_PREFIX", {})  # the folder's tokenizer knows bytes only
     model = cls.from_pretrained(qwen_folder, dtype=torch.bfloat16, device="cpu", size=(32, 48))
     assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
@@ -48,7 +48,7 @@ def test_qwen(qwen_folder, monkeypatch, cls):
 
 
 @pytest.mark.parametrize("t5", [True, False])
-def test_sd3(tmp_path, t5):
+def test_sd3_loads_from_a_pipeline_folder(tmp_path, t5):
     tiny_pipelines.sd3().save_pretrained(tmp_path)
     model = SD3.from_pretrained(tmp_path, dtype=torch.bfloat16, device="cpu", t5=t5)
     assert (model.text.t5 is not None) == t5
@@ -61,7 +61,7 @@ def test_sd3(tmp_path, t5):
 
 
 @pytest.mark.parametrize("cls", [Flux, FluxFill, FluxKontext])
-def test_flux(tmp_path, cls):
+def test_flux_models_load_from_a_pipeline_folder(tmp_path, cls):
     folder = tiny_models.save_flux(tmp_path, fills=cls is FluxFill)
     model = cls.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(24, 40), guidance=2.5)
     model.text.max_sequence_length = 20
@@ -80,7 +80,7 @@ def test_flux(tmp_path, cls):
 
 
 @pytest.mark.parametrize("head", [True, False])
-def test_z_image(tmp_path, head):
+def test_z_image_loads_from_a_pipeline_folder(tmp_path, head):
     folder = tiny_models.save_z_image(tmp_path, head=head)
     model = ZImage.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(24, 40))
     assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
@@ -97,7 +97,7 @@ def test_z_image(tmp_path, head):
     assert model.decode(x, conditioning)[0].size == (40, 24)
 
 
-def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
+def test_incompatible_flux_config_raises_before_weights_are_read(tmp_path):
     folder = tiny_models.save_flux(tmp_path, distilled=False)
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
     with pytest.raises(ValueError, match="FluxFill gives its transformer 192 channels per token, but this transformer takes 64"):
@@ -107,6 +107,6 @@ def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3, ZImage, FluxFill])
-def test_a_folder_that_is_none(tmp_path, cls):
+def test_folder_without_model_index_raises(tmp_path, cls):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
         cls.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")

@@ -9,7 +9,7 @@ from retouch.protocols import DenoisingModel
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
-def test_the_velocity_is_the_combination_of_both_branches(family):
+def test_guided_velocity_is_the_combination_of_both_branches(family):
     model = tiny.MODELS[family]()
     guided = Guided(model, 3.5)
     assert isinstance(guided, DenoisingModel)
@@ -26,8 +26,8 @@ def test_the_velocity_is_the_combination_of_both_branches(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_texts_of_unequal_length_need_no_mask_in_16_bits(dtype):
-    """A mask keeps attention in 16 bits from its flash kernel. Rows of one task have texts of the same length."""
+def test_branches_of_unequal_length_run_without_a_mask_in_bfloat16(dtype):
+    """With a mask, attention in 16 bits cannot use the flash kernel. Rows of one task have texts of the same length."""
     model = tiny.edit_model()
     model.module.to(dtype)
     masks = []
@@ -56,12 +56,12 @@ def test_both_branches_have_gradient():
     (whole,) = torch.autograd.grad(policy.model.velocity(policy.module, x, sigma, conditioning).sum(), weight)
     inner = policy.model.model
     (positive,) = torch.autograd.grad(inner.velocity(policy.module, x, sigma, inner.encode(tiny.tasks())).sum(), weight)
-    # The output's bias is in both branches alike: 3 of the positive less 2 of the negative.
+    # The output bias has the same gradient in both branches: 3 times that of the positive minus 2 times that of the negative.
     torch.testing.assert_close(whole, positive, rtol=1e-4, atol=1e-5)
     assert whole.abs().min() > 0
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, -2.0])
-def test_guidance_begins_above_one(scale):
+def test_guidance_scale_of_at_most_1_raises(scale):
     with pytest.raises(ValueError, match="guidance needs a scale above 1"):
         Guided(tiny.sd3_model(), scale)

@@ -1,4 +1,4 @@
-"""Attention backends and compiled blocks: the same numbers, the same names of weights, and clear refusals."""
+"""Attention backends and compiled blocks: the same results, the same names of weights, and clear errors."""
 
 import copy
 
@@ -30,14 +30,14 @@ def _fresh_graphs():
 
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backends_of_torch_can_train(name, dtype):
+def test_torch_attention_backends_support_training(name, dtype):
     assert kernels.trains_with(name, device=CPU, dtype=dtype) is None
 
 
 @pytest.mark.parametrize(
     ("name", "why"), [("nonsense", "no such backend"), ("sage", "missing package"), ("flash", "missing package")]
 )
-def test_what_is_missing_is_said(name, why):
+def test_unavailable_attention_backend_reports_the_reason(name, why):
     assert why in kernels.trains_with(name, device=CPU, dtype=torch.float32)
 
 
@@ -49,14 +49,14 @@ def test_what_is_missing_is_said(name, why):
         (lambda output: output.detach() + 0.5 * (output - output.detach()), "gradient differs from that of torch by 50%"),
     ],
 )
-def test_kernels_for_inference_are_found_out(monkeypatch, spoil, why):
+def test_backend_with_wrong_output_or_gradient_is_rejected(monkeypatch, spoil, why):
     name, backends = AttentionBackendName._NATIVE_MATH, _AttentionBackendRegistry._backends
     attend = backends[name]
     monkeypatch.setitem(backends, name, lambda *args, **kwargs: spoil(attend(*args, **kwargs)))
     assert why in kernels.trains_with(name.value, device=CPU, dtype=torch.float32)
 
 
-def test_a_refusal_names_those_that_can_train():
+def test_require_backend_error_lists_the_backends_that_can_train():
     with pytest.raises(
         ValueError, match=r"policy\.attention: sage cannot train a model in float32 on cpu: .* Use one of"
     ) as refused:
@@ -82,7 +82,7 @@ def velocity(module):
     )[0]
 
 
-def test_a_backend_is_the_models_own():
+def test_set_attention_changes_only_the_given_model():
     one, other = tiny_models.flux_transformer(), tiny_models.flux_transformer()
     active = _AttentionBackendRegistry.get_active_backend()
     kernels.set_attention(one, "_native_math")
@@ -94,7 +94,7 @@ def test_a_backend_is_the_models_own():
     torch.testing.assert_close(velocity(one), velocity(other), rtol=0, atol=1e-5)
 
 
-def test_the_attention_to_reference_images_follows(monkeypatch):
+def test_set_attention_also_sets_the_backend_of_reference_attention(monkeypatch):
     module = tiny_models.flux_transformer()
     attention = module.transformer_blocks[0].attn
     attention.processor = ReferenceAttention(
@@ -104,7 +104,7 @@ def test_the_attention_to_reference_images_follows(monkeypatch):
     assert attention.processor.backend == attention.processor.base._attention_backend == AttentionBackendName._NATIVE_MATH
 
 
-def test_a_model_without_a_choice_is_refused():
+def test_set_attention_raises_for_a_model_without_backends():
     with pytest.raises(ValueError, match=r"policy\.attention: SD3Transformer2DModel does not support attention backends; use null"):
         kernels.set_attention(tiny_models.sd3_transformer(), "_native_math")
 
@@ -129,8 +129,8 @@ KL = {"DenoisingPolicy": "velocity", "AutoregressivePolicy": "k3"}
 @COMPILES
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "recompute"), [("sd3", False), ("sd3", True), ("edit", False), ("edit", True)])
-def test_a_compiled_transformer_samples_and_learns_the_same(family, recompute):
-    """Backend aot_eager: what autograd is given of a graph, without code for the machine."""
+def test_compiled_transformer_gives_the_same_samples_and_gradients(family, recompute):
+    """The backend aot_eager traces the forward and backward graphs, but generates no machine code."""
     plain, compiled = (tiny_policies.policy(family, guidance=2.0) for _ in range(2))
     names = list(compiled.module.state_dict())
     kernels.compile_blocks(compiled.module, backend="aot_eager")
@@ -151,7 +151,7 @@ def test_a_compiled_transformer_samples_and_learns_the_same(family, recompute):
 
 
 @COMPILES
-def test_alike_blocks_share_a_graph():
+def test_identical_blocks_share_a_compiled_graph():
     made = []
 
     def count(graph, inputs):
@@ -165,7 +165,7 @@ def test_alike_blocks_share_a_graph():
         expected = velocity(module)
         kernels.compile_blocks(module, backend=count)
         torch.testing.assert_close(velocity(module), expected, rtol=0, atol=1e-5)
-        # The double block, the first single one, whose input lies otherwise in memory, and the other five.
+        # The double block, the first single block, whose input has another memory layout, and the other five.
         assert len(made) == 3
         velocity(module)
     assert len(made) == 3
@@ -196,7 +196,7 @@ def test_decoder_layers_are_compiled_for_the_update_and_not_for_generation():
     assert list(compiled.module.state_dict()) == names
 
 
-def test_blocks_that_are_unknown_are_refused():
+def test_compile_blocks_raises_for_a_model_without_known_blocks():
     with pytest.raises(ValueError, match=r"policy\.compile: the repeated blocks of Linear are unknown; use null"):
         kernels.compile_blocks(torch.nn.Linear(2, 2))
 

@@ -1,4 +1,4 @@
-"""The type of LoRA weights, and what their training steps."""
+"""The dtype of LoRA weights, and of the weights that the optimizer updates."""
 
 import pytest
 import torch
@@ -28,15 +28,15 @@ def network(dtype: torch.dtype, **options: object) -> torch.nn.Module:
         (torch.float16, "base", torch.float32),
     ],
 )
-def test_adapters_have_the_type_of_a_base_in_bfloat16(base: torch.dtype, weights: str, trained: torch.dtype) -> None:
+def test_lora_weights_are_bfloat16_only_for_a_bfloat16_base(base: torch.dtype, weights: str, trained: torch.dtype) -> None:
     module = network(base, weights=weights)
     assert {p.dtype for p in module.parameters() if p.requires_grad} == {trained}
     said = Lora(kind="lora", rank=4, alpha=8, weights=weights).trained_dtype(str(base).removeprefix("torch."))  # type: ignore[arg-type]
     assert said == str(trained).removeprefix("torch.")
 
 
-def test_products_of_adapters_are_in_bfloat16_and_steps_in_fp32() -> None:
-    """The adapters' products are the only ones in fp32 otherwise; small steps are kept in the master weights."""
+def test_lora_products_are_bfloat16_and_optimizer_weights_are_fp32() -> None:
+    """With fp32 adapters, only the adapters' matrix products would run in fp32. Small steps are kept in the fp32 master weights."""
     found = {}
     for weights in ("base", "float32"):
         module = network(torch.bfloat16, weights=weights)

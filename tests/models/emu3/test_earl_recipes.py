@@ -1,4 +1,4 @@
-"""EARL's ten recipes and their supervised stages: the source's names and values, and each of them builds and learns in small."""
+"""EARL's ten RL recipes and their supervised stages: names and values match the source; each is built with a tiny model."""
 
 import json
 from pathlib import Path
@@ -50,13 +50,13 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return {deep: leaf for key, inner in value.items() for deep, leaf in leaves(inner, f"{path}.{key}".lstrip(".")).items()}
 
 
-def test_they_are_the_sources_and_no_others() -> None:
+def test_recipe_files_are_exactly_those_of_the_source() -> None:
     found = {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name}
     assert found == {*RL, *SFT, PUBLISHED}
 
 
 @pytest.mark.parametrize("stem", RL)
-def test_rl_has_the_sources_values(stem: str) -> None:
+def test_rl_recipe_values_match_the_source(stem: str) -> None:
     recipe = load(name_of(stem))
     check_ranks(recipe, 8)
     found, thinks = leaves(recipe.document()), "think" in stem
@@ -78,12 +78,12 @@ def test_rl_has_the_sources_values(stem: str) -> None:
         "data.coefficients": {"s": [], "c": COEFFICIENTS[1:], "sc": COEFFICIENTS}[RL[stem]],
     }
     assert {path: found.get(path) for path in wanted} == wanted
-    # The objective's one step on each rollout: 128 episodes.
+    # One optimizer step for each rollout of 128 episodes.
     assert recipe.tasks_per_step * recipe.group_size == 128
 
 
 @pytest.mark.parametrize("stem", SFT)
-def test_supervised_stages(stem: str) -> None:
+def test_supervised_recipe_values_match_the_source(stem: str) -> None:
     recipe = load(name_of(stem))
     check_ranks(recipe, 8)
     assert (recipe.name, recipe.learning_rate, recipe.objective.kind) == (stem, 1e-4, "sft")
@@ -94,7 +94,7 @@ def test_supervised_stages(stem: str) -> None:
         assert [rate(0), rate(29), rate(30)] == pytest.approx([1e-4 / 30, 1e-4, 1e-4])
         assert rate(phase.steps) == pytest.approx(1e-5)
     assert recipe.tasks_per_step == 4 * 2 * 8  # GPUs, edits at once, accumulated gradients
-    # The variant that each head names.
+    # The variant that the header of each recipe names.
     assert load(name_of(stem), ["sharding=fsdp2", "devices.weights=cpu", "optimizer.moments=cpu"]).optimizer.moments == "cpu"
     data = [phase.data for phase in recipe.resolved_phases()]
     wanted = {"sft_s": ["s"], "sft_sc": ["sc"], "sft_sc2stage": ["s", "sc"], "sft_think_s": ["s"]}[stem]
@@ -102,7 +102,7 @@ def test_supervised_stages(stem: str) -> None:
     assert recipe.policy.model.think == (stem == "sft_think_s")
 
 
-def test_the_published_layout() -> None:
+def test_published_recipe_uses_the_published_data_layout() -> None:
     recipe = load(name_of(PUBLISHED), ["data.trusted=true"])
     names = ["omniedit", "magic_brush", "aurora_ag", "aurora_kubric", "ss2", "vismin", "human-edit"]
     assert [*recipe.data.lists] == [f"/data/earl-datasets/{name}/train" for name in names]
@@ -113,7 +113,9 @@ def test_the_published_layout() -> None:
 
 @pytest.mark.parametrize("final", REWARDS)
 @pytest.mark.parametrize("base", ["http://judge:4877", "http://judge:4877/v1"])
-def test_the_three_rewards(final: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_final_reward_loads_with_the_v1_url_of_the_judge(
+    final: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("APP__REWARD_FUNCTION_API_BASE", base)
     file = tmp_path / "r.jsonnet"
     file.write_text(f"local e = import 'lib/earl.libsonnet'; e.rl(start='sft_s', data=e.data.s, final='{final}')")
@@ -122,14 +124,14 @@ def test_the_three_rewards(final: str, base: str, tmp_path: Path, monkeypatch: p
     assert found.get("combine", {"overall": 1.0, "ground": 1.0}) in ({"overall": 1.0, "ground": 1.0}, final)
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_environment_variable_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("APP__DATA_DIR")
     with pytest.raises(ValueError, match="APP__DATA_DIR"):
         evaluate(find(name_of("sft_s__rl_s")))
 
 
 @pytest.mark.parametrize("stem", [*RL, *SFT])
-def test_the_head_says_what_a_healthy_run_looks_like(stem: str) -> None:
+def test_recipe_header_describes_a_healthy_run(stem: str) -> None:
     said = " ".join(line.removeprefix("//").strip() for line in find(name_of(stem)).read_text().split("\nlocal ")[0].splitlines())
     assert "A healthy run" in said
     assert f"retouch launch --nproc 8 {name_of(stem)}" in said
@@ -183,7 +185,9 @@ def small(stem: str, folder: Path, data: Path, out: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("stem", [*RL, *SFT])
-def test_each_is_built_in_small(stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_recipe_is_built_with_a_tiny_model(
+    stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = assemble(small(stem, folder, data, tmp_path, monkeypatch), Ranks())
     assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
     for sets in parts.sets:
@@ -194,7 +198,9 @@ def test_each_is_built_in_small(stem: str, folder: Path, data: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("stem", ["sft_s__rl_sc", "sft_think_s", "sft_sc2stage"])
-def test_one_step_in_small(stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_trains_one_step_per_phase_with_a_tiny_model(
+    stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = small(stem, folder, data, tmp_path, monkeypatch)
     assert run(recipe, fresh=False) == 0
     steps = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
@@ -202,7 +208,7 @@ def test_one_step_in_small(stem: str, folder: Path, data: Path, tmp_path: Path, 
     assert all(step["policy/grad_norm"] > 0 for step in steps)
 
 
-def test_the_doctor_finds_nothing_that_keeps_it_from_starting(
+def test_doctor_reports_that_the_recipe_is_ready(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "recipe.json"

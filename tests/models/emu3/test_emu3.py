@@ -1,4 +1,4 @@
-"""Emu3 as an editor: its prompts, its images as codes, and the form of what it writes."""
+"""Emu3 as an image editor: its prompts, its images as codes, and the format of its completions."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def names(editor, ids):
     return editor.words.tokenizer.convert_ids_to_tokens(list(ids))
 
 
-def test_a_prompt_is_the_picture_the_instruction_and_the_prefill(editor):
+def test_prompt_consists_of_source_image_instruction_and_prefill(editor):
     prompts = editor.encode(tasks())
     height, width = editor.grid
     row = prompts.ids[0][prompts.mask[0]].tolist()
@@ -50,7 +50,7 @@ def test_a_prompt_is_the_picture_the_instruction_and_the_prefill(editor):
     assert isinstance(editor.grammar, Grammar)
 
 
-def test_codes_are_the_autoencoders_own(editor):
+def test_codes_and_decoded_images_match_the_autoencoder(editor):
     picture = tiny_models.picture(3, 16, 24)
     pixels = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_codes_are_the_autoencoders_own(editor):
     assert (seen - (again.clamp(-1, 1) + 1) * 127.5).abs().max() <= 0.51
 
 
-def test_a_written_picture_comes_back(editor):
+def test_image_token_ids_convert_back_to_codes_and_malformed_ids_give_none(editor):
     codes = editor.encode_codes([tiny_models.picture(5, 16, 24)])[0]
     ids = editor.words.image_ids(codes)[1:]  # boi is the prefill
     assert torch.equal(editor.codes_in(ids), codes)
@@ -75,7 +75,7 @@ def test_a_written_picture_comes_back(editor):
     assert editor.codes_in(editor.words.text_ids("no picture")) is None
 
 
-def test_what_is_imitated_is_the_target_picture(editor):
+def test_target_ids_and_demonstrations_contain_the_target_image(editor):
     target = tiny_models.picture(7, 16, 24)
     task = dataclasses.replace(tasks()[0], target=target)
     codes = editor.encode_codes([target])[0]
@@ -89,7 +89,7 @@ def test_what_is_imitated_is_the_target_picture(editor):
         editor.target_ids(tasks()[:1])
 
 
-def test_a_thought_comes_before_the_picture():
+def test_target_ids_contain_the_thought_before_the_image():
     made = tiny_emu3.editor(prefill=THINK)
     task = dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))
     with pytest.raises(ValueError, match="'thought'"):
@@ -103,7 +103,7 @@ def test_a_thought_comes_before_the_picture():
 
 @pytest.mark.parametrize(("prefill", "train"), [(DRAW, "lora"), (DRAW, "full"), (THINK, "lora")])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
-def test_the_policy_keeps_the_contract(prefill, train, sampling):
+def test_policy_passes_the_contract_checks(prefill, train, sampling):
     made = tiny_emu3.editor(prefill=prefill, train=train)
     height, width = made.grid
     longest = len(made.words.header(height, width)) + height * (width + 1) + 3 + (12 if prefill == THINK else 0)
@@ -118,7 +118,7 @@ def test_the_policy_keeps_the_contract(prefill, train, sampling):
         assert not any(written.truncated for written in trajectory.outputs)
 
 
-def test_every_sample_of_a_random_model_is_a_picture():
+def test_every_sample_of_a_random_model_decodes_to_an_image():
     made = tiny_emu3.editor(seed=3)
     height, width = made.grid
     longest = len(made.words.header(height, width)) + height * (width + 1) + 3
@@ -132,7 +132,7 @@ def test_every_sample_of_a_random_model_is_a_picture():
         assert ends == {(made.words.eof, made.words.eoi)}
 
 
-def test_text_may_come_first_and_may_end_without_a_picture():
+def test_grammar_allows_text_before_or_instead_of_an_image():
     made = tiny_emu3.editor(prefill=THINK)
     prompts = made.encode(tasks()[:1])
     words = made.words
@@ -148,7 +148,7 @@ def test_text_may_come_first_and_may_end_without_a_picture():
     assert made.codes_in([*text]) is None
 
 
-def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
+def test_malformed_image_without_the_grammar_decodes_to_none():
     made = tiny_emu3.editor(grammar=False)
     longest = len(made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))])[0]) + 1
     policy = tiny_writing.policy(writer=made, sampling={"max_new_tokens": longest})
@@ -158,7 +158,7 @@ def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
     assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
     images = CodesDecoder(made)([batch.tasks[k] for k in batch.group], trajectory)
     assert images == [None] * len(batch)
-    # The same ids, where they are an image, are one; and of what was drawn in it the kind is the image's.
+    # Ids that form a whole image are decoded, and all tokens after the header have the kind IMAGE_TOKEN.
     shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24)),)))
     assert CodesDecoder(made)(batch.tasks[:1], shown)[0] is not None
     assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
@@ -169,7 +169,7 @@ class Said:
         self.outputs = outputs
 
 
-def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
+def test_rows_without_a_complete_image_decode_to_none(editor):
     codes = editor.encode_codes([tiny_models.picture(k, 16, 24) for k in range(3)])
     whole = [tuple(editor.words.image_ids(each)[1:]) for each in codes]
     key = (0, 0, 0, 0)
@@ -186,7 +186,7 @@ def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
     assert isinstance(editor, DecodesCodes)
 
 
-def test_the_renderer_keeps_the_contract(editor):
+def test_renderer_passes_the_contract_checks(editor):
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
     policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest})
@@ -194,7 +194,7 @@ def test_the_renderer_keeps_the_contract(editor):
     check_renderer(CodesDecoder(editor), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
 
 
-def test_what_cannot_be_is_said(editor):
+def test_invalid_tasks_and_settings_raise(editor):
     with pytest.raises(ValueError, match="0 images"):
         editor.encode([Task(id="x", instruction="red")])
     with pytest.raises(ValueError, match="special token"):

@@ -50,7 +50,7 @@ def original(folder, tmp_path_factory):
 
 
 def _old(name):
-    """As BAAI's autoencoder names it."""
+    """The name of the weight in BAAI's autoencoder."""
     name = name.removeprefix("model.vqmodel.")
     for ours, theirs in (("_proj.", "."), (".out.", ".proj_out."), (".down_block.down.", ".down."), (".up_block.up.", ".up.")):
         name = name.replace(ours, theirs)
@@ -70,7 +70,7 @@ def told(editor):
     return prompts.ids, editor.logits(editor.module, states), editor.decode_codes(editor.encode_codes(task.images))[0]
 
 
-def test_both_layouts_are_the_same_model(folder, original):
+def test_both_folder_layouts_load_the_same_model(folder, original):
     expected = told(load_emu3(folder, **SETTINGS))
     language, autoencoder = original
     names = load_file(autoencoder / "m.safetensors")
@@ -81,14 +81,14 @@ def test_both_layouts_are_the_same_model(folder, original):
     assert found[2].tobytes() == expected[2].tobytes()
 
 
-def test_what_was_trained_goes_on_from_where_it_was_exported(folder, tmp_path):
+def test_saved_weights_load_with_the_same_logits(folder, tmp_path):
     editor = load_emu3(folder, **SETTINGS)
     editor.module.save_pretrained(tmp_path)
     found = told(load_emu3(tmp_path, tokenizer=folder, autoencoder=folder, **SETTINGS))
     assert torch.equal(found[1], told(editor)[1])
 
 
-def test_what_vllm_serves_is_a_llama_with_the_same_logits(folder, tmp_path):
+def test_export_for_vllm_is_a_llama_model_with_the_same_logits(folder, tmp_path):
     editor = load_emu3(folder, **SETTINGS)
     save_for_vllm(editor, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -102,7 +102,7 @@ def test_what_vllm_serves_is_a_llama_with_the_same_logits(folder, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["transformers", "original"])
-def test_codes_are_chosen_in_fp32(folder, original, layout):
+def test_autoencoder_stays_in_fp32_when_the_model_is_loaded_in_bfloat16(folder, original, layout):
     where = (
         {"source": folder} if layout == "transformers" else {"source": original[0], "autoencoder": original[1], "tokenizer": folder}
     )
@@ -112,7 +112,7 @@ def test_codes_are_chosen_in_fp32(folder, original, layout):
     assert all(torch.equal(a, b) for a, b in zip(editor.vq.state_dict().values(), exact.vq.state_dict().values(), strict=True))
 
 
-def test_what_is_no_emu3_is_refused(folder, original, tmp_path):
+def test_invalid_or_incomplete_model_folder_raises(folder, original, tmp_path):
     language, autoencoder = original
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_emu3(tmp_path, tokenizer=folder, **SETTINGS)

@@ -1,4 +1,4 @@
-"""Runs whose policy writes images as tokens, from a recipe to what is exported of them."""
+"""Runs whose policy generates images as tokens, from the recipe to the export."""
 
 import json
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def document(tmp_path, folder):
     def made(**changes):
-        # The playground's judge gives random images nothing, and so no gradient.
+        # The playground's judge gives random images no reward, so there would be no gradient.
         reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
         settings = {**tiny_writer_runs.image_tokens(folder), "policy__train": {"kind": "full"}, "reward": reward, **changes}
         return tiny_writer_runs.recipe(tmp_path / "runs", folder, **settings)
@@ -43,7 +43,7 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_and_what_it_exports_goes_on(tmp_path, folder, document):
+def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder, document):
     run = trained(tmp_path, document())
     steps = metrics(run)
     assert len(steps) == 2
@@ -62,7 +62,7 @@ def test_a_run_trains_and_what_it_exports_goes_on(tmp_path, folder, document):
     assert "report.html" in {path.name for path in run.iterdir()}
 
 
-def test_a_reference_that_waits_elsewhere_changes_no_bit(tmp_path, document):
+def test_setting_the_reference_device_gives_bitwise_equal_metrics(tmp_path, document):
     kl = {"kind": "policy_gradient", "surrogate": "reinforce", "kl": {"kind": "k3", "weight": 0.1}}
     beside = trained(tmp_path, document(name="beside", objective=kl))
     away = trained(tmp_path, document(name="away", objective=kl, devices={"reference": "cpu"}))
@@ -70,14 +70,14 @@ def test_a_reference_that_waits_elsewhere_changes_no_bit(tmp_path, document):
     assert metrics(away)[-1]["policy/kl"] > 0
 
 
-def test_supervised_learning_imitates_the_targets(tmp_path, document):
+def test_supervised_training_reduces_the_loss(tmp_path, document):
     objective = {"kind": "sft", "normalise": "token"}
     run = trained(tmp_path, document(objective=objective, steps=12, group_size=1, tasks_per_step=4, learning_rate=3e-3))
     losses = [step["policy/loss"] for step in metrics(run)]
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_lora_of_image_tokens_trains(tmp_path, document):
+def test_lora_training_step_has_a_nonzero_gradient(tmp_path, document):
     run = trained(tmp_path, document(policy__train={"kind": "lora", "rank": 4, "alpha": 8}, steps=1))
     assert metrics(run)[0]["policy/grad_norm"] > 0
 
@@ -106,7 +106,7 @@ def test_all_of_earls_recipes_have_a_twin():
     assert len(twins) == 14
 
 
-def test_parts_that_do_not_belong_together_are_refused(document, folder):
+def test_incompatible_recipe_parts_raise_when_the_recipe_is_parsed(document, folder):
     with pytest.raises(ValueError, match=r"renderer\.kind: emu3 writes image tokens"):
         parse(document(renderer={"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}))
     with pytest.raises(ValueError, match=r"renderer\.kind: playground-writer writes text"):

@@ -53,7 +53,7 @@ SETTINGS = {"num_inference_steps": 4, "max_sequence_length": 20, "output_type": 
 
 
 @pytest.mark.parametrize("distilled", [True, False])
-def test_walks_with_the_pipeline(text, distilled):
+def test_sampled_latents_match_the_pipeline(text, distilled):
     model = build(Flux, text, distilled=distilled, size=(24, 40), guidance=2.0 if distilled else None)
     pipe = pipeline(FluxPipeline, model)
     theirs = pipe(TEXTS, height=24, width=40, guidance_scale=2.0, generator=tiny_models.generators(2), **SETTINGS).images
@@ -63,7 +63,7 @@ def test_walks_with_the_pipeline(text, distilled):
     assert model.decode(ours, conditioning)[0].size == (40, 24)
 
 
-def test_true_guidance_walks_with_the_pipeline(text):
+def test_sampled_latents_with_true_cfg_match_the_pipeline(text):
     model = build(Flux, text, distilled=False, size=(24, 40))
     settings = SETTINGS | {"negative_prompt": ["", ""], "true_cfg_scale": 3.0}
     theirs = pipeline(FluxPipeline, model)(TEXTS, height=24, width=40, generator=tiny_models.generators(2), **settings).images
@@ -73,7 +73,7 @@ def test_true_guidance_walks_with_the_pipeline(text):
     torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
 
 
-def test_the_mask_is_packed_to_the_pipelines_bits(text):
+def test_packed_mask_is_bitwise_equal_to_the_pipeline(text):
     model = build(FluxFill, text)
     pipe = pipeline(FluxFillPipeline, model)
     mask = torch.stack([model.latents.mask([masked("m", "x", seed).mask], (24, 40))[0] for seed in range(2)])
@@ -84,7 +84,7 @@ def test_the_mask_is_packed_to_the_pipelines_bits(text):
     assert set(mask.unique().tolist()) == {0.0, 1.0}
 
 
-def test_at_512_px_shapes_are_those_of_the_pipeline(text):
+def test_packed_mask_of_512_px_has_the_expected_shape(text):
     model = build(FluxFill, text)
     mask = torch.zeros(1, 1, 512, 512)
     eight = build(FluxFill, text)
@@ -93,9 +93,9 @@ def test_at_512_px_shapes_are_those_of_the_pipeline(text):
     assert model.latents.pack_mask(mask).shape == (1, 4096, 64)
 
 
-def test_fill_walks_with_the_pipeline(text, monkeypatch):
+def test_fill_latents_match_the_pipeline(text, monkeypatch):
     model = build(FluxFill, text)
-    # The pipeline draws the masked image's latents from their posterior; ours are its mode, so that equal tasks are equal.
+    # The pipeline samples the masked image's latents from their posterior; we use its mode, so that equal tasks give equal inputs.
     monkeypatch.setattr(pipeline_flux_fill, "retrieve_latents", lambda encoded, generator=None: encoded.latent_dist.mode())
     tasks = [masked(prompt, prompt, seed) for seed, prompt in enumerate(TEXTS)]
     theirs = pipeline(FluxFillPipeline, model)(
@@ -112,7 +112,7 @@ def test_fill_walks_with_the_pipeline(text, monkeypatch):
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
 
 
-def test_fill_does_not_see_what_it_is_to_make(text):
+def test_fill_conditioning_does_not_depend_on_pixels_under_the_mask(text):
     model = build(FluxFill, text)
     task = masked("one", "blue")
     changed = task.images[0].copy()
@@ -122,7 +122,7 @@ def test_fill_does_not_see_what_it_is_to_make(text):
     assert torch.equal(both[0], both[1])
 
 
-def test_kontext_walks_with_the_pipeline(text):
+def test_kontext_latents_match_the_pipeline(text):
     model = build(FluxKontext, text, size=(24, 40))
     model.source_as_is = True
     tasks = [tiny_models.task(prompt, prompt, tiny_models.picture(seed, 16, 32)) for seed, prompt in enumerate(TEXTS)]
@@ -141,14 +141,14 @@ def test_kontext_walks_with_the_pipeline(text):
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
 
 
-def test_kontext_takes_a_size_that_it_was_trained_at(text):
+def test_kontext_fits_sources_to_a_training_resolution(text):
     model = build(FluxKontext, text)
     assert model.fit(tiny_models.picture(0, 300, 200)) == (1248, 832)
     assert model.fit(tiny_models.picture(0, 64, 64)) == (1024, 1024)
 
 
 @pytest.mark.parametrize("kind", [Flux, FluxFill, FluxKontext])
-def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(text, kind):
+def test_model_implements_denoising_model_and_rows_are_independent(text, kind):
     model = build(kind, text, size=(24, 40))
     assert isinstance(model, DenoisingModel)
     if kind is FluxKontext:
@@ -162,7 +162,7 @@ def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(text, kind):
         torch.testing.assert_close(velocities[row], alone[0], atol=3e-6, rtol=0)
 
 
-def test_pictures_come_back_from_their_latents(text):
+def test_encoded_images_match_the_packed_latents_of_the_autoencoder(text):
     model = build(Flux, text, size=(24, 40))
     tokens = model.encode_images([tiny_models.picture(0, 24, 40)])
     vae = model.latents.vae
@@ -171,7 +171,7 @@ def test_pictures_come_back_from_their_latents(text):
     torch.testing.assert_close(tokens, expected, atol=1e-6, rtol=0)
 
 
-def test_what_cannot_be_is_said(text):
+def test_invalid_inputs_and_settings_raise(text):
     fill, kontext = build(FluxFill, text), build(FluxKontext, text)
     whole = masked("one", "blue")
     with pytest.raises(ValueError, match="1 images and no mask"):

@@ -1,4 +1,4 @@
-"""The FLUX.1 family in recipes: what each kind takes, whole runs with tiny models, and what diffusers reads of them."""
+"""The FLUX.1 family in recipes: the inputs of each kind, whole runs with tiny models, and their adapters in diffusers."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ PROMPTS = {"kind": "prompts", "held_out": 1}
 
 @pytest.fixture(autouse=True)
 def little_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """T5 pads to 30 tokens and not to 512, and a source stays small: tiny models would spend all their time on that."""
+    """Pad T5's input to 30 tokens instead of 512 and keep source images small; tiny models would spend all their time on them."""
     original = FluxText.__init__
 
     def shorter(self: FluxText, *parts: Any, max_sequence_length: int = 30, **named: Any) -> None:
@@ -72,10 +72,10 @@ def recipe_of(kind: str, folders: dict[str, Path], triplets: Path) -> dict[str, 
     return made
 
 
-# What a family says of itself
+# The attributes that a family declares
 
 
-def test_every_kind_that_a_recipe_can_name_says_what_it_is() -> None:
+def test_every_image_model_kind_declares_its_attributes() -> None:
     for kind in IMAGE_MODELS:
         section = IMAGE_MODELS.load(kind)
         assert section is not None
@@ -89,7 +89,7 @@ def test_every_kind_that_a_recipe_can_name_says_what_it_is() -> None:
         assert editor.takes.images == (1, editor.adapter_class().MOST_SOURCES)
 
 
-def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path], triplets: Path) -> None:
+def test_guidance_key_is_optional_and_reaches_the_model(folders: dict[str, Path], triplets: Path) -> None:
     told = recipe_of("flux-fill", folders, triplets)
     assert "guidance" not in parse(told).document()["policy"]["model"]
     told["policy"]["model"]["guidance"] = 12.0
@@ -102,7 +102,7 @@ def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path],
     assert model.model_copy(update={"guidance": None}).build(device=torch.device("cpu")).guidance == 30.0
 
 
-def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(triplets: Path) -> None:
+def test_row_with_too_many_images_raises_with_its_line(triplets: Path) -> None:
     rows = TripletRows(triplets, reference="own")
     assert (
         RequiredRows(rows, RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask"))[1].text
@@ -112,7 +112,9 @@ def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(tri
         RequiredRows(rows, RowRequirements(images=(0, 0), model="flux", takes="no picture"))[1]
 
 
-def test_folders_are_read_before_the_model_is(tmp_path: Path, folders: dict[str, Path], triplets: Path) -> None:
+def test_missing_mask_in_a_data_folder_raises_before_the_model_is_loaded(
+    tmp_path: Path, folders: dict[str, Path], triplets: Path
+) -> None:
     tiny_models.picture(0, 32, 48).save(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "instruction": "red"}\n')
     made = recipe_of("flux-fill", folders, triplets) | {"data": {"kind": "folder", "path": str(tmp_path)}}
@@ -123,7 +125,7 @@ def test_folders_are_read_before_the_model_is(tmp_path: Path, folders: dict[str,
         run(parse(made), fresh=False)
 
 
-def test_what_memory_it_takes_is_planned_from_the_published_configuration(folders: dict[str, Path], triplets: Path) -> None:
+def test_memory_is_planned_from_the_published_configuration(folders: dict[str, Path], triplets: Path) -> None:
     made = recipe_of("flux-fill", folders, triplets)
     made["policy"]["model"] = {"kind": "flux-fill", "path": "black-forest-labs/FLUX.1-Fill-dev", "size": [512, 512]}
     recipe = parse(made)
@@ -170,7 +172,7 @@ def pictures(pipe: Any, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("trained", KINDS, indirect=True)
-def test_diffusers_loads_its_adapter_and_makes_the_same_pictures(
+def test_diffusers_loads_the_adapter_and_generates_the_same_images(
     trained: tuple[str, Path], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     kind, folder = trained
@@ -186,7 +188,9 @@ def test_diffusers_loads_its_adapter_and_makes_the_same_pictures(
 
 
 @pytest.mark.parametrize("trained", ["flux-fill"], indirect=True)
-def test_it_is_used_as_its_user_would(trained: tuple[str, Path], triplets: Path, tmp_path: Path) -> None:
+def test_sample_target_depends_on_the_instruction_and_requires_a_mask(
+    trained: tuple[str, Path], triplets: Path, tmp_path: Path
+) -> None:
     _, folder = trained
     given = {"image": triplets / "test3_source.png", "mask": triplets / "test3_mask.png", "seed": 0}
     first = sample_target(str(folder), instruction="blue", out=tmp_path / "a.png", **given)
@@ -203,7 +207,7 @@ TINY = "recipes/flux-fill/tiny.jsonnet"
 
 
 def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str]:
-    """A run of the tiny recipe on a folder with one good and one broken item, and what its log says."""
+    """Run the tiny recipe on a folder with one valid and one invalid item; return the folder of the run and the text of its log."""
     data = tiny_flux_runs.make_triplets(root / "items", {11: "Azir", 17: "Baby"})
     (data / "test17_ref.png").unlink()
     changes = {"data.path": data, "data.allow_test_sets": "true", "out": root / "runs", "name": name, "trackers": "[]"}
@@ -214,7 +218,7 @@ def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str
     return folder, (folder / "train.log").read_text()
 
 
-def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_path: Path) -> None:
+def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_path: Path) -> None:
     pytest.importorskip("rapidocr")
     folder, log = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
     for once in ("self_bench.txt:2: error: 'test17_ref.png': no such file", "skipped 1 of 2 rows", "items is Calligrapher's bench"):
@@ -235,7 +239,7 @@ def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_pa
         cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
 
 
-def test_either_phase_may_have_no_steps_and_rl_may_be_added_later(tmp_path: Path) -> None:
+def test_phase_with_zero_steps_is_skipped_and_can_be_added_later(tmp_path: Path) -> None:
     pytest.importorskip("rapidocr")
 
     def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ def tasks(*images, texts=TEXTS):
 
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("images", [0, 1, 2])
-def test_samples_what_the_pipeline_samples(pipe, images, scale):
+def test_sampled_latents_match_the_pipeline(pipe, images, scale):
     model, sources = build(pipe), IMAGES[:images]
     assert len({len(model.text.template.tokenise([text], [()])["input_ids"][0]) for text in TEXTS}) == 2
     theirs = pipe(
@@ -57,13 +57,13 @@ def test_samples_what_the_pipeline_samples(pipe, images, scale):
     negative = model.encode_negative(tasks(*sources)) if scale > 1 else None
     ours = tiny_models.euler(model, conditioning, tiny_models.generators(2), num_steps=4, negative=negative, guidance_scale=scale)
     latents = unpack(model.latents.denormalise(ours), height=8, width=12)
-    # The pipeline encodes a reference image once and repeats its latents; a batch of the autoencoder rounds otherwise.
+    # The pipeline encodes a reference image once and repeats its latents; encoding it in a batch rounds differently.
     torch.testing.assert_close(latents, theirs, atol=1e-5 if images else 0, rtol=0)
     assert model.decode(ours, conditioning)[0].size == (96, 64)
 
 
 @pytest.mark.parametrize(("images", "size"), [(0, (512, 512)), (2, (72, 80))])
-def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, size):
+def test_default_output_size_is_that_of_the_first_source_or_512_px(pipe, images, size):
     model = build(pipe, size=None)
     conditioning = model.encode(tasks(*IMAGES[:images]))
     assert conditioning.shared["size"] == size
@@ -71,9 +71,9 @@ def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, si
     assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 8**2
 
 
-@pytest.mark.parametrize("size", [(64, 96), (512, 640)])  # below and above the 4300 tokens from which steps no longer count
+@pytest.mark.parametrize("size", [(64, 96), (512, 640)])  # below and above 4300 tokens, from which num_steps has no influence
 @pytest.mark.parametrize("num_steps", [1, 4, 50])
-def test_sigmas_are_the_pipelines(pipe, size, num_steps):
+def test_sigmas_match_the_pipeline(pipe, size, num_steps):
     model = build(pipe, size=size)
     tokens = size[0] * size[1] // 8**2
     start = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64).tolist()
@@ -83,13 +83,13 @@ def test_sigmas_are_the_pipelines(pipe, size, num_steps):
 
 
 @pytest.mark.parametrize("images", [0, 2])
-def test_it_keeps_the_contract_of_a_model(pipe, images):
+def test_model_passes_the_contract_checks(pipe, images):
     model = build(pipe, length=96)
     assert isinstance(model, DenoisingModel)
     retouch.testing.check_model(model, tasks(*IMAGES[:images]))
 
 
-def test_rows_that_read_other_images_do_not_mix(pipe):
+def test_rows_with_different_source_images_are_independent(pipe):
     model = build(pipe, length=96)
     together = model.encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "red", tiny_models.picture(5, 72, 80))])
     x, sigma = model.initial_noise(together, tiny_models.generators(1)).expand(2, -1, -1), torch.tensor([0.6, 0.6])
@@ -99,12 +99,12 @@ def test_rows_that_read_other_images_do_not_mix(pipe):
     assert (first - second).abs().max() > 1e-3
 
 
-def test_recomputing_gives_the_same_gradients():
+def test_gradient_checkpointing_gives_the_same_gradients():
     model = build(tiny_flux2.pipeline(), length=96)
     check_recomputing(model, model.encode(tasks(IMAGES[0])), trained="single_transformer_blocks")
 
 
-def test_images_come_back_as_the_autoencoder_gives_them(pipe):
+def test_encoded_and_decoded_images_match_the_autoencoder(pipe):
     model = build(pipe)
     images = [tiny_models.picture(k, 64, 96) for k in range(2)]
     encoded = model.encode_images(images)
@@ -120,7 +120,7 @@ def test_images_come_back_as_the_autoencoder_gives_them(pipe):
 
 
 @pytest.mark.parametrize(("height", "width"), [(70, 81), (1100, 1001), (400, 3000)])
-def test_a_reference_image_is_prepared_as_the_pipeline_prepares_it(pipe, height, width):
+def test_reference_image_preprocessing_is_bitwise_equal_to_the_pipeline(pipe, height, width):
     model, image = build(pipe), tiny_models.picture(3, height, width)
     processor = pipe.image_processor
     smaller = Flux2ImageProcessor._resize_to_target_area(image) if height * width > 1024 * 1024 else image
@@ -130,7 +130,7 @@ def test_a_reference_image_is_prepared_as_the_pipeline_prepares_it(pipe, height,
     assert torch.equal(model.latents.pixels([ours], (ours.height, ours.width)), theirs)
 
 
-def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
+def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     model = Flux2Klein.from_pretrained(tiny_flux2.save(tmp_path, distilled=True), dtype=torch.bfloat16, device="cpu", size=(64, 96))
     assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
     assert not any(weight.requires_grad for part in model.parts[1:] for weight in part.parameters())
@@ -149,7 +149,7 @@ def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
         model.encode_negative(tasks())
 
 
-def test_what_is_impossible_is_refused(pipe):
+def test_invalid_settings_prompts_and_batches_raise(pipe):
     with pytest.raises(ValueError, match="does not divide into tokens of 8 px"):
         build(pipe, size=(20, 40))
     with pytest.raises(ValueError, match=r"takes guidance as an input, as FLUX\.2-dev's does"):

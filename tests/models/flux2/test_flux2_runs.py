@@ -1,4 +1,4 @@
-"""What is FLUX.2-klein's own in recipes; the rest is in `test_family_runs.py`."""
+"""Recipes with FLUX.2-klein: tests of this family only; `test_family_runs.py` tests all families."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_flux2.save(tmp_path_factory.mktemp("flux2"))
 
 
-def test_step_distilled_weights_train_without_guidance_alone(tmp_path: Path) -> None:
+def test_step_distilled_weights_train_without_guidance_and_raise_with_it(tmp_path: Path) -> None:
     weights = tiny_flux2.save(tmp_path / "distilled", distilled=True)
     made = recipe_of({"kind": "flux2-klein", "path": str(weights), "size": [64, 96]}, tmp_path, steps=1)
     assert run(parse(made), fresh=False) == 0
@@ -34,7 +34,7 @@ def test_step_distilled_weights_train_without_guidance_alone(tmp_path: Path) -> 
         run(parse(made | {"name": "guided"}), fresh=False)
 
 
-def test_the_recipe_steps_with_a_tiny_model(weights: Path, tmp_path: Path) -> None:
+def test_recipe_runs_one_step_with_a_tiny_model(weights: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "words.txt"
     prompts.write_text('a sign that says "open"\na door with "push" on it\na shop called "Azir"\n')
     small = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "ranks": "null", "out": tmp_path, "device": "cpu", "minibatches": 1}
@@ -50,7 +50,7 @@ def test_the_recipe_steps_with_a_tiny_model(weights: Path, tmp_path: Path) -> No
     ("path", "transformer", "text_encoder"),
     [("FLUX.2-klein-base-4B", 3_875_544_576, 4.02e9), ("FLUX.2-klein-9B", 9_078_581_248, 7.57e9)],
 )
-def test_the_published_sizes(path: str, transformer: int, text_encoder: float) -> None:
+def test_parameter_counts_match_the_published_models(path: str, transformer: int, text_encoder: float) -> None:
     parts = Flux2KleinModel(path=path).published()
     assert parts is not None
     assert parameter_count(parts["transformer"]) == transformer
@@ -61,7 +61,7 @@ def test_the_published_sizes(path: str, transformer: int, text_encoder: float) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_about_what_autograd_keeps(dtype: torch.dtype) -> None:
+def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
     part = described(tiny_flux2.transformer())
     part["config"] |= {"num_layers": 3, "num_single_layers": 6, "num_attention_heads": 8}
     module = type(tiny_flux2.transformer())(**part["config"]).to(dtype).train()

@@ -121,7 +121,7 @@ def velocity(model, conditioning, *, grad=False):
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_a_picture_is_what_transformers_makes_of_it(encoders, name):
+def test_image_embeddings_match_transformers(encoders, name):
     ours = encoder(encoders, name)
     pictures = [tiny_models.picture(0, 20, 30), tiny_models.picture(1, 40, 17)]
     kind, processor, field = {
@@ -138,7 +138,7 @@ def test_a_picture_is_what_transformers_makes_of_it(encoders, name):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("two-clip", CLIPModel), ("two-siglip", SiglipModel)])
-def test_of_two_towers_it_takes_the_one_that_sees(encoders, name, kind):
+def test_vision_tower_of_a_two_tower_model_is_used(encoders, name, kind):
     ours, whole = encoder(encoders, name), kind.from_pretrained(encoders / name)
     picture = tiny_models.picture(0, 20, 30)
     pixels = ours._processor(images=picture, return_tensors="pt")["pixel_values"]
@@ -150,7 +150,7 @@ def test_of_two_towers_it_takes_the_one_that_sees(encoders, name, kind):
 
 @pytest.mark.parametrize("name", ["clip", "siglip", "two-clip", "two-siglip"])
 @pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
-def test_its_size_is_known_before_it_is_loaded(encoders, name, form):
+def test_planned_parameter_counts_match_the_loaded_modules(encoders, name, form):
     described = vision_part(read_description(encoders / name))
     assert parameter_count(described) == sum(weight.numel() for weight in encoder(encoders, name).model.parameters())
     transformer = tiny_models.flux_transformer()
@@ -160,7 +160,7 @@ def test_its_size_is_known_before_it_is_loaded(encoders, name, form):
     assert adapter_counts(part, described, form)[0] == made
 
 
-def test_published_sizes():
+def test_parameter_counts_match_the_published_models():
     """The large adapter: 1152 to 2304 to 128 x 4096, its norm, and keys and values of 4096 to 3072 in 57 blocks."""
     siglip, clip = (image_encoder(name) for name in ("google/siglip-so400m-patch14-384", "openai/clip-vit-large-patch14"))
     assert parameter_count(siglip) == 428_225_600
@@ -174,7 +174,7 @@ def test_published_sizes():
     assert adapter_counts(flux_dev, clip, SMALL)[0] == small
 
 
-def test_another_kind_of_encoder_is_refused(tmp_path):
+def test_unsupported_encoder_folder_raises(tmp_path):
     with pytest.raises(ValueError, match=r"no model .config.json"):
         embed_width(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "dinov2"}))
@@ -190,12 +190,12 @@ EVERY = pytest.mark.parametrize(
 
 
 @EVERY
-def test_it_keeps_the_contract(model, encoders):
+def test_reference_model_passes_the_contract_checks(model, encoders):
     check_model(ReferenceModel(model(), encoder(encoders)), tasks())
 
 
 @EVERY
-def test_a_new_one_changes_no_bit(model, encoders):
+def test_untrained_adapter_leaves_the_velocity_bitwise_unchanged(model, encoders):
     made = ReferenceModel(model(moved=False), encoder(encoders))
     base = model(moved=False).__class__
     told = made.encode(tasks())
@@ -205,7 +205,7 @@ def test_a_new_one_changes_no_bit(model, encoders):
 
 
 @EVERY
-def test_at_scale_0_it_changes_no_bit(model, encoders):
+def test_adapter_with_scale_0_leaves_the_velocity_bitwise_unchanged(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     moved = velocity(made, told)
@@ -217,20 +217,20 @@ def test_at_scale_0_it_changes_no_bit(model, encoders):
 
 
 @EVERY
-def test_every_weight_of_it_is_trained_and_no_other(model, encoders):
+def test_only_adapter_weights_are_trainable_and_all_receive_gradients(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     velocity(made, told, grad=True).square().mean().backward()
     trained = {name for name, each in made.module.named_parameters() if each.grad is not None and each.grad.abs().max() > 0}
     mine = {id(each) for part in ip_adapter.modules(made.module) for each in part.parameters()}
     named = {name for name, each in made.module.named_parameters() if id(each) in mine}
-    # Every key sees the same bias, which no softmax can tell apart.
+    # This bias adds the same to the score of every key, so the softmax does not depend on it.
     assert trained >= {name for name in named if not name.endswith("to_k_ip.0.bias")}
     assert trained <= named == {name for name, each in made.module.named_parameters() if each.requires_grad}
 
 
 @EVERY
-def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
+def test_adapter_loaded_from_its_file_gives_a_bitwise_equal_velocity(model, encoders, tmp_path):
     made, other = model(), model(moved=False)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
     ip_adapter_files.write(made.module, tmp_path)
@@ -239,7 +239,7 @@ def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
 
 
 @EVERY
-def test_the_reference_counts_and_none_is_an_error(model, encoders):
+def test_velocity_depends_on_the_reference_and_a_missing_one_raises(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     other = made.encode([replace(task, reference=tiny_models.picture(40)) for task in tasks()])
@@ -256,7 +256,7 @@ def told_nothing(conditioning):
 
 
 def unadapted(model, kind):
-    """The model on a transformer of the same weights that never met an adapter."""
+    """The model with a transformer of the same weights to which no adapter was attached."""
     own = model.module
     bare = own.__class__.from_config(own.config).eval()
     theirs = own.state_dict()
@@ -266,7 +266,7 @@ def unadapted(model, kind):
     return made
 
 
-def test_guidance_goes_away_from_no_reference(encoders):
+def test_guidance_combines_velocities_with_and_without_the_reference(encoders):
     made = ReferenceModel(qwen(), encoder(encoders))
     guided = Guided(made, 3.0)
     conditioning = guided.encode(tasks())
@@ -279,7 +279,7 @@ def test_guidance_goes_away_from_no_reference(encoders):
 
 
 class FillWithReference(FluxIPAdapterMixin):
-    """What FluxFillPipeline lacks of loading; its transformer has it."""
+    """The IP-Adapter loading that FluxFillPipeline lacks; its transformer supports it."""
 
 
 def pipeline(model):
@@ -297,7 +297,7 @@ def pipeline(model):
     return pipe
 
 
-def test_a_pipeline_of_diffusers_loads_it_and_makes_the_same_picture(encoders, tmp_path):
+def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encoders, tmp_path):
     made = flux()
     told = ReferenceModel(made, encoder(encoders)).encode(tasks()[:1])
     ip_adapter_files.write(made.module, tmp_path)
@@ -325,7 +325,7 @@ def test_a_pipeline_of_diffusers_loads_it_and_makes_the_same_picture(encoders, t
     assert made.decode(latents, told)[0].tobytes() == drawn.tobytes()
 
 
-def test_fill_reads_the_same_file(encoders, tmp_path):
+def test_fill_transformer_of_diffusers_loads_the_adapter_file(encoders, tmp_path):
     made = flux(FluxFill)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
     ip_adapter_files.write(made.module, tmp_path)
@@ -336,7 +336,7 @@ def test_fill_reads_the_same_file(encoders, tmp_path):
     assert torch.equal(velocity(made, told), velocity(theirs, told))
 
 
-def test_sixteen_tokens_are_known_by_their_number_of_rows(encoders, tmp_path):
+def test_adapter_with_16_tokens_is_loadable_by_diffusers_at_full_width(encoders, tmp_path):
     torch.manual_seed(0)
     transformer = tiny_models.flux_transformer().__class__(
         num_layers=1,
@@ -359,7 +359,7 @@ def test_sixteen_tokens_are_known_by_their_number_of_rows(encoders, tmp_path):
     assert torch.equal(theirs(embeds), transformer.encoder_hid_proj([embeds[:, None]])[0][:, 0])
 
 
-def test_what_a_block_finds_goes_through_its_output_projection(encoders):
+def test_reference_attention_of_a_block_matches_its_formula(encoders):
     """softmax(q k / sqrt(d)) v over the reference's tokens, with q before rotation and k normed, times scale, before to_out."""
     form = LARGE.model_copy(update={"scale": 0.7})
     transformer = flux(form=form).module
@@ -385,7 +385,7 @@ def test_what_a_block_finds_goes_through_its_output_projection(encoders):
             torch.testing.assert_close(ours, base + found, atol=2e-6, rtol=1e-5)
 
 
-def test_blocks_are_numbered_in_order(tmp_path):
+def test_adapter_file_numbers_double_blocks_before_single_blocks(tmp_path):
     transformer = flux(form=LARGE).module
     state = load_file(ip_adapter_files.write(transformer, tmp_path))
     blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
@@ -398,7 +398,7 @@ def test_blocks_are_numbered_in_order(tmp_path):
     }
 
 
-def test_names_of_other_files(encoders, tmp_path):
+def test_adapter_file_with_other_tensor_names_is_loaded(encoders, tmp_path):
     made, other = flux(), flux(moved=False)
     state = load_file(ip_adapter_files.write(made.module, tmp_path))
     theirs = {
@@ -414,7 +414,7 @@ def test_names_of_other_files(encoders, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
-def test_what_cannot_be_is_said(tmp_path):
+def test_unsupported_models_and_invalid_files_raise(tmp_path):
     with pytest.raises(ValueError, match="for Flux and Qwen-Image, not for SD3"):
         ip_adapter.attach(tiny_models.sd3_transformer(), SMALL, embed_width=4, seed=0)
     with pytest.raises(ValueError, match="only double blocks"):
@@ -429,7 +429,7 @@ def test_what_cannot_be_is_said(tmp_path):
         ip_adapter_files.read(flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module, tmp_path)
 
 
-def test_it_begins_alike_for_a_seed_and_takes_no_draw_from_elsewhere():
+def test_initialisation_depends_only_on_the_seed_and_not_on_the_global_generator():
     before = torch.random.get_rng_state()
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
@@ -444,7 +444,7 @@ def test_it_begins_alike_for_a_seed_and_takes_no_draw_from_elsewhere():
 
 
 @pytest.mark.parametrize("form", [SMALL, LARGE, QFORMER])
-def test_in_bf16_it_keeps_fp32_weights_and_close_numbers(form, encoders):
+def test_bfloat16_base_keeps_fp32_adapter_weights_and_close_velocities(form, encoders):
     exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}
     assert next(rounded.module.parameters()).dtype == torch.bfloat16

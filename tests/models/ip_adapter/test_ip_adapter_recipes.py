@@ -1,4 +1,4 @@
-"""The full-size recipes of IP-Adapters: system B's values, what sets them apart, memory without a download, and twins that step."""
+"""The full-size recipes of IP-Adapters: values of system B, differences, memory plans without a download, steps of the twins."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def twin(name: str) -> str:
     return name.replace(".jsonnet", "-playground.jsonnet")
 
 
-def test_system_b() -> None:
+def test_grpo_recipe_has_the_values_of_system_b() -> None:
     recipe = load(GRPO)
     check_ranks(recipe, 8)
     found = values(recipe.document())
@@ -69,7 +69,7 @@ def test_system_b() -> None:
     assert found["rollout.reduction"] == "mean"
 
 
-def test_what_sets_them_apart() -> None:
+def test_recipes_differ_only_in_the_expected_keys() -> None:
     assert different(GRPO, PPO) == {"name", "advantage.kind", "advantage.baseline", "advantage.scale"}
     apart = different(GRPO, NFT)
     assert {path.partition(".")[0] for path in apart - {"policy.prompt_embeddings"}} == {"name", "objective", "rollout"}
@@ -81,7 +81,7 @@ def test_what_sets_them_apart() -> None:
     assert {path for path in qwen if path.startswith("policy.train")} == {"policy.train.blocks"}
 
 
-def test_the_values_of_system_bs_scripts() -> None:
+def test_published_recipes_have_the_values_of_the_scripts_of_system_b() -> None:
     for name, group_size, warm_up, decay in ((GRPO, 12, 100, 0.9999), (NFT, 4, 1, 0.999)):
         published = name.replace(".jsonnet", "-published.jsonnet")
         recipe = load(published)
@@ -111,7 +111,7 @@ def test_the_values_of_system_bs_scripts() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_twin_differs_in_its_world_and_sizes_alone(name: str) -> None:
+def test_playground_twin_keeps_the_algorithm_settings_of_the_full_recipe(name: str) -> None:
     same = ("policy.kind", "policy.train.kind", "policy.train.projection", "policy.train.blocks", "policy.train.scale")
     same += ("policy.train.dropout", "advantage", "objective", "optimizer", "rollout.transition", "rollout.window")
     same += ("rollout.guidance_scale", "phases.0.objective", "phases.0.name", "phases.1.name", "epochs", "reward.rewards.ocr.kind")
@@ -119,7 +119,7 @@ def test_a_twin_differs_in_its_world_and_sizes_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
+def test_recipe_header_describes_a_healthy_run(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
     assert "A healthy run" in said
@@ -127,8 +127,8 @@ def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_memory_is_known_without_a_download(name: str) -> None:
-    """Of the published sizes, and no more than a GPU of 141 GB has, a tenth of it left free."""
+def test_memory_plan_without_a_download_fits_a_141_gb_gpu(name: str) -> None:
+    """The plan uses the published sizes and leaves at least a tenth of a GPU of 141 GB free."""
     recipe = load(name)
     described = describe(recipe, None)
     assert described is not None
@@ -142,7 +142,7 @@ def test_memory_is_known_without_a_download(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The playground's painter of words, untrained."""
+    """The playground's image model for words, untrained."""
     folder = tmp_path_factory.mktemp("painter")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -151,7 +151,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_twin_takes_its_steps(name: str, painter: Path, tmp_path: Path) -> None:
+def test_playground_twin_runs_warm_up_and_rl(name: str, painter: Path, tmp_path: Path) -> None:
     small = [
         "tasks_per_step=2",
         "group_size=2",
@@ -170,7 +170,7 @@ def test_a_twin_takes_its_steps(name: str, painter: Path, tmp_path: Path) -> Non
     assert "reward/ocr/correctness" in lines[1]
 
 
-def test_the_playgrounds_encoder_is_what_its_seed_gives(tmp_path: Path) -> None:
+def test_rebuilt_playground_encoder_is_bitwise_equal_to_the_shipped_one(tmp_path: Path) -> None:
     build_image_encoder(tmp_path)
     shipped = find_encoder("playground")
     assert shipped is not None

@@ -1,4 +1,4 @@
-"""IP-Adapters in whole runs: phases, references, what is refused, resuming and exporting; on the playground's editor."""
+"""IP-Adapters in whole runs of the playground's editor: phases, references, invalid settings, resuming and exporting."""
 
 import json
 from copy import deepcopy
@@ -69,12 +69,12 @@ def adapter_of(parts: Assembly) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in parts.copies.parameters.items()}
 
 
-def test_it_warms_up_learns_by_reward_resumes_and_is_exported(world: Path, tmp_path: Path) -> None:
+def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: Path, tmp_path: Path) -> None:
     whole = recipe(world, out=str(tmp_path / "whole"), checkpoints={"every": 1, "keep": 9})
     assert run(whole, fresh=False) == 0
     saved = sorted((whole.folder / "checkpoints").glob("step-*"))
     steps = {checkpoint.load(folder).step: checkpoint.load(folder).tensors for folder in saved}
-    # The reference is the start as long as there is warm-up, and then what that made of it.
+    # During warm-up the KL's reference is the initial weights; during RL it is the weights after the warm-up.
     reference = {step: _copy(tensors["copies"], "reference") for step, tensors in steps.items()}
     assert _equal(reference[1], reference[2])
     assert _equal(reference[3], steps[2]["weights"])
@@ -130,7 +130,7 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_lora_trains_beside_it_and_is_exported_too(world: Path, tmp_path: Path) -> None:
+def test_lora_next_to_the_adapter_is_trained_and_exported(world: Path, tmp_path: Path) -> None:
     both = recipe(world, train={"lora": {"kind": "lora", "rank": 2, "alpha": 4}}, out=str(tmp_path))
     parts = assemble(both, Ranks())
     names = set(parts.copies.parameters)
@@ -143,7 +143,7 @@ def test_a_lora_trains_beside_it_and_is_exported_too(world: Path, tmp_path: Path
     assert written >= {ip_adapter_files.FILE, "pytorch_lora_weights.safetensors", "adapter_model.safetensors"}
 
 
-def test_a_rollout_shows_every_reference_and_a_demonstration_some(world: Path) -> None:
+def test_reference_dropout_applies_to_demonstrations_and_not_to_rollouts(world: Path) -> None:
     parts = assemble(recipe(world, train={"dropout": 1.0}), Ranks())
     policy = parts.policy(parts.recipe.rollout)
     tasks = tuple(parts.sets[0].train[index] for index in range(2))
@@ -154,7 +154,7 @@ def test_a_rollout_shows_every_reference_and_a_demonstration_some(world: Path) -
     assert not hidden.any()
 
 
-def test_dropout_takes_its_share_and_depends_on_step_and_group_alone() -> None:
+def test_reference_dropout_has_its_rate_and_does_not_depend_on_other_groups() -> None:
     count = 2000
     batch = Batch(seed=1, step=2, tasks=(), group_ids=tuple(range(count)), group=(), slot=())
     told = Conditioning({"embeds": torch.ones(count, 3), Conditioning.REFERENCE: torch.randn(count, 4).abs() + 1})
@@ -169,7 +169,7 @@ def test_dropout_takes_its_share_and_depends_on_step_and_group_alone() -> None:
     assert drop_references(told, batch, fraction=0.0) is told
 
 
-def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
+def test_reference_policy_uses_the_initial_adapter(world: Path) -> None:
     parts = assemble(recipe(world, train={"dropout": 0.0}), Ranks())
     task = parts.sets[0].train[0]
     policy = parts.policy(parts.recipe.rollout)
@@ -201,12 +201,12 @@ def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(world: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise_when_the_recipe_is_parsed(world: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         recipe(world, **changes)
 
 
-def test_a_row_without_a_reference_is_named(world: Path, tmp_path: Path) -> None:
+def test_row_without_a_reference_raises_with_its_line(world: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (world / "photos" / "metadata.jsonl").read_text().splitlines()]
     for line in lines:
         for part in ("file_name", "target"):
@@ -217,7 +217,7 @@ def test_a_row_without_a_reference_is_named(world: Path, tmp_path: Path) -> None
         assemble(recipe(world, data={"kind": "folder", "path": str(tmp_path), "held_out": 2}), Ranks())
 
 
-def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
+def test_memory_plan_counts_the_adapter_and_its_encoder(world: Path, tmp_path: Path) -> None:
     lora = {"kind": "lora", "rank": 2, "alpha": 4}
     alone, beside = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
     for made in (alone, beside):
@@ -230,7 +230,7 @@ def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
         assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]
 
 
-def test_doctor_counts_what_stays_whole_where_ranks_share_the_weights(world: Path, tmp_path: Path) -> None:
+def test_memory_plan_with_fsdp2_counts_the_projection_unsharded(world: Path, tmp_path: Path) -> None:
     made = recipe(world, out=str(tmp_path), sharding="fsdp2", ranks=2)
     described = describe(made, playground_weights())
     assert described is not None
@@ -244,7 +244,7 @@ def test_doctor_counts_what_stays_whole_where_ranks_share_the_weights(world: Pat
     assert rows["AdamW's two moments"] == 2 * rows["gradients"]
 
 
-def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp_path: Path) -> None:
+def test_memory_plan_of_a_value_head_depends_on_the_reference_width(world: Path, tmp_path: Path) -> None:
     made = recipe(world, out=str(tmp_path), advantage={"kind": "gae", "head": {"width": 512}}, group_size=1)
     described = describe(made, playground_weights())
     assert described is not None
@@ -259,9 +259,9 @@ def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [{"projection": "mlp"}, {"projection": "linear", "lora": LORA}], ids=["mlp", "linear-lora"])
-def test_two_ranks_that_share_the_weights_learn_what_one_does(world: Path, tmp_path: Path, form: dict[str, Any]) -> None:
-    """The projection is whole on each of them, the blocks' attention is spread."""
-    # Where a gradient is nothing but rounding AdamW would take a step of full length.
+def test_training_on_two_fsdp2_ranks_matches_one_rank(world: Path, tmp_path: Path, form: dict[str, Any]) -> None:
+    """Each rank has the whole projection; the attention of the blocks is sharded."""
+    # With a smaller eps, AdamW would take a full-size step where a gradient consists of rounding errors only.
     reward = {"kind": "import", "class": "tiny_recipes:Middle", "combine": {"red": 1}}
     settings = {"optimizer": {"eps": 1e-4}, "train": form, "reward": reward, "out": str(tmp_path)}
     alone = recipe(world, name="alone", **settings)

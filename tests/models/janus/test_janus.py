@@ -1,4 +1,4 @@
-"""Janus as a text-to-image model: transformers' own generation, its images, and the contract of a policy."""
+"""Janus as a text-to-image model: generation and images equal those of transformers; contract checks of policy and renderer."""
 
 import dataclasses
 
@@ -35,7 +35,7 @@ def policy(model, *, train="lora", **sampling):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_likeliest_picture_is_transformers_own(seed):
+def test_greedy_image_tokens_match_transformers(seed):
     whole = tiny_janus.whole(seed)
     model = JanusImageModel(JanusImageModules(whole), tiny_janus.tokenizer(), vq=whole.model.vqmodel)
     prompts = model.encode(tasks())
@@ -47,7 +47,7 @@ def test_the_likeliest_picture_is_transformers_own(seed):
     assert drawn.ids[:, COUNT].tolist() == [CODES] * 3
 
 
-def test_pictures_are_the_autoencoders_own():
+def test_codes_and_decoded_images_match_the_autoencoder():
     model = tiny_janus.image_model()
     image = tiny_models.picture(3, *model.size)
     given = torch.from_numpy(np.array(image)).float().permute(2, 0, 1)[None] / 127.5 - 1
@@ -64,7 +64,7 @@ def test_pictures_are_the_autoencoders_own():
     assert model.codes_in([CODES] * COUNT) is None
 
 
-def test_a_prompt_is_the_dialogue_before_a_picture():
+def test_prompt_is_the_formatted_template_and_the_begin_of_image_token():
     model = tiny_janus.image_model()
     prompts = model.encode(tasks())
     words = model.tokenizer
@@ -80,7 +80,7 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
 
 @pytest.mark.parametrize("train", ["lora", "full"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
-def test_the_policy_keeps_the_contract(train, sampling):
+def test_policy_passes_the_contract_checks(train, sampling):
     made = policy(tiny_janus.image_model(train=train), train=train, **sampling)
     batch = tiny_writing.batch(tasks())
     check_policy(made, batch, needs=Needs(kl="k3"))
@@ -93,7 +93,7 @@ def test_the_policy_keeps_the_contract(train, sampling):
     assert all(image is not None and image.size == made.model.size for image in images)
 
 
-def test_every_part_that_draws_learns():
+def test_every_trainable_module_receives_a_gradient():
     made = policy(tiny_janus.image_model(train="full"), train="full")
     aims = tuple(dataclasses.replace(task, target=tiny_models.picture(row, 16, 16)) for row, task in enumerate(tasks()))
     batch = tiny_writing.batch(aims, group_size=1)
@@ -109,7 +109,7 @@ def test_every_part_that_draws_learns():
         made.model.target_ids([aims[0], tasks()[1]])
 
 
-def test_with_checkpointing_the_gradient_is_the_same():
+def test_gradient_checkpointing_gives_the_same_gradients():
     whole, kept = (policy(tiny_janus.image_model(train="full", gradient_checkpointing=on), train="full") for on in (False, True))
     batch = tiny_writing.batch(tasks())
     trajectory = whole.rollout(batch)
@@ -122,20 +122,20 @@ def test_with_checkpointing_the_gradient_is_the_same():
     assert tiny_policies.distance(*found) <= 1e-5
 
 
-def test_a_picture_that_is_cut_off_is_the_policys_fault():
+def test_truncated_image_decodes_to_none():
     made = policy(tiny_janus.image_model(), max_new_tokens=COUNT)
     trajectory = made.rollout(tiny_writing.batch(tasks()))
     assert all(written.truncated for written in trajectory.outputs)
     assert CodesDecoder(made.model)([tasks()[0]] * 6, trajectory) == [None] * 6
 
 
-def test_the_renderer_keeps_the_contract():
+def test_renderer_passes_the_contract_checks():
     made = policy(tiny_janus.image_model())
     batch = tiny_writing.batch(tasks())
     check_renderer(CodesDecoder(made.model, batch=2), [batch.tasks[k] for k in batch.group], made.rollout(batch))
 
 
-def test_a_folder_is_read_with_its_autoencoder_in_full_precision(tmp_path):
+def test_loading_a_folder_in_bfloat16_keeps_the_autoencoder_in_fp32(tmp_path):
     whole = tiny_janus.whole(1)
     whole.save_pretrained(tmp_path)
     tiny_janus.tokenizer().save_pretrained(tmp_path)

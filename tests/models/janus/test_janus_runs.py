@@ -44,7 +44,7 @@ def trained(tmp_path, document):
     return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_trains_and_what_it_exports_fits_the_whole_model(tmp_path, document):
+def test_run_trains_and_transformers_loads_the_exported_adapter(tmp_path, document):
     run, steps = trained(tmp_path, document())
     assert all(step["policy/ratio_max_first"] <= 1e-5 and step["policy/grad_norm"] > 0 for step in steps)
     assert all(step["completion/cut_off_fraction"] == 0 for step in steps)
@@ -56,7 +56,7 @@ def test_a_run_trains_and_what_it_exports_fits_the_whole_model(tmp_path, documen
     assert not torch.equal(whole.model.language_model(ids).last_hidden_state, before)
 
 
-def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read_again(tmp_path, document):
+def test_exported_full_weights_generate_the_same_tokens_when_loaded_again(tmp_path, document):
     run, _ = trained(tmp_path, document(policy__train={"kind": "full"}, learning_rate=1e-2))
     exported = tmp_path / "exported"
     assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
@@ -83,7 +83,7 @@ def greedy(model, tasks):
     return made.sample(tiny_writing.batch(tasks, group_size=1)).ids
 
 
-def test_supervised_learning_imitates_the_targets(tmp_path, document):
+def test_supervised_training_reduces_the_loss(tmp_path, document):
     objective = {"kind": "sft", "normalise": "token"}
     changes = {"objective": objective, "steps": 12, "group_size": 1, "tasks_per_step": 4, "learning_rate": 3e-3}
     _, steps = trained(tmp_path, document(policy__train={"kind": "full"}, **changes))

@@ -1,4 +1,4 @@
-"""Parts of a denoising policy that wait in CPU memory: the same images, and a device that holds them only while they are used."""
+"""Parts of a denoising policy in CPU memory: they give the same images, and are on the device only while they are used."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small(folder: Path, way: str, **changes: Any) -> dict[str, Any]:
     recipe = {**tiny_recipes.SMALL, "out": str(folder), "device": "cpu", "trackers": []}
-    # A step of one task: then a batch is one prompt, as it is encoded for the cache.
+    # One task per step, so that a batch is one prompt, which is how the cache encodes prompts.
     recipe |= {"tasks_per_step": 1, "group_size": 4, "data": {"kind": "playground", "complexity": [1], "count": 4}}
     recipe |= {"eval": {"tasks": 1}, "rollout": {**tiny_recipes.SMALL["rollout"], "guidance_scale": 2.0}}
     return {**recipe, **WAYS[way], **changes}
@@ -73,7 +73,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
 
-def test_a_run_gives_the_same_bits_in_each_way(tmp_path: Path, kept: Path) -> None:
+def test_cached_and_offloaded_runs_give_bitwise_equal_metrics(tmp_path: Path, kept: Path) -> None:
     found = {}
     for name, way in [("live", "live"), ("cold", "cached"), ("warm", "both")]:
         assert run(parse(small(tmp_path / name, way)), fresh=False) == 0
@@ -83,14 +83,14 @@ def test_a_run_gives_the_same_bits_in_each_way(tmp_path: Path, kept: Path) -> No
     assert all(each == found["live"] for each in found.values())
 
 
-def test_a_run_may_go_on_in_another_way(tmp_path: Path) -> None:
+def test_cache_and_offload_settings_do_not_count_as_recipe_differences(tmp_path: Path) -> None:
     recipes = [parse(small(tmp_path, way)) for way in WAYS]
     assert [differences(recipes[0], other) for other in recipes] == [[]] * 4
     assert "prompt_embeddings" not in json.dumps(recipes[0].document())
 
 
 @pytest.mark.parametrize("way", ["cached", "offloaded"])
-def test_a_model_whose_parts_are_not_known_is_refused(way: str, tmp_path: Path) -> None:
+def test_imported_model_with_cached_prompts_or_offloading_raises(way: str, tmp_path: Path) -> None:
     document = json.loads(json.dumps(small(tmp_path, way)))
     document["policy"]["model"] = {"kind": "import", "class": "tiny_models:Anything"}
     key = "policy.prompt_embeddings" if way == "cached" else "devices.offload"
@@ -98,7 +98,7 @@ def test_a_model_whose_parts_are_not_known_is_refused(way: str, tmp_path: Path) 
         parse(document)
 
 
-def test_the_memory_plan_leaves_out_what_waits() -> None:
+def test_memory_plan_excludes_cached_and_offloaded_parts() -> None:
     recipe, sizes = "recipes/qwen-image-edit/flow-grpo.jsonnet", {}
     for way, changes in {
         "live": ["policy.prompt_embeddings=live"],

@@ -1,4 +1,4 @@
-"""Prompt embeddings that are computed once are those of the text encoders, and are computed anew where anything differs."""
+"""Cached prompt embeddings equal those of the text encoders, and are computed again if anything differs."""
 
 import logging
 import multiprocessing
@@ -58,7 +58,7 @@ every_family = pytest.mark.parametrize("family", MODELS)
 
 
 def tasks(model: Any, texts: Sequence[str] = TEXTS) -> list[Task]:
-    """One for each text, with an image of its own where the text encoder reads images."""
+    """One task for each text, with a different image each if the text encoder reads images."""
     side = 64 if isinstance(model, QwenImage2) else 24
     edits = isinstance(model, QwenImageEdit | QwenImage2)
     images = [(tiny_models.picture(number, side, side),) if edits else () for number in range(len(texts))]
@@ -93,7 +93,9 @@ def assert_equal(one: Conditioning, other: Conditioning) -> None:
 
 
 @every_family
-def test_each_prompt_has_the_bits_of_the_text_encoders(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_embeddings_are_bitwise_equal_to_the_text_encoders(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = MODELS[family](tmp_path)
     alone = [(model.encode([task]), model.encode_negative([task])) for task in tasks(model)]
     together = model.encode(tasks(model))
@@ -107,12 +109,12 @@ def test_each_prompt_has_the_bits_of_the_text_encoders(family: str, tmp_path: Pa
     assert_equal(cached(model, tmp_path / "kept").encode(tasks(model)), batch)
     assert len(computed) == first > 0
     for name, tensor in together.tensors.items():
-        if name != "embeds" or family != "flux2":  # its encoder leaves what padding becomes open
+        if name != "embeds" or family != "flux2":  # its encoder does not define the embeddings of padding
             torch.testing.assert_close(batch.tensors[name], tensor, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_states_in_16_bits_are_kept_in_16_bits_if_that_loses_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_embeddings_are_stored_as_bfloat16_if_that_is_lossless(dtype: torch.dtype, tmp_path: Path) -> None:
     store = EmbeddingStore(tmp_path, limit=10**9)
     torch.manual_seed(0)
     tensors = {
@@ -130,7 +132,7 @@ def test_states_in_16_bits_are_kept_in_16_bits_if_that_loses_nothing(dtype: torc
     assert (store.usage()[1] < 7000) == (dtype == torch.bfloat16)
 
 
-def test_an_entry_is_of_the_prompt_the_image_and_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_entry_depends_on_prompt_image_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cached(MODELS["qwen-image-edit"](tmp_path), tmp_path / "kept")
     computed = encodings(model, monkeypatch)
     task = tiny_models.task("a", "make it red", tiny_models.picture(0))
@@ -161,7 +163,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_encoders_settings_are_a_part_of_an_entrys_key(change: str) -> None:
+def test_cache_key_depends_on_the_encoder_settings(change: str) -> None:
     text = tiny_editing.editor(tiny_editing.parts()).text
     before = describe(text)
     assert describe(tiny_editing.editor(tiny_editing.parts()).text) == before
@@ -171,7 +173,7 @@ def test_the_encoders_settings_are_a_part_of_an_entrys_key(change: str) -> None:
     assert describe(text) != before
 
 
-def test_an_encoder_that_consists_of_something_unknown_is_not_cached() -> None:
+def test_encoder_with_an_attribute_of_unknown_type_raises() -> None:
     text = tiny_models.flux_text()
     text.more = torch.zeros(3)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="Tensor in a text encoder"):
@@ -203,7 +205,7 @@ def test_a_damaged_entry_is_reported_and_computed_again(
     assert computed == ["blue"]
 
 
-def test_the_least_recently_used_are_deleted_beyond_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_least_recently_used_entries_are_deleted_above_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     entry = {"embeds": torch.zeros(1000, dtype=torch.uint8)}
     store = EmbeddingStore(tmp_path, limit=8 * 1200)
     for number in range(7):
@@ -219,7 +221,7 @@ def test_the_least_recently_used_are_deleted_beyond_the_limit(tmp_path: Path, ca
     assert [store.read(key) is not None for key in ("0", "1", "2", "11")] == [True, False, False, True]
 
 
-def test_a_disk_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_folder_only_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     model = cached(MODELS["sd3"](tmp_path), tmp_path / "file" / "kept")
     with caplog.at_level(logging.WARNING, "retouch"):
@@ -256,13 +258,13 @@ def test_a_temporary_file_of_a_killed_process_is_removed_after_a_day(tmp_path: P
 
 
 @pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "much"])
-def test_a_limit_that_is_no_size_is_refused(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_cache_limit_raises(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", limit)
     with pytest.raises(ValueError, match="RETOUCH_PROMPT_CACHE_GB is"):
         EmbeddingStore.of_user()
 
 
-def test_folder_and_limit_are_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_and_limit_come_from_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert EmbeddingStore.of_user().folder == tmp_path / "retouch" / "prompt-embeddings"
     assert EmbeddingStore.of_user().limit == 100 * 10**9

@@ -31,7 +31,7 @@ def tasks(texts=TEXTS):
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_walks_with_the_pipeline(parts, guidance_scale):
+def test_sampled_latents_match_the_pipeline(parts, guidance_scale):
     pipe = QwenImagePipeline(**parts, scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER))
     pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
     pipe.prompt_template_encode_start_idx = len(parts["tokenizer"](tiny_models.TEXT_TEMPLATE.partition("{}")[0]).input_ids)
@@ -55,7 +55,7 @@ def test_walks_with_the_pipeline(parts, guidance_scale):
     torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
 
 
-def test_a_row_does_not_see_its_batch(parts):
+def test_rows_do_not_depend_on_other_rows_of_the_batch(parts):
     model = build(parts)
     together = model.encode(tasks())
     x, sigma = model.initial_noise(together, tiny_models.generators(2)), torch.tensor([0.9, 0.3])
@@ -67,7 +67,7 @@ def test_a_row_does_not_see_its_batch(parts):
         torch.testing.assert_close(velocities[k], velocity[0], atol=1e-6, rtol=0)
 
 
-def test_pictures_there_and_back(parts):
+def test_encoded_and_decoded_images_have_the_expected_sizes(parts):
     model = build(parts)
     conditioning = model.encode(tasks())
     x = model.encode_images([tiny_models.picture(k, 24, 40) for k in range(2)])
@@ -75,28 +75,28 @@ def test_pictures_there_and_back(parts):
     assert [picture.size for picture in model.decode(x, conditioning)] == [(40, 24)] * 2
 
 
-def test_texts_have_a_limit(parts):
+def test_prompt_above_max_tokens_raises(parts):
     with pytest.raises(ValueError, match="'a red circle' has 25 tokens; at most 20"):
         build(parts, max_tokens=20).encode(tasks())
 
 
-def test_its_own_size_is_1024_at_eight_times_down(parts):
-    assert build(parts, size=None).size == (512, 512)  # this autoencoder goes 4 times down
+def test_default_size_is_128_latents_per_side_and_invalid_size_raises(parts):
+    assert build(parts, size=None).size == (512, 512)  # this autoencoder downsamples by 4, the published one by 8
     with pytest.raises(ValueError, match="multiples"):
         build(parts, size=(24, 30)).encode(tasks())
 
 
-def test_adapters_find_every_target(parts):
+def test_lora_targets_exist_in_the_transformer(parts):
     names = [name for name, _ in parts["transformer"].named_modules()]
     for target in QwenImageModel.lora_targets:
         assert any(name.endswith(f".{target}") for name in names)
 
 
-def test_it_is_a_denoising_model(parts):
+def test_model_implements_the_denoising_model_protocol(parts):
     assert isinstance(build(parts), DenoisingModel)
 
 
-def test_official_templates_are_the_pipelines(parts):
+def test_official_templates_match_the_pipelines(parts):
     empty = {"scheduler": None, "vae": None, "text_encoder": None, "tokenizer": None, "transformer": None}
     for template, pipe in (
         (TEXT_TO_IMAGE, QwenImagePipeline(**empty)),
@@ -136,18 +136,18 @@ def official_tokenizer(text):
 
 
 @pytest.mark.parametrize(("template", "prefix"), [(TEXT_TO_IMAGE, 34), (EDIT, 64), (EDIT_PLUS, 64)])
-def test_official_templates_begin_with_as_many_tokens_as_the_models_know(parts, template, prefix):
+def test_official_templates_have_the_expected_prefix_length(parts, template, prefix):
     tokenizer = official_tokenizer(TEXT_TO_IMAGE + EDIT)
     assert tokenizer.tokenize("Describe the image by detailing") == ["Describe", "Ġthe", "Ġimage", "Ġby", "Ġdetailing"]
     assert QwenText(parts["text_encoder"], tokenizer, template=template).prefix == prefix
 
 
-def test_official_template_wants_the_official_tokenizer(parts):
+def test_official_template_with_another_tokenizer_raises(parts):
     with pytest.raises(ValueError, match="34 tokens"):
         build(parts, template=None)
 
 
 @pytest.mark.parametrize("template", ["no place", "{} and {}"])
-def test_a_template_has_one_place(parts, template):
+def test_template_without_exactly_one_placeholder_raises(parts, template):
     with pytest.raises(ValueError, match="exactly one placeholder"):
         build(parts, template=template)

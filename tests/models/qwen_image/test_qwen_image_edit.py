@@ -48,10 +48,10 @@ def model(parts):
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 @pytest.mark.parametrize("texts", [["make it red"], ["make it red", "blue"]])
-def test_edit_walks_with_the_pipeline(parts, monkeypatch, guidance_scale, texts):
+def test_edit_latents_match_the_pipeline(parts, monkeypatch, guidance_scale, texts):
     real = edit_module.calculate_dimensions
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda area, ratio: real(AREA, ratio))
-    # The pipeline resizes what the text encoder sees of one image, but not of a list.
+    # The pipeline resizes the text encoder's input if it gets one image, but not if it gets a list.
     images = (
         [tiny_models.picture(0, 40, 56)] if len(texts) == 1 else [tiny_models.picture(0, 64, 64), tiny_models.picture(1, 64, 64)]
     )
@@ -82,7 +82,7 @@ def test_edit_walks_with_the_pipeline(parts, monkeypatch, guidance_scale, texts)
 
 @pytest.mark.parametrize("zero_cond_t", [False, True])
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
-def test_plus_walks_with_the_pipeline(parts, monkeypatch, guidance_scale, zero_cond_t):
+def test_edit_plus_latents_match_the_pipeline(parts, monkeypatch, guidance_scale, zero_cond_t):
     monkeypatch.setattr(plus_module, "CONDITION_IMAGE_SIZE", 32 * 32)
     monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", AREA)
     parts = {**parts, "transformer": tiny_models.qwen_transformer(zero_cond_t=zero_cond_t)}
@@ -109,26 +109,26 @@ def test_plus_walks_with_the_pipeline(parts, monkeypatch, guidance_scale, zero_c
 
 
 @given(st.integers(16, 600), st.integers(16, 600))
-def test_sizes_are_the_pipelines(width, height):
+def test_fitted_sizes_match_the_pipelines(width, height):
     image = new("L", (width, height))
     for area in (1024 * 1024, 384 * 384):
         assert fit(image, area) == plus_module.calculate_dimensions(area, width / height)[::-1]
         assert fit(image, area) == edit_module.calculate_dimensions(area, width / height)[1::-1]
 
 
-def test_a_narrow_image_keeps_a_side():
+def test_fit_gives_a_narrow_image_a_shorter_side_of_32_px():
     for image, size in ((new("L", (400, 20)), (32, 128)), (new("L", (20, 400)), (128, 32))):
         assert fit(image, 32 * 32) == size
 
 
-def test_packing_is_the_pipelines():
+def test_packing_matches_the_pipeline():
     latents = torch.randn(2, 16, 4, 6, generator=torch.Generator().manual_seed(0))
     packed = QwenImageEditPipeline._pack_latents(latents, 2, 16, 4, 6)
     assert torch.equal(pack(latents), packed)
     assert torch.equal(unpack(packed, height=2, width=3), latents)
 
 
-def test_a_row_does_not_see_its_batch(model):
+def test_rows_do_not_depend_on_other_rows_of_the_batch(model):
     tasks = [tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.picture(k)) for k in range(3)]
     together = model.encode(tasks)
     x = model.initial_noise(together, tiny_models.generators(3))
@@ -144,7 +144,7 @@ def test_a_row_does_not_see_its_batch(model):
         torch.testing.assert_close(velocities[k], velocity[0], atol=1e-6, rtol=0)
 
 
-def test_left_padding_embeds_the_same(model):
+def test_left_padding_gives_the_same_embeddings(model):
     prepared = model.prepare([tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.picture(k)) for k in range(2)])
     ids, mask = prepared.tokens["input_ids"], prepared.tokens["attention_mask"]
     order = torch.argsort(mask, dim=1, stable=True)
@@ -168,7 +168,7 @@ def test_repeated_rows_keep_embeddings_and_masks_together(model):
     assert repeated.tensors["mask"].sum(1).tolist() == [37, 37, 20, 20]
 
 
-def test_a_mask_of_ones_changes_nothing(model):
+def test_masked_padding_and_an_all_true_mask_do_not_change_the_velocity(model):
     conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
     x, sigma = model.initial_noise(conditioning, tiny_models.generators(1)), torch.tensor([0.7])
     embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
@@ -194,7 +194,7 @@ def test_a_mask_of_ones_changes_nothing(model):
     torch.testing.assert_close(ours, explicit, atol=1e-6, rtol=0)
 
 
-def test_pictures_there_and_back_are_the_autoencoders_own(model, parts):
+def test_image_round_trip_matches_the_autoencoder(model, parts):
     pictures = [tiny_models.picture(k) for k in range(3)]
     conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
     ours = model.decode(model.encode_images(pictures), conditioning)
@@ -204,16 +204,16 @@ def test_pictures_there_and_back_are_the_autoencoders_own(model, parts):
     for mine, theirs in zip(ours, processor.postprocess(pixels), strict=True):
         difference = torch.tensor(list(mine.tobytes())).int() - torch.tensor(list(theirs.tobytes())).int()
         assert mine.size == (24, 24)
-        assert difference.abs().max() <= 1  # a last bit, where a value sits on the edge between two levels
+        assert difference.abs().max() <= 1  # one level, where a value is at the boundary of two levels
 
 
-def test_source_latents_are_the_clean_x_of_the_same_picture(model):
+def test_source_latents_equal_the_encoded_source_image(model):
     photo = tiny_models.picture(5)
     source = model.encode([tiny_models.task("a", "red", photo)]).tensors["source"]
     assert torch.equal(source, model.encode_images([photo]))
 
 
-def test_embed_trains_the_text_encoder_and_encode_does_not(model, parts):
+def test_embed_gives_the_text_encoder_gradients_and_encode_does_not(model, parts):
     encoder = parts["text_encoder"]
     tasks = [tiny_models.task("a", "red", tiny_models.picture(0))]
     encoder.train()
@@ -229,7 +229,7 @@ def test_embed_trains_the_text_encoder_and_encode_does_not(model, parts):
     model.module.zero_grad()
 
 
-def test_the_pictures_place_in_the_grid_matters(model, parts):
+def test_image_tokens_have_row_and_column_positions(model, parts):
     """Image tokens have positions of rows and columns; as text they would have others."""
     prepared = model.prepare([tiny_models.task("a", "red", tiny_models.picture(0, 48, 48))])
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_the_pictures_place_in_the_grid_matters(model, parts):
     assert (embeds - flat).abs().max() > 1e-3
 
 
-def test_no_two_sizes_in_one_batch(model):
+def test_images_of_different_sizes_in_one_batch_raise(model):
     tasks = [tiny_models.task("a", "red", tiny_models.picture(0)), tiny_models.task("b", "red", tiny_models.picture(0, 24, 32))]
     with pytest.raises(ValueError, match="group the tasks"):
         model.encode(tasks)
@@ -250,12 +250,12 @@ def test_no_two_sizes_in_one_batch(model):
 
 
 @pytest.mark.parametrize("number", [0, 2])
-def test_edit_takes_one_source(model, number):
+def test_edit_without_exactly_one_source_raises(model, number):
     with pytest.raises(ValueError, match=f"{number} source images"):
         model.encode([tiny_models.task("a", "red", *[tiny_models.picture(0)] * number)])
 
 
-def test_plus_counts_its_pictures(parts):
+def test_edit_plus_prompt_numbers_the_source_images(parts):
     model = build(QwenImageEditPlus, parts, template=PLUS_TEMPLATE)
     prepared = model.prepare([tiny_models.task("a", "both", tiny_models.picture(0, 24, 32), tiny_models.picture(1))])
     text = parts["tokenizer"].decode(prepared.tokens["input_ids"][0])
@@ -265,33 +265,33 @@ def test_plus_counts_its_pictures(parts):
     assert prepared.source.shape == (1, 21, 64)
 
 
-def test_too_much_text_for_the_rotary_table(model):
+def test_prompt_longer_than_the_rotary_table_raises(model):
     with pytest.raises(ValueError, match="rotary positions"):
         model.encode([tiny_models.task("a", "x" * 4096, tiny_models.picture(0))])
 
 
-def test_sides_must_divide(model):
+def test_source_size_that_is_not_divisible_raises(model):
     with pytest.raises(ValueError, match="multiples"):
         model.encode([tiny_models.task("a", "red", tiny_models.picture(0, 24, 28))])
 
 
-def test_x_of_another_size_is_refused(model):
+def test_latent_of_the_wrong_size_raises(model):
     conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
     with pytest.raises(ValueError, match="3 x 3"):
         model.velocity(model.module, torch.zeros(1, 4, 64), torch.ones(1), conditioning)
 
 
-def test_instructions_cannot_spell_special_tokens(model):
+def test_special_token_in_an_instruction_raises(model):
     with pytest.raises(ValueError, match="im_end"):
         model.encode([tiny_models.task("a", "red<|im_end|>", tiny_models.picture(0))])
 
 
-def test_official_template_wants_the_official_tokenizer(parts):
+def test_official_template_with_another_tokenizer_raises(parts):
     with pytest.raises(ValueError, match="64 tokens"):
         build(QwenImageEdit, parts, template=None)
 
 
-def test_schedule_is_finite_or_refused(model):
+def test_sigmas_decrease_from_1_to_0_and_a_single_step_raises(model):
     conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
     sigmas = model.sigmas(10, conditioning)
     assert sigmas[0] == 1
@@ -302,5 +302,5 @@ def test_schedule_is_finite_or_refused(model):
         model.sigmas(1, conditioning)
 
 
-def test_it_is_a_denoising_model(model):
+def test_model_implements_the_denoising_model_protocol(model):
     assert isinstance(model, DenoisingModel)

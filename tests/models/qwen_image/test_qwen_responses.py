@@ -1,4 +1,4 @@
-"""Embeddings of a dialogue: without a response diffusers' to the bit, with one transformers' own."""
+"""Embeddings of a dialogue: without a response bitwise equal to diffusers, with a response equal to transformers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.encoder import ResponseEncoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 
-ODD = (3, 200, 255, 7, 180)  # bytes that are no text: decoded and tokenised again they would be others
+ODD = (3, 200, 255, 7, 180)  # bytes that are not valid text: decoding and tokenising them again gives other ids
 
 
 def typed(encoder):
@@ -34,7 +34,7 @@ def embeds(editor, tasks, responses):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_response_gives_the_pipelines_bits(dtype):
+def test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline(dtype):
     made = tiny_editing.parts(dtype)
     pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, typed=typed)
     tasks = tiny_editing.tasks()[:2]
@@ -47,7 +47,7 @@ def test_an_empty_response_gives_the_pipelines_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_empty_response_gives_the_pipelines_bits_with_several_pictures(dtype):
+def test_empty_response_with_several_images_is_bitwise_equal_to_the_pipeline(dtype):
     made = tiny_editing.parts(dtype)
     pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, typed=typed)
     task = tiny_models.task("a", "put one on the other", tiny_models.picture(0, 48, 32), tiny_models.picture(1, 32, 64))
@@ -59,7 +59,7 @@ def test_an_empty_response_gives_the_pipelines_bits_with_several_pictures(dtype)
     assert ours["mask"].all()
 
 
-def test_a_response_stands_in_the_open_turn_as_it_was_sampled(made, editor):
+def test_response_ids_are_appended_to_the_prompt_without_retokenisation(made, editor):
     task, tokenizer = tiny_editing.tasks()[0], made["tokenizer"]
     assert tuple(tokenizer(tokenizer.decode(ODD)).input_ids) != ODD
     pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE)
@@ -77,7 +77,7 @@ def test_a_response_stands_in_the_open_turn_as_it_was_sampled(made, editor):
     torch.testing.assert_close(ours, states[:, pipe.prompt_template_encode_start_idx :], atol=1e-6, rtol=0)
 
 
-def test_a_row_does_not_see_its_batch(editor):
+def test_rows_do_not_depend_on_other_rows_of_the_batch(editor):
     tasks, answers = tiny_editing.tasks(), [ODD, (), (65, 66)]
     contexts = [editor.prepare(task) for task in tasks]
     together = editor.encode(contexts, answers)
@@ -86,7 +86,7 @@ def test_a_row_does_not_see_its_batch(editor):
         torch.testing.assert_close(row, alone, atol=1e-6, rtol=0)
 
 
-def test_the_negative_is_the_adapters(editor):
+def test_negative_conditioning_matches_the_image_model(editor):
     tasks = tiny_editing.tasks()[:2]
     theirs = editor.model.encode_negative(tasks).tensors
     contexts = [editor.prepare(task) for task in tasks]
@@ -95,7 +95,7 @@ def test_the_negative_is_the_adapters(editor):
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0)
 
 
-def test_the_policys_encoder_moves_with_it_and_its_negative_does_not(made):
+def test_encoding_uses_current_policy_weights_and_the_negative_does_not(made):
     editor = tiny_editing.editor(made)
     policy = tiny_editing.policy(editor)
     reader, task = QwenResponses(editor, tiny_editing.policys_own(policy)), tiny_editing.tasks()[0]
@@ -108,7 +108,7 @@ def test_the_policys_encoder_moves_with_it_and_its_negative_does_not(made):
 
 
 @pytest.mark.parametrize("cls", [QwenImageEdit, QwenImageEditPlus])
-def test_a_writer_reads_what_stands_before_its_response(made, cls):
+def test_writer_and_response_encoder_use_the_same_ids_and_states(made, cls):
     editor = tiny_editing.editor(made, cls, condition_area=48 * 32)
     module = tiny_writers.module()
     writer, reader = writer_for(editor, module.requires_grad_(False)), QwenResponses(editor, ResponseEncoder.frozen(module))
@@ -128,7 +128,7 @@ def test_a_writer_reads_what_stands_before_its_response(made, cls):
     torch.testing.assert_close(states[-len(ODD) - 2 : -1], drawn_from, atol=1e-5, rtol=0)
 
 
-def test_what_cannot_be_read(made, editor):
+def test_accepts_rejects_long_responses_and_invalid_tokens(made, editor):
     context = editor.prepare(tiny_editing.tasks()[0])
     image_token = made["text_encoder"].config.image_token_id
     assert editor.accepts(context, ())
@@ -142,6 +142,6 @@ def test_what_cannot_be_read(made, editor):
     assert editor.model.velocity(editor.model.module, x, torch.ones(1), conditioning).isfinite().all()
 
 
-def test_a_task_must_leave_room(editor):
+def test_task_that_fills_the_rotary_positions_raises(editor):
     with pytest.raises(ValueError, match="task 'a' fill the transformer's 4096 rotary positions; shorten"):
         editor.prepare(tiny_models.task("a", "x" * 4096, tiny_models.picture(0, 48, 48)))

@@ -40,7 +40,7 @@ def tasks(*images, texts=TEXTS):
 
 
 def theirs(pipe, texts, images=(), *, scale=1.0, num_steps=4, **options):
-    """The pipeline's latents. It goes on with " " where a negative prompt is empty."""
+    """The pipeline's latents. The pipeline replaces an empty negative prompt by " "."""
     return pipe(
         image=list(images) or None,
         prompt=list(texts),
@@ -63,20 +63,20 @@ def ours(model, texts, images=(), *, scale=1.0, num_steps=4):
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("images", [0, 1, 2])
 @pytest.mark.parametrize("text", [*TEXTS, ""])
-def test_samples_what_the_pipeline_samples(pipe, text, images, scale):
+def test_sampled_latents_are_bitwise_equal_to_the_pipeline(pipe, text, images, scale):
     sources = IMAGES[:images]
     assert torch.equal(ours(build(pipe), [text], sources, scale=scale), theirs(pipe, [text], sources, scale=scale))
 
 
 @pytest.mark.parametrize("images", [0, 2])
-def test_samples_what_the_pipeline_samples_with_its_cache(pipe, images):
+def test_sampled_latents_match_the_pipeline_with_kv_cache(pipe, images):
     sources = IMAGES[:images]
     cached = theirs(pipe, TEXTS[:1], sources, use_kv_cache=True)
     torch.testing.assert_close(ours(build(pipe), TEXTS[:1], sources), cached, atol=1e-5, rtol=0)
 
 
-def test_a_prompt_of_the_longest_in_its_batch_is_sampled_as_in_the_pipelines_batch(pipe):
-    """Only of the longest: the pipeline pads the others, which moves their images' positions; here each row is as if alone."""
+def test_batched_rows_match_the_pipeline_run_on_single_prompts(pipe):
+    """In the pipeline's own batch only the longest prompt matches: padding moves the image positions of the others."""
     batch, generators = theirs(pipe, TEXTS), tiny_models.generators(2)
     alone = torch.cat([theirs(pipe, [text], generator=[each]) for text, each in zip(TEXTS, generators, strict=True)])
     mine = ours(build(pipe), TEXTS)
@@ -85,7 +85,7 @@ def test_a_prompt_of_the_longest_in_its_batch_is_sampled_as_in_the_pipelines_bat
     assert (batch[1] - alone[1]).abs().max() > 1e-3
 
 
-def test_the_sigmas_that_weights_come_with_are_taken_where_they_fit():
+def test_sample_sigmas_of_the_weights_are_used_if_num_steps_matches():
     given = [1.0, 0.8, 0.5]
     distilled = tiny_qwen_image_2.pipeline(sample_sigmas=given, scheduler={"use_dynamic_shifting": False, "shift": 1.0})
     model = build(distilled, sample_sigmas=given)
@@ -96,7 +96,7 @@ def test_the_sigmas_that_weights_come_with_are_taken_where_they_fit():
 
 
 @pytest.mark.parametrize(("images", "size"), [(0, (1024, 1024)), (2, (32, 96))])
-def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, size):
+def test_default_output_size_matches_the_pipeline(pipe, images, size):
     model, sources = build(pipe, size=None), IMAGES[:images]
     conditioning = model.encode(tasks(*sources))
     assert conditioning.shared["size"] == size
@@ -106,13 +106,13 @@ def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, si
 
 
 @pytest.mark.parametrize("images", [0, 2])
-def test_it_keeps_the_contract_of_a_model(pipe, images):
+def test_model_passes_the_contract_checks(pipe, images):
     model = build(pipe)
     assert isinstance(model, DenoisingModel)
     retouch.testing.check_model(model, tasks(*IMAGES[:images]))
 
 
-def test_what_the_text_encoder_reads_is_the_pipelines(pipe):
+def test_prompt_embeddings_match_the_pipeline(pipe):
     model = build(pipe)
     for sources in ((), IMAGES[:1], IMAGES):
         shown = [image.resize((64, 64)) for image in sources]  # four slots each
@@ -124,12 +124,12 @@ def test_what_the_text_encoder_reads_is_the_pipelines(pipe):
         assert slots.sum(1).tolist() == [4 * len(sources)] * 2
 
 
-def test_recomputing_gives_the_same_gradients():
+def test_gradient_checkpointing_gives_the_same_gradients():
     model = build(tiny_qwen_image_2.pipeline())
     check_recomputing(model, model.encode(tasks(IMAGES[0])), trained="txt_in")
 
 
-def test_images_come_back_as_the_autoencoder_gives_them(pipe):
+def test_encoded_and_decoded_images_match_the_autoencoder(pipe):
     model = build(pipe)
     images = [tiny_models.picture(k, 64, 96) for k in range(2)]
     encoded = model.encode_images(images)
@@ -152,7 +152,7 @@ def white(image: Image) -> Image:
     return ground.convert("RGB")
 
 
-def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
+def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     folder = tiny_qwen_image_2.save(tmp_path, sample_sigmas=[1.0, 0.5])
     model = QwenImage2.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(64, 96))
     assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
@@ -171,7 +171,7 @@ def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
     assert model.decode(x, conditioning)[0].size == (96, 64)
 
 
-def test_what_is_impossible_is_refused(pipe):
+def test_invalid_settings_prompts_and_batches_raise(pipe):
     with pytest.raises(ValueError, match=r"48 x 96 px .* multiples of 32 px"):
         build(pipe, size=(48, 96))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What is Qwen-Image-2.1's own in recipes; the rest is in `test_family_runs.py`."""
+"""Recipes with Qwen-Image-2.1: tests of this family only; `test_family_runs.py` tests all families."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_qwen_image_2.save(tmp_path_factory.mktemp("qwen-image-2"))
 
 
-def test_the_recipe_steps_with_a_tiny_model(weights: Path, tmp_path: Path) -> None:
+def test_recipe_runs_one_step_with_a_tiny_model(weights: Path, tmp_path: Path) -> None:
     small = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "ranks": "null", "out": tmp_path, "device": "cpu", "minibatches": 1}
     model = {"path": weights, "size": [64, 96], "dtype": "float32", "source_area": 64**2}
     sizes = {"data.path": edits_of(tmp_path), "data.held_out": 1, "eval.tasks": 1, "eval.num_steps": 6, "rollout.num_steps": 6}
@@ -35,8 +35,8 @@ def test_the_recipe_steps_with_a_tiny_model(weights: Path, tmp_path: Path) -> No
     assert lines_of(recipe)[0]["policy/ratio_max_first"] <= 1e-5
 
 
-def test_the_published_size() -> None:
-    """The transformer's by hand; that of the text encoder, Qwen3-VL-8B, is known without its head of 0.62 billion."""
+def test_parameter_counts_match_the_published_model() -> None:
+    """Transformer: computed by hand. Text encoder (Qwen3-VL-8B): the known count without the head of 0.62 billion."""
     parts = FAMILY.published()
     assert parts is not None
     width, text, latents = 4096, 4096, 64
@@ -49,7 +49,7 @@ def test_the_published_size() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_about_what_autograd_keeps(dtype: torch.dtype) -> None:
+def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
     part = described(tiny_qwen_image_2.transformer())
     part["config"] |= {"num_layers": 8, "num_attention_heads": 4}
     module = type(tiny_qwen_image_2.transformer())(**part["config"]).to(dtype).train()

@@ -1,4 +1,4 @@
-"""How a writer's attention is computed: as the recipe says, with the same numbers, or refused with the reason."""
+"""The attention implementation of a writer: the one that the recipe names, with close results, or an error with the reason."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen2.5"])
-def test_both_ways_that_torch_has_give_the_same_states(kind, tmp_path):
+def test_sdpa_and_eager_attention_give_close_logits(kind, tmp_path):
     made = tiny_writers.module(kind)
     made.save_pretrained(tmp_path)
     tiny_writers.tokenizer().save_pretrained(tmp_path)
@@ -27,7 +27,7 @@ def test_both_ways_that_torch_has_give_the_same_states(kind, tmp_path):
         with torch.no_grad():
             states.append(writer.module(torch.arange(1, 40)[None]).logits)
     assert (states[0] - states[1]).abs().max() < 1e-4
-    assert not torch.equal(states[0], states[1])  # so they were computed otherwise
+    assert not torch.equal(states[0], states[1])  # so they were computed differently
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,6 @@ def test_unavailable_flash_attention_is_refused_with_a_suggestion(monkeypatch, i
         require_attention("flash_attention_2", dtype=dtype, device=device)
 
 
-def test_flash_attention_that_can_be_had_is_let_through(monkeypatch):
+def test_available_flash_attention_is_accepted(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     require_attention("flash_attention_2", dtype=torch.bfloat16, device=CUDA)

@@ -1,4 +1,4 @@
-"""Qwen writers: prompts as transformers' processors make them, padding that is nothing, and folders."""
+"""Qwen writers: prompts equal those of transformers' processors, padding has no effect, and folders are loaded."""
 
 import itertools
 
@@ -22,7 +22,7 @@ LORA = LanguageModelLora(kind="lora")
 
 
 class WithoutVideo(Qwen2_5_VLProcessor):
-    """transformers' processor less the video processor, which would need torchvision."""
+    """transformers' processor without the video processor, which would need torchvision."""
 
     def check_argument_for_proper_class(self, argument_name, argument):
         return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
@@ -38,7 +38,7 @@ def alone(prompts, row):
 
 
 def more_padding(prompts, columns):
-    """The same prompts with ``columns`` more of padding on the left, in which anything may stand."""
+    """The same prompts with ``columns`` more positions of padding on the left, which contain an arbitrary id."""
     rows = len(prompts)
     return Prompts(
         torch.cat([torch.full((rows, columns), 7), prompts.ids], dim=1),
@@ -56,7 +56,7 @@ def prompts_of(kind, writer):
 @pytest.mark.parametrize(
     ("kind", "processor"), [("qwen2.5-vl", WithoutVideo), ("qwen2-vl", WithoutVideo), ("qwen3-vl", Qwen3WithoutVideo)]
 )
-def test_prompts_are_those_of_transformers_processor(kind, processor):
+def test_prompts_match_those_of_transformers_processor(kind, processor):
     writer, tasks = tiny_writers.writer(kind, train="full"), tiny_writers.tasks()
     theirs = processor(tiny_writers.image_processor(kind), tiny_writers.tokenizer(), video_processor=None)
     texts = [writer.template.head + VISION * len(task.images) + task.instruction + writer.template.tail for task in tasks]
@@ -76,7 +76,7 @@ def test_prompts_are_those_of_transformers_processor(kind, processor):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_padding_and_company_change_no_state(kind):
+def test_padding_and_other_rows_do_not_change_the_states(kind):
     writer = tiny_writers.writer(kind)
     prompts = prompts_of(kind, writer)
     ids = torch.randint(0, 200, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -95,8 +95,8 @@ def test_padding_and_company_change_no_state(kind):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_steps_are_the_whole_forward(kind):
-    """Three tokens at once, then one by one, for rows that repeat and change places; also with gradient."""
+def test_incremental_decoding_matches_the_full_forward_pass(kind):
+    """Three tokens at once, then one by one, for repeated and reordered rows; the gradients match too."""
     writer = tiny_writers.writer(kind)
     tiny_writers.move(writer.module)
     prompts = prompts_of(kind, writer)
@@ -122,7 +122,7 @@ def test_steps_are_the_whole_forward(kind):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.SEES)
-def test_a_tower_that_does_not_train_is_asked_once_a_task(kind):
+def test_frozen_vision_tower_runs_only_when_prompts_are_encoded(kind):
     frozen, training = (tiny_writers.writer(kind, train=train) for train in ("lora", "full"))
     ids, mask = torch.tensor([[1, 2]] * 3), torch.ones(3, 2, dtype=torch.bool)
     kept, looked = (prompts_of(kind, writer) for writer in (frozen, training))
@@ -141,7 +141,7 @@ def test_a_tower_that_does_not_train_is_asked_once_a_task(kind):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.SEES)
-def test_pictures_are_seen(kind):
+def test_states_depend_on_images_and_their_order(kind):
     writer = tiny_writers.writer(kind)
     shapes = ((16, 16), (32, 16))
     tasks = [
@@ -155,7 +155,7 @@ def test_pictures_are_seen(kind):
     assert (states[0] - swapped[0]).abs().max() > 1e-3
 
 
-def test_a_prompt_does_not_depend_on_what_was_read_before():
+def test_prompt_states_do_not_depend_on_earlier_batches():
     """transformers' models remember the positions of the last batch; explicit positions do not."""
     writer = tiny_writers.writer()
     first, second = tiny_writers.tasks(6)[:3], tiny_writers.tasks(6)[3:5]
@@ -167,7 +167,7 @@ def test_a_prompt_does_not_depend_on_what_was_read_before():
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_what_stands_for_pictures_is_never_written(kind):
+def test_grammar_excludes_image_and_video_placeholder_tokens(kind):
     writer = tiny_writers.writer(kind)
     allowed = writer.grammar.vocabularies[0]
     tokenizer = tiny_writers.tokenizer()
@@ -179,7 +179,7 @@ def test_what_stands_for_pictures_is_never_written(kind):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_the_usual_lora_sits_on_the_language_model(kind):
+def test_default_lora_adapts_only_the_language_model(kind):
     module = tiny_writers.module(kind)
     module.add_adapter(LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=list(PretrainedLanguageModel.lora_targets)))
     names = [name for name, _ in module.named_parameters() if "lora_" in name]
@@ -188,7 +188,7 @@ def test_the_usual_lora_sits_on_the_language_model(kind):
 
 
 @pytest.mark.parametrize(("template", "picture"), [(EDIT, ""), (EDIT_PLUS, "Picture {}: " + VISION)])
-def test_the_editors_own_prompt_is_the_writers(template, picture, monkeypatch):
+def test_writer_prompt_equals_the_prompt_of_qwen_image_edit(template, picture, monkeypatch):
     """What the writer reads is, token for token, what Qwen-Image-Edit's encoder would read."""
     monkeypatch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
     module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
@@ -208,7 +208,7 @@ def test_the_editors_own_prompt_is_the_writers(template, picture, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_a_folder_is_read_again(kind, tmp_path):
+def test_saved_writer_is_loaded_with_equal_states(kind, tmp_path):
     writer = tiny_writers.writer(kind, train="none")
     writer.module.save_pretrained(tmp_path)
     tiny_writers.tokenizer().save_pretrained(tmp_path)
@@ -223,7 +223,7 @@ def test_a_folder_is_read_again(kind, tmp_path):
     assert isinstance(read.template.tokenizer, Qwen2Tokenizer)
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path):
+def test_folder_of_another_model_type_raises(tmp_path):
     given = {"template": tiny_writers.TEMPLATE, "dtype": torch.float32, "device": "cpu"}
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_writer(tmp_path, **given)
@@ -232,7 +232,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         load_writer(tmp_path, **given)
 
 
-def test_mistakes_are_named():
+def test_invalid_writer_settings_and_tasks_raise():
     module, tokenizer = tiny_writers.module("qwen3"), tiny_writers.tokenizer()
     processor = tiny_writers.image_processor("qwen2.5-vl")
     with pytest.raises(ValueError, match="reads no images"):
@@ -248,7 +248,7 @@ def test_mistakes_are_named():
         writer.encode([Task(id="a", instruction="<|im_end|>")])
 
 
-def test_prompts_join_and_part():
+def test_concatenated_prompts_equal_prompts_encoded_in_a_batch():
     writer = tiny_writers.writer()
     prompts = prompts_of("qwen2.5-vl", writer)
     short = alone(prompts, 0)

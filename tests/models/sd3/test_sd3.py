@@ -56,7 +56,7 @@ def tasks(texts=TEXTS):
 
 @pytest.mark.parametrize("leave_out", [(), (2,)])
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.5])
-def test_walks_with_the_pipeline(parts, guidance_scale, leave_out):
+def test_sampled_latents_match_the_pipeline(parts, guidance_scale, leave_out):
     model = build(parts, leave_out=leave_out, size=(24, 40))
     theirs = pipeline(model)(
         TEXTS,
@@ -77,7 +77,7 @@ def test_walks_with_the_pipeline(parts, guidance_scale, leave_out):
 
 
 @pytest.mark.parametrize("left_out", [0, 1])
-def test_a_clip_that_is_left_out_gives_zeros(parts, left_out):
+def test_omitted_clip_encoder_gives_zero_embeddings(parts, left_out):
     full, less = build(parts).encode(tasks()).tensors, build(parts, leave_out=(left_out,)).encode(tasks()).tensors
     gone = slice(0, 16) if left_out == 0 else slice(16, 40)
     assert full["embeds"][:, :77, gone].abs().max() > 0
@@ -89,26 +89,26 @@ def test_a_clip_that_is_left_out_gives_zeros(parts, left_out):
         torch.testing.assert_close(less[name], expected, atol=0, rtol=0)
 
 
-def test_t5_alone(parts):
+def test_t5_alone_gives_zero_clip_embeddings(parts):
     tensors = build(parts, leave_out=(0, 1)).encode(tasks()).tensors
     assert tensors["embeds"].shape == (2, 97, 48)
     assert not tensors["embeds"][:, :77].any()
     assert tensors["pooled"].shape == (2, 40)
 
 
-def test_no_encoder_at_all(parts):
+def test_model_without_text_encoders_raises(parts):
     with pytest.raises(ValueError, match="at least one"):
         build(parts, leave_out=(0, 1, 2))
 
 
-def test_encoders_and_tokenizers_go_together(parts):
+def test_mismatched_text_encoders_and_tokenizers_raise(parts):
     with pytest.raises(ValueError, match="tokenizers"):
         build({**parts, "text_encoders": (None, *parts["text_encoders"][1:])})
     with pytest.raises(ValueError, match="pooled"):
         build({**parts, "text_encoders": (tiny_models.clip(24, 1), *parts["text_encoders"][1:])})
 
 
-def test_a_row_does_not_see_its_batch(parts):
+def test_rows_do_not_depend_on_other_rows_of_the_batch(parts):
     model = build(parts)
     together = model.encode(tasks())
     x, sigma = model.initial_noise(together, tiny_models.generators(2)), torch.tensor([0.9, 0.3])
@@ -121,7 +121,7 @@ def test_a_row_does_not_see_its_batch(parts):
         torch.testing.assert_close(velocities[k], velocity[0], atol=1e-6, rtol=0)
 
 
-def test_pictures_there_and_back_are_the_autoencoders_own(parts):
+def test_image_round_trip_matches_the_autoencoder(parts):
     model = build(parts)
     pictures = [tiny_models.picture(k, 32, 32) for k in range(3)]
     ours = model.decode(model.encode_images(pictures), model.encode(tasks()))
@@ -141,7 +141,7 @@ def test_schedule_is_shifted_by_three(parts):
     torch.testing.assert_close(sigmas, torch.cat([3 * plain / (1 + 2 * plain), torch.zeros(1)]))
 
 
-def test_a_prompt_that_no_encoder_reads_whole(parts):
+def test_prompt_that_exceeds_all_encoder_limits_raises(parts):
     long = [tiny_models.task("long", "abc " * 40)]
     with pytest.raises(ValueError, match=r"'long'.*shorten"):
         build(parts).encode(long)
@@ -149,12 +149,12 @@ def test_a_prompt_that_no_encoder_reads_whole(parts):
 
 
 @pytest.mark.parametrize("size", [(24, 25), (104, 24), (0, 24)])
-def test_sizes_beyond_the_position_table_or_between_tokens(parts, size):
+def test_size_beyond_the_position_table_or_not_a_multiple_of_8_raises(parts, size):
     with pytest.raises(ValueError, match="multiples of 8 px, up to 96"):
         build(parts, size=size)
 
 
-def test_embedded_prompts_have_gradient_in_the_text_encoders(parts):
+def test_embed_prompts_propagates_gradients_to_the_text_encoders(parts):
     model = build(parts)
     assert not model.encode(tasks()).tensors["embeds"].requires_grad
     conditioning = model.conditioning(model.embed_prompts(TEXTS, ()), size=model.size)
@@ -166,11 +166,11 @@ def test_embedded_prompts_have_gradient_in_the_text_encoders(parts):
     model.module.zero_grad()
 
 
-def test_adapters_find_every_target(parts):
+def test_lora_targets_exist_in_the_transformer(parts):
     names = [name for name, _ in parts["transformer"].named_modules()]
     for target in SD3Model.lora_targets:
         assert any(name.endswith(f".{target}") for name in names)
 
 
-def test_it_is_a_denoising_model(parts):
+def test_model_implements_the_denoising_model_protocol(parts):
     assert isinstance(build(parts), DenoisingModel)

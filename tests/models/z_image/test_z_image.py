@@ -51,7 +51,7 @@ def tasks(texts=TEXTS):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_walks_with_the_pipeline(language, scheduler, scale):
+def test_sampled_latents_match_the_pipeline(language, scheduler, scale):
     model = build(language, scheduler=scheduler)
     assert len({model.text.template.tokenise([text], [()])["input_ids"].shape[1] for text in TEXTS}) == 2
     theirs = pipeline(model, language, scheduler=scheduler)(
@@ -72,7 +72,7 @@ def test_walks_with_the_pipeline(language, scheduler, scale):
     assert model.decode(ours, conditioning)[0].size == (40, 24)
 
 
-def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(language):
+def test_model_implements_denoising_model_and_rows_are_independent(language):
     model = build(language)
     assert isinstance(model, DenoisingModel)
     together = model.encode(tasks())
@@ -88,12 +88,12 @@ def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(language):
         torch.testing.assert_close(velocities[row], velocity[0], atol=3e-6, rtol=0)
 
 
-def test_recomputing_gives_the_same_gradients(language):
+def test_gradient_checkpointing_gives_the_same_gradients(language):
     model = build(language)
     check_recomputing(model, model.encode(tasks()), trained="context_refiner")
 
 
-def test_pictures_there_and_back_are_the_autoencoders_own(language):
+def test_image_round_trip_matches_the_autoencoder(language):
     model = build(language)
     pictures = [tiny_models.picture(k, 24, 40) for k in range(2)]
     ours = model.decode(model.encode_images(pictures), model.encode(tasks()))
@@ -106,14 +106,14 @@ def test_pictures_there_and_back_are_the_autoencoders_own(language):
         assert difference.abs().max() <= 1
 
 
-def test_adapters_find_every_layer_of_every_block(language):
+def test_lora_targets_match_all_attention_and_feed_forward_layers(language):
     linear = {name for name, module in build(language).module.named_modules() if isinstance(module, torch.nn.Linear)}
     hit = {name for name in linear if name.endswith(ZImageModel.lora_targets)}
     assert hit == {name for name in linear if ".attention." in name or ".feed_forward." in name}
     assert len(hit) == 7 * 4
 
 
-def test_what_cannot_be_is_said(language):
+def test_invalid_inputs_and_settings_raise(language):
     with pytest.raises(ValueError, match="does not divide into tokens of 8 px"):
         build(language, size=(20, 40))
     with pytest.raises(ValueError, match="at most 128 x 128 px"):

@@ -1,4 +1,4 @@
-"""What is Z-Image's own in recipes; the rest is in `test_family_runs.py`."""
+"""Recipes with Z-Image: tests of this family only; `test_family_runs.py` tests all families."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.save_z_image(tmp_path_factory.mktemp("z-image"))
 
 
-def test_a_value_head_is_planned_with_the_model(weights: Path, tmp_path: Path) -> None:
+def test_memory_plan_includes_the_value_head(weights: Path, tmp_path: Path) -> None:
     section = {"kind": "z-image", "path": str(weights), "size": [32, 48], "dtype": "float32"}
     recipe = parse(recipe_of(section, tmp_path, advantage={"kind": "gae"}))
     described = describe(recipe, weights)
@@ -38,7 +38,7 @@ def test_a_value_head_is_planned_with_the_model(weights: Path, tmp_path: Path) -
     assert 0.5 * held["value head"] < 16 * head_numbers <= held["value head"]
 
 
-def test_a_writer_is_told_which_prompts_it_reads(weights: Path) -> None:
+def test_accepts_prompt_rejects_long_prompts_and_special_tokens(weights: Path) -> None:
     section = ZImageModel(path=str(weights), size=(32, 48), dtype="float32")
     model = section.build(device=torch.device("cpu"))
     assert isinstance(model, ZImage)

@@ -1,4 +1,4 @@
-"""Edits: what they do, what they may not do together, and that JSON keeps them."""
+"""Edits: their effect on a scene, which combinations raise, and the JSON round trip."""
 
 import json
 
@@ -16,7 +16,7 @@ SCENE = Scene(1, (RED, None, None, None, GREEN, None, None, None, None))
 
 
 def draw(seed: int, complexity: int) -> tuple[Scene, tuple[Edit, ...]]:
-    """A scene with edits that it can have."""
+    """A random scene and random edits that fit it."""
     random = generator("edits", seed)
     scene = random_scene(random, least=min(complexity + 1, 4))
     return scene, random_edits(scene, complexity, random)
@@ -35,7 +35,7 @@ drawn = st.builds(draw, st.integers(0, 10**6), st.integers(1, 4))
         (Edit("move", 0, RED, 7, RED), {4: GREEN, 7: RED}),
     ],
 )
-def test_what_each_kind_does(edit: Edit, after: dict[int, Thing]) -> None:
+def test_each_kind_of_edit_changes_the_scene_as_expected(edit: Edit, after: dict[int, Thing]) -> None:
     target = apply(SCENE, [edit])
     assert target.objects == after
     assert target.background == SCENE.background
@@ -52,7 +52,7 @@ def test_edits_change_exactly_the_cells_they_touch(case: tuple[Scene, tuple[Edit
 
 
 @given(drawn)
-def test_what_edits_create_is_new_and_what_they_name_is_there(case: tuple[Scene, tuple[Edit, ...]]) -> None:
+def test_created_things_are_new_and_edited_things_exist(case: tuple[Scene, tuple[Edit, ...]]) -> None:
     scene, edits = case
     created = [edit.creates for edit in edits if edit.creates is not None]
     assert len(set(created)) == len(created)
@@ -61,7 +61,7 @@ def test_what_edits_create_is_new_and_what_they_name_is_there(case: tuple[Scene,
 
 
 @given(drawn, st.randoms(use_true_random=False))
-def test_order_does_not_matter(case: tuple[Scene, tuple[Edit, ...]], random: object) -> None:
+def test_the_order_of_edits_does_not_matter(case: tuple[Scene, tuple[Edit, ...]], random: object) -> None:
     scene, edits = case
     shuffled = list(edits)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ def test_order_does_not_matter(case: tuple[Scene, tuple[Edit, ...]], random: obj
 
 
 @given(drawn)
-def test_json_round_trip(case: tuple[Scene, tuple[Edit, ...]]) -> None:
+def test_edits_round_trip_through_json(case: tuple[Scene, tuple[Edit, ...]]) -> None:
     for edit in case[1]:
         assert Edit.from_json(json.loads(json.dumps(edit.to_json()))) == edit
 
@@ -89,7 +89,7 @@ def test_json_round_trip(case: tuple[Scene, tuple[Edit, ...]]) -> None:
         [Edit("remove", 0, RED, 0, None), Edit("remove", 4, GREEN, 4, None)],
     ],
 )
-def test_edits_that_do_not_fit_are_refused(edits: list[Edit]) -> None:
+def test_edits_that_conflict_with_the_scene_or_each_other_raise(edits: list[Edit]) -> None:
     with pytest.raises(ValueError, match=r"fit|touches|second|empty"):
         apply(SCENE, edits)
 
@@ -108,7 +108,7 @@ def test_edits_that_do_not_fit_are_refused(edits: list[Edit]) -> None:
         (("remove", 0, Thing("mauve", "circle"), 0, None), "unknown thing or cell"),
     ],
 )
-def test_what_is_no_edit_is_refused(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_edits_raise(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Edit(*arguments)  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ def test_a_row_without_the_fields_of_an_edit_is_refused() -> None:
         Edit.from_json({"kind": "remove"})
 
 
-def test_every_combination_of_kinds_that_is_drawn_has_a_scene() -> None:
+def test_every_sampled_combination_of_kinds_fits_some_scene() -> None:
     random = generator("kinds")
     seen = {tuple(sorted(random_kinds(complexity, random))) for complexity in range(1, 5) for _ in range(500)}
     assert {kind for kinds in seen for kind in kinds} == set(KINDS)
@@ -133,6 +133,6 @@ def test_bad_complexities_are_refused() -> None:
             random_edits(SCENE, complexity, generator(0))
 
 
-def test_a_scene_too_poor_for_any_draw_is_refused() -> None:
+def test_a_scene_with_too_few_things_for_the_complexity_raises() -> None:
     with pytest.raises(ValueError, match="more things"):
         random_edits(Scene(0, (RED, *[None] * 8)), 4, generator(0))

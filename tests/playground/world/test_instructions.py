@@ -1,4 +1,4 @@
-"""Instructions: a reader that knows only the words gets the edits back, so a text means one thing."""
+"""Instructions: a parser that knows only the words recovers the edits, so every text has one meaning."""
 
 import re
 
@@ -19,7 +19,7 @@ def test_no_two_single_edits_share_a_text() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
-def test_a_text_is_read_back_as_its_edits(seed: int, complexity: int, filler: bool) -> None:
+def test_an_instruction_is_parsed_back_to_its_edits(seed: int, complexity: int, filler: bool) -> None:
     random = generator("read", seed)
     scene = random_scene(random, least=4)
     edits = random_edits(scene, complexity, random)
@@ -28,7 +28,7 @@ def test_a_text_is_read_back_as_its_edits(seed: int, complexity: int, filler: bo
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4))
-def test_content_knows_neither_order_nor_where_a_thing_was(seed: int, complexity: int) -> None:
+def test_content_does_not_depend_on_edit_order_or_source_cells(seed: int, complexity: int) -> None:
     random = generator("content", seed)
     edits = random_edits(random_scene(random, least=4), complexity, random)
     assert content(edits) == content(edits[::-1])
@@ -52,7 +52,7 @@ def test_filler_puts_the_edit_at_other_positions() -> None:
     assert scene.objects[edit.cell] == edit.thing
 
 
-def test_filler_may_name_what_stays() -> None:
+def test_filler_mentions_up_to_two_unchanged_things() -> None:
     scene = Scene(0, (*THINGS[:4], *[None] * 5))
     edit = Edit("recolour", 2, THINGS[2], 2, Thing("cyan", THINGS[2].shape))
     assert untouched(scene, [edit]) == [THINGS[0], THINGS[1], THINGS[3]]
@@ -65,14 +65,14 @@ def test_filler_may_name_what_stays() -> None:
     assert {True, False} == set(named)
 
 
-def test_the_vocabulary_is_closed_small_and_used() -> None:
+def test_the_vocabulary_is_small_and_equals_the_words_of_the_corpus() -> None:
     words = {word for text in corpus(generator("corpus"), 4000) for word in text.replace(",", " , ").replace(";", " ; ").split()}
     assert words == set(vocabulary())
     assert len(words) < 200
     assert all(word == word.lower() for word in words)
 
 
-def test_the_corpus_holds_every_complexity_with_and_without_filler() -> None:
+def test_the_corpus_contains_every_complexity_and_is_deterministic() -> None:
     texts = list(corpus(generator("corpus"), 80))
     assert [len(read(text)) for text in texts] == [1 + i // 2 % 4 for i in range(80)]
     assert texts == list(corpus(generator("corpus"), 80))

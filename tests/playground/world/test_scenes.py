@@ -1,4 +1,4 @@
-"""Scenes: what they may hold, how they look, and that JSON keeps them."""
+"""Scenes: what they can contain, how they are rendered, and the JSON round trip."""
 
 import itertools
 import json
@@ -17,14 +17,14 @@ seeds = st.integers(0, 10**6)
 
 
 @given(seeds)
-def test_random_scenes_hold_two_to_four_different_things(seed: int) -> None:
+def test_random_scenes_contain_two_to_four_different_things(seed: int) -> None:
     scene = random_scene(generator(seed))
     assert 2 <= len(scene.objects) <= 4
     assert len(set(scene.objects.values())) == len(scene.objects)
     assert sorted([*scene.objects, *scene.empty]) == list(range(9))
 
 
-def test_random_scenes_reach_everything() -> None:
+def test_random_scenes_cover_all_backgrounds_cells_things_and_counts() -> None:
     scenes = [random_scene(generator("reach", i)) for i in range(1000)]
     assert {scene.background for scene in scenes} == set(range(4))
     assert {(cell, thing) for scene in scenes for cell, thing in scene.objects.items()} == set(itertools.product(range(9), THINGS))
@@ -32,7 +32,7 @@ def test_random_scenes_reach_everything() -> None:
 
 
 @given(seeds)
-def test_json_round_trip(seed: int) -> None:
+def test_scenes_round_trip_through_json(seed: int) -> None:
     scene = random_scene(generator(seed))
     assert Scene.from_json(json.loads(json.dumps(scene.to_json()))) == scene
 
@@ -50,13 +50,13 @@ def test_json_round_trip(seed: int) -> None:
         {"background": 0, "objects": [[0, "red", "circle"], [1, "red", "circle"]]},
     ],
 )
-def test_what_is_no_scene_is_refused(value: object) -> None:
+def test_invalid_scenes_raise(value: object) -> None:
     with pytest.raises(ValueError, match=r"scene|things|thing occurs"):
         Scene.from_json(value)  # type: ignore[arg-type]
 
 
 @given(seeds)
-def test_a_picture_is_its_cells(seed: int) -> None:
+def test_a_rendered_image_consists_of_its_cell_templates(seed: int) -> None:
     scene = random_scene(generator(seed))
     picture = render(scene)
     assert picture.mode == "RGB"
@@ -67,7 +67,7 @@ def test_a_picture_is_its_cells(seed: int) -> None:
         assert np.array_equal(part, TEMPLATES[scene.background, CODES[thing]])
 
 
-def test_a_batch_of_pictures_equals_one_at_a_time() -> None:
+def test_images_rendered_as_a_batch_equal_single_ones() -> None:
     scenes = [random_scene(generator(i)) for i in range(20)]
     assert np.array_equal(pixels(scenes), np.stack([np.asarray(render(scene)) for scene in scenes]))
 
@@ -81,7 +81,7 @@ def test_things_have_their_colour_in_the_middle_and_the_background_in_the_corner
         assert picture.getpixel((0, 0)) == picture.getpixel((23, 23)) == (grey, grey, grey)
 
 
-def test_any_two_cells_of_a_background_differ_by_more_than_the_judge_forgives() -> None:
+def test_cells_of_a_background_differ_by_more_than_the_tolerance_of_the_judge() -> None:
     values = TEMPLATES.reshape(len(BACKGROUNDS), len(CODES), -1) / 255
     for templates in values:
         for a, b in itertools.combinations(templates, 2):

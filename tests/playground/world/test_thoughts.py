@@ -6,7 +6,7 @@ from retouch.playground.world.demonstrations import with_thought
 from retouch.playground.world.edits import Edit
 
 
-def test_a_thought_says_the_edits_in_plain_words():
+def test_a_thought_mentions_every_edit_of_its_task():
     tasks = PlaygroundData(seed=0, count=12, complexity=[1, 2, 3], filler=0.5).tasks(in_turn=True)
     told = MappedTasks(tasks, with_thought)
     assert len(told) == 12

@@ -1,4 +1,4 @@
-"""Demonstrations of complex edits that lack one of them."""
+"""Demonstrations of several edits whose target lacks one of them."""
 
 from contextlib import suppress
 from functools import partial
@@ -14,7 +14,7 @@ TASKS = PlaygroundData(seed=0, count=120, complexity=[1, 2, 3]).tasks(in_turn=Tr
 
 
 def left_out(task):
-    """The places of the edits that may be the one that the target does not show."""
+    """The indices of the edits without which the scene looks like the target."""
     scene, edits = Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in task.meta["edits"]]
     places = []
     for place in range(len(edits)):
@@ -24,7 +24,7 @@ def left_out(task):
     return places
 
 
-def test_one_of_several_edits_is_left_out_of_the_target_alone():
+def test_one_of_several_edits_is_missing_from_the_target_and_nothing_else_changes():
     lacking = 0
     for plain, task in zip(TASKS, MappedTasks(TASKS, partial(unfinished, share=1.0)), strict=True):
         assert (task.id, task.instruction, task.meta, task.tags) == (plain.id, plain.instruction, plain.meta, plain.tags)
@@ -37,7 +37,7 @@ def test_one_of_several_edits_is_left_out_of_the_target_alone():
     assert places == {0, 1, 2}
 
 
-def test_the_share_is_of_the_tasks_with_several_edits():
+def test_the_share_of_unfinished_targets_is_as_requested_and_deterministic():
     assert all(
         task.target == plain.target for plain, task in zip(TASKS, MappedTasks(TASKS, partial(unfinished, share=0.0)), strict=True)
     )

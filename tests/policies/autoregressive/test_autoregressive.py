@@ -31,7 +31,7 @@ def tasks_for(kind):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_keeps_the_contract(kind):
+def test_autoregressive_policy_passes_the_contract_checks(kind):
     policy = tiny_writing.policy(kind)
     assert isinstance(policy, Policy)
     assert isinstance(policy.model, AutoregressiveModel)
@@ -50,12 +50,12 @@ def test_keeps_the_contract(kind):
     ],
     ids=str,
 )
-def test_keeps_the_contract_in_every_way_of_writing(train, options):
+def test_policy_passes_the_contract_checks_with_sampling_and_training_options(train, options):
     check_policy(tiny_writing.policy("qwen3-vl", train=train, **options), tiny_writing.batch(), needs=Needs(kl="k3"))
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
-def test_keeps_the_contract_with_forced_tokens_and_two_vocabularies(kind):
+def test_policy_passes_the_contract_checks_with_forced_tokens_and_two_vocabularies(kind):
     writer = tiny_writers.writer(kind)
     writer.grammar = tiny_writing.Form(writer)
     policy = tiny_writing.policy(writer=writer)
@@ -77,7 +77,7 @@ def test_the_ratio_is_one_before_a_step(kind, sampling):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_log_probs_are_those_of_transformers_own_forward(kind):
+def test_log_probs_equal_those_of_the_transformers_forward_pass(kind):
     """One row at a time, without padding, through the whole model's forward."""
     policy = tiny_writing.policy(kind, sampling={"temperature": 0.7})
     tiny_writers.move(policy.module)
@@ -100,7 +100,7 @@ def test_log_probs_are_those_of_transformers_own_forward(kind):
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen2.5"])
-def test_a_row_is_evaluated_alike_alone_and_in_a_batch(kind, share):
+def test_a_row_has_the_same_log_probs_and_entropy_alone_and_in_a_batch(kind, share):
     policy = tiny_writing.policy(kind, share=share)
     tiny_writers.move(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
@@ -125,7 +125,7 @@ def test_a_shared_prompt_gives_the_same_gradient():
 
 
 @pytest.mark.parametrize("kind", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3"])
-def test_gradient_checkpointing_changes_memory_alone(kind):
+def test_gradient_checkpointing_saves_memory_and_keeps_the_gradient(kind):
     gradients, saved = [], []
     for checkpointing in (False, True):
         writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS, checkpointing=checkpointing, train="full")
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_changes_memory_alone(kind):
     assert saved[1] < 0.5 * saved[0]
 
 
-def test_entropy_and_kl_are_those_of_the_distributions():
+def test_entropy_and_k3_kl_equal_their_formulas():
     policy = tiny_writing.policy("qwen2.5", sampling={"temperature": 0.9})
     tasks = tasks_for("qwen2.5")
     tiny_writers.move(policy.module)
@@ -167,7 +167,7 @@ def test_entropy_and_kl_are_those_of_the_distributions():
     assert evaluation.kl.max() > 1e-3
 
 
-def test_masked_tokens_have_no_gradient_whatever_stands_there():
+def test_masked_tokens_have_no_gradient_and_their_stored_values_are_ignored():
     policy = tiny_writing.policy()
     trajectory = policy.rollout(tiny_writing.batch())
     mask = trajectory.mask & (torch.arange(7) % 2 == 0)
@@ -181,7 +181,7 @@ def test_masked_tokens_have_no_gradient_whatever_stands_there():
     assert all((part == 0).all() for part in found)
 
 
-def test_what_was_cut_off_teaches_nothing_where_that_is_wanted():
+def test_truncated_completions_are_masked_if_mask_truncated_is_set():
     batch = tiny_writing.batch(group_size=6)
     plain, masked = (tiny_writing.policy(mask_truncated=how).rollout(batch) for how in (False, True))
     cut = torch.tensor([written.truncated for written in plain.outputs])
@@ -191,7 +191,7 @@ def test_what_was_cut_off_teaches_nothing_where_that_is_wanted():
     assert plain.mask[cut].all()
 
 
-def test_rows_that_are_all_masked_are_evaluated_all_the_same():
+def test_a_batch_of_only_masked_rows_has_a_gradient_of_0():
     policy = tiny_writing.policy(mask_truncated=True, sampling={"max_new_tokens": 1})
     trajectory = policy.rollout(tiny_writing.batch(seed=1))
     dead = replace(trajectory, mask=torch.zeros_like(trajectory.mask))
@@ -200,7 +200,7 @@ def test_rows_that_are_all_masked_are_evaluated_all_the_same():
     assert all((part == 0).all() for part in found)
 
 
-def test_outputs_are_the_ids_without_their_end_and_their_text():
+def test_outputs_have_the_ids_without_the_stop_token_and_their_text():
     policy = tiny_writing.policy()
     trajectory = policy.rollout(tiny_writing.batch(group_size=6))
     tokenizer = policy.model.template.tokenizer
@@ -213,7 +213,7 @@ def test_outputs_are_the_ids_without_their_end_and_their_text():
     assert {written.truncated for written in trajectory.outputs} == {True, False}
 
 
-def test_trajectories_join_and_part():
+def test_concatenated_trajectories_equal_one_rollout():
     for sampling in ({}, TRUNCATED):
         policy = tiny_writing.policy(sampling=sampling)
         batch = tiny_writing.batch()
@@ -226,7 +226,7 @@ def test_trajectories_join_and_part():
         torch.testing.assert_close(*evaluations, atol=2e-6, rtol=1e-6)
 
 
-def test_the_end_user_sees_the_likeliest_words_of_the_average():
+def test_sample_uses_greedy_decoding_and_the_averaged_weights():
     policy = tiny_writing.policy(copies=("reference", "average"))
     batch = tiny_writing.batch(group_size=1)
     before = policy.sample(batch)
@@ -240,7 +240,7 @@ def test_the_end_user_sees_the_likeliest_words_of_the_average():
 
 
 class Backwards:
-    """An engine of its own mind: it writes what the built-in one does, and says other probabilities."""
+    """An engine that generates the same tokens as the built-in one, and reports other probabilities."""
 
     exact = False
 
@@ -252,7 +252,7 @@ class Backwards:
         return Generation(ids=made.ids, lengths=made.lengths, log_probs=made.log_probs - 0.25)
 
 
-def test_another_engine_is_measured():
+def test_log_probs_of_another_engine_are_stored_as_behaviour_log_probs():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), sampling={"engine": CachedEngine(max_mismatch=0.3)})
     batch = tiny_writing.batch()
@@ -268,8 +268,8 @@ def test_another_engine_is_measured():
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen3"])
-def test_sixteen_bits_are_measured_in_the_shape_of_the_update(kind):
-    """Decoding in bf16 may be off by far more than a ratio may; what is stored is the evaluation's own number, in fp32."""
+def test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32(kind):
+    """Decoding in bf16 may deviate by more than a ratio may; the stored log-probabilities are the evaluation's, in fp32."""
     writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
     for name, parameter in writer.module.named_parameters():
         if "lora_" not in name:
@@ -284,7 +284,7 @@ def test_sixteen_bits_are_measured_in_the_shape_of_the_update(kind):
         assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-6
 
 
-def test_learning_makes_what_was_good_likelier():
+def test_an_update_moves_log_probs_in_the_direction_of_the_advantages():
     policy = tiny_writing.policy()
     batch = tiny_writing.batch(group_size=4)
     trajectory = policy.rollout(batch)
@@ -298,7 +298,7 @@ def test_learning_makes_what_was_good_likelier():
     assert (moved * advantages).sum() > 0.1
 
 
-def test_what_tokens_do_not_have_is_refused():
+def test_unsupported_needs_and_temperature_0_raise():
     policy = tiny_writing.policy()
     trajectory = policy.rollout(tiny_writing.batch())
     for needs in (Needs(kl="closed"), Needs(log_ratio="norm"), Needs(values=True)):
@@ -308,18 +308,18 @@ def test_what_tokens_do_not_have_is_refused():
         tiny_writing.policy(sampling={"temperature": 0.0})
 
 
-def test_written_is_a_value():
+def test_completions_with_equal_fields_are_equal():
     assert Completion((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
 
 
-def test_completions_know_their_rows():
+def test_completions_have_the_key_of_their_row():
     batch = tiny_writing.batch()
     keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
     for acted in (tiny_writing.policy().rollout(batch), tiny_writing.policy().sample(batch)):
         assert [written.key for written in acted.outputs] == keys
 
 
-def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
+def test_demonstrate_returns_the_completions_of_the_tasks_as_a_trajectory():
     policy = tiny_writing.policy(sampling={"max_new_tokens": 9})
     stop = policy.model.template.tokenizer.decode([policy.model.stop[0]])
     told = ["RED 1", "", "2 3 4"]
@@ -348,13 +348,13 @@ def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
         ({"completion": "A B C D E"}, "raise rollout.max_new_tokens above 9"),
     ],
 )
-def test_a_completion_that_cannot_be_imitated_is_refused(meta, says):
+def test_missing_invalid_or_too_long_demonstrations_raise(meta, says):
     tasks = tuple(replace(task, meta=meta) for task in tiny_writers.tasks())
     with pytest.raises(ValueError, match=says):
         tiny_writing.policy().demonstrate(tiny_writing.batch(tasks))
 
 
-def test_the_advice_for_a_long_completion_is_enough():
+def test_max_new_tokens_as_advised_for_a_long_demonstration_is_sufficient():
     text = "A B C D E " * 4
     batch = tiny_writing.batch(tuple(replace(task, meta={"completion": text}) for task in tiny_writers.tasks()))
     count = len(tiny_writing.policy().model.text_ids(text))

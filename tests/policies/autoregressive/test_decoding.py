@@ -1,4 +1,4 @@
-"""Decoding: transformers' own generate as the oracle, keys of rows, ends of rows, and a grammar."""
+"""Decoding: comparison with transformers' generate, keys of rows, ends of rows, and a grammar."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def generate(writer, tasks, longest):
 
 
 class Questions(TorchDispatchMode):
-    """Counts what the host reads of tensors; on a GPU, each waits until all kernels are done."""
+    """Counts the values that the host reads from tensors; on a GPU, each read waits until all kernels are done."""
 
     count = 0
 
@@ -53,7 +53,7 @@ class Questions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("stop", [tiny_writing.STOPS, ()], ids=["some-end", "none-ends"])
-def test_the_host_asks_rarely_whether_rows_have_ended(stop):
+def test_check_every_reduces_host_reads_and_keeps_the_completions(stop):
     writer = tiny_writers.writer("qwen2.5-vl", stop=stop)
     batch, sampling = tiny_writing.batch(group_size=6), TokenRollout(max_new_tokens=22)
     prompts = writer.encode(batch.tasks)
@@ -70,13 +70,13 @@ def test_the_host_asks_rarely_whether_rows_have_ended(stop):
     assert torch.equal(made[0].ids, made[1].ids)
     assert torch.equal(made[0].lengths, made[1].lengths)
     torch.testing.assert_close(made[0].log_probs, made[1].log_probs, rtol=0, atol=1e-4)
-    # transformers asks once a token whether its mask has padding; the rest is ours.
+    # transformers reads once per token whether its mask has padding; the other reads are ours.
     if not stop:
         assert asked == [21 + 21, 21 + 2]
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_greedy_is_generate(kind):
+def test_greedy_decoding_equals_transformers_generate(kind):
     writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
     tasks = tiny_writers.tasks(6, pictures=kind in tiny_writers.SEES)
     theirs, _ = generate(writer, tasks, 12)
@@ -85,7 +85,7 @@ def test_greedy_is_generate(kind):
     assert (ours.ids[:, theirs.shape[1] :] == writer.pad).all()
 
 
-def test_a_sliding_window_is_generates():
+def test_decoding_with_a_sliding_window_equals_transformers_generate():
     text = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
     writer = tiny_writers.writer("qwen2.5-vl", text=text)
     tasks = tiny_writers.tasks()
@@ -97,8 +97,8 @@ def test_a_sliding_window_is_generates():
     assert not torch.equal(full.ids, ours.ids)
 
 
-def test_generate_would_write_what_is_banned():
-    """The tiny writers like vision tokens and rows beyond the tokenizer well enough for the ban to matter."""
+def test_banned_tokens_are_sampled_only_if_the_grammar_allows_them():
+    """The tiny writers give vision tokens and ids beyond the tokenizer enough probability for the ban to matter."""
     writer = tiny_writers.writer("qwen2.5-vl")
     likes = write(writer, tiny_writing.batch(group_size=40), max_new_tokens=12)
     allowed = writer.grammar.vocabularies[0]
@@ -108,7 +108,7 @@ def test_generate_would_write_what_is_banned():
     assert not allowed[write(writer, tiny_writing.batch(group_size=40), max_new_tokens=1).ids].all()
 
 
-def test_rows_end_where_they_stop_and_the_rest_is_padding():
+def test_rows_end_at_a_stop_token_and_are_padded_after_it():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     made = write(writer, tiny_writing.batch(group_size=20))
     lengths = made.lengths.tolist()
@@ -121,7 +121,7 @@ def test_rows_end_where_they_stop_and_the_rest_is_padding():
         assert (logged[:length] < 0).all()
 
 
-def test_a_row_is_its_key_wherever_it_is_written():
+def test_a_completion_depends_on_its_row_key_and_not_on_the_batch():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     batch = tiny_writing.batch(group_size=6)
     together = write(writer, batch)
@@ -134,7 +134,7 @@ def test_a_row_is_its_key_wherever_it_is_written():
         assert not torch.equal(write(writer, other).ids, together.ids)
 
 
-def test_tokens_are_drawn_by_the_uniforms_from_the_full_forwards_distribution():
+def test_tokens_are_sampled_with_the_uniforms_from_the_full_forward_distribution():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     batch = tiny_writing.batch()
     made = write(writer, batch, temperature=0.7)
@@ -152,7 +152,7 @@ def test_tokens_are_drawn_by_the_uniforms_from_the_full_forwards_distribution():
 
 
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.3}])
-def test_what_was_kept_is_recorded(how):
+def test_the_tokens_kept_by_top_k_and_top_p_are_recorded(how):
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     made = write(writer, tiny_writing.batch(group_size=8), **how)
     for row, length in enumerate(made.lengths.tolist()):
@@ -181,7 +181,7 @@ def test_a_grammar_forces_and_restricts():
     assert set(greedy.ids[:, 2].tolist()) <= set(digits)
 
 
-def test_forced_tokens_are_read_with_the_next_that_is_not():
+def test_forced_tokens_need_no_forward_pass_of_their_own():
     writer = tiny_writers.writer()
     writer.grammar = tiny_writing.Form(writer)
     read = []
@@ -189,7 +189,7 @@ def test_forced_tokens_are_read_with_the_next_that_is_not():
     writer.extend = lambda module, ids, **given: read.append(ids.shape[1]) or extend(module, ids, **given)
     made = write(writer, tiny_writing.batch())
     assert made.lengths.tolist() == [7] * 6
-    assert read == [2, 1, 2, 1]  # places 0 and 1, 2, 3 and 4, 5; nothing is drawn after the last
+    assert read == [2, 1, 2, 1]  # positions 0 and 1, 2, 3 and 4, 5; no token is sampled after the last
 
 
 def test_a_forced_token_can_end_a_row():
@@ -203,13 +203,13 @@ def test_a_forced_token_can_end_a_row():
     [{"max_new_tokens": 0}, {"temperature": 0.0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],
     ids=str,
 )
-def test_settings_that_are_none(wrong):
+def test_invalid_sampling_settings_raise(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         TokenRollout(**{"max_new_tokens": 3, **wrong})
 
 
 @pytest.mark.parametrize(("how", "truncates"), [({}, False), ({"top_p": 1.0}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True)])
-def test_what_truncates(how, truncates):
+def test_support_is_recorded_only_if_top_k_or_top_p_truncates(how, truncates):
     assert TokenRollout(max_new_tokens=3, **how).truncates is truncates
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     assert (write(writer, tiny_writing.batch(), **how).support is not None) is truncates

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks: those of all logits at once, and never all logits at once."""
+"""Log-probabilities computed in chunks: equal to those of all logits at once, which are never allocated together."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ VOCABULARY = 152_064
 
 
 class LargestTensor(TorchDispatchMode):
-    """The numbers in the largest piece of memory that any operation takes."""
+    """The number of elements in the largest block of memory that any operation allocates."""
 
     def __init__(self):
         super().__init__()
@@ -47,15 +47,15 @@ def largest_of_an_update(rows, longest, chunk):
     return seen.numbers
 
 
-def test_the_update_never_holds_all_logits():
-    """Rows and lengths may grow; the largest piece of memory stays one chunk's logits."""
+def test_the_update_allocates_the_logits_of_one_chunk_at_most():
+    """With more rows and tokens, the largest block of memory is still the logits of one chunk."""
     assert largest_of_an_update(2, 3, chunk=2) == largest_of_an_update(4, 6, chunk=2) == 2 * VOCABULARY
     assert largest_of_an_update(4, 6, chunk=24) == 24 * VOCABULARY, "the test sees no logits where there are"
 
 
 @pytest.mark.parametrize("support", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 8, 100])
-def test_chunks_change_nothing(chunk, support):
+def test_chunk_size_does_not_change_log_probs_entropy_and_gradients(chunk, support):
     writer = tiny_writers.writer("qwen2.5", train="full")
     random = torch.Generator().manual_seed(1)
     states = torch.randn(8, 32, generator=random).requires_grad_()
@@ -89,7 +89,7 @@ def test_chunks_change_nothing(chunk, support):
     torch.testing.assert_close(whole[0], logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
 
 
-def test_no_choice_at_all_still_has_a_gradient_of_zero():
+def test_a_batch_without_sampled_tokens_has_a_gradient_of_0():
     writer = tiny_writers.writer("qwen2.5")
     states = torch.randn(3, 4, 32).requires_grad_()
     choice = torch.zeros(3, 4, dtype=torch.bool)

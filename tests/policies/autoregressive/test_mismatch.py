@@ -1,4 +1,4 @@
-"""What an engine's own numbers do: weights that make the gradient unbiased, a bound, and metrics."""
+"""The log-probabilities that an engine reports: weights that make the gradient unbiased, a limit, and metrics."""
 
 import math
 from dataclasses import replace
@@ -25,13 +25,13 @@ OURS = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, 0.0, 0.0]])
 THEIRS = torch.tensor([[-1.5, -1.8, 0.0], [-2.5, math.nan, 0.0]])
 
 
-def test_tokens_weigh_ours_over_theirs_up_to_the_cap():
+def test_importance_weights_are_the_probability_ratio_up_to_the_cap():
     found = importance_weights(OURS, THEIRS, MASK, cap=3.0)
     wanted = torch.tensor([[math.exp(0.5), math.exp(-0.2), 1.0], [3.0, 1.0, 1.0]])
     torch.testing.assert_close(found, wanted)
 
 
-def test_the_weights_make_an_average_under_theirs_one_under_ours():
+def test_importance_weights_make_averages_over_engine_samples_unbiased():
     ours, theirs = (torch.randn(50, generator=generator("spread", k), dtype=torch.float64).log_softmax(-1) for k in range(2))
     values = torch.randn(50, generator=generator("values"), dtype=torch.float64)
     weights = importance_weights(ours[None], theirs[None], torch.ones(1, 50, dtype=torch.bool), cap=math.inf)[0]
@@ -39,7 +39,7 @@ def test_the_weights_make_an_average_under_theirs_one_under_ours():
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.91, False), (0.89, True)])
-def test_the_mean_of_all_tokens_is_bounded(limit, stops):
+def test_a_mean_mismatch_above_the_limit_raises(limit, stops):
     """(0.5 + 0.2 + 2) / 3 = 0.9."""
     if not stops:
         check_mismatch(OURS, THEIRS, MASK, limit=limit)
@@ -48,19 +48,19 @@ def test_the_mean_of_all_tokens_is_bounded(limit, stops):
         check_mismatch(OURS, THEIRS, MASK, limit=limit)
 
 
-def test_no_number_is_no_agreement():
+def test_a_nan_mismatch_raises():
     with pytest.raises(EngineFault, match="nan"):
         check_mismatch(OURS, THEIRS, torch.ones_like(MASK), limit=0.1)
     check_mismatch(OURS, THEIRS, torch.zeros_like(MASK), limit=1e-9)
 
 
-def test_one_rank_too_far_off_stops_all():
+def test_a_mismatch_on_one_rank_raises_on_all_ranks():
     with pytest.raises(EngineFault):
         check_mismatch(OURS, OURS, torch.zeros_like(MASK), limit=0.1, any_rank=lambda flag: True)
 
 
 class Off:
-    """Writes what the model writes, and says that it was likelier than it was."""
+    """Generates what the model generates, and reports log-probabilities that are too high by ``by``."""
 
     exact = False
 
@@ -80,8 +80,8 @@ def policy(by, *, cap):
 
 
 @pytest.mark.parametrize(("by", "cap", "weight"), [(0.5, 3.0, math.exp(-0.5)), (-0.5, 1.2, 1.2), (0.5, None, 1.0)])
-def test_the_gradient_is_weighted_and_the_ratio_is_not(by, cap, weight):
-    """Every token is off by as much, so the gradient is the plain one, times the weight."""
+def test_importance_weights_scale_the_gradient_and_not_the_ratio(by, cap, weight):
+    """Every token is off by the same amount, so the gradient is that of the model's own engine, times the weight."""
     found = []
     for way in (policy(by, cap=cap), tiny_writing.policy(writer=tiny_writers.writer(stop=tiny_writing.STOPS))):
         batch = tiny_writing.batch()
@@ -95,7 +95,7 @@ def test_the_gradient_is_weighted_and_the_ratio_is_not(by, cap, weight):
         torch.testing.assert_close(found[0][name], plain * weight, atol=1e-6, rtol=1e-3)
 
 
-def test_metrics_tell_how_far_off_an_engine_is():
+def test_completion_metrics_report_the_mismatch_of_an_engine():
     way = policy(0.5, cap=None)
     batch = tiny_writing.batch()
     trajectory = way.rollout(batch)
@@ -113,7 +113,7 @@ def test_metrics_tell_how_far_off_an_engine_is():
     assert not any(name.startswith("engine/") for name in completion_metrics(alone, ranks=Ranks()))
 
 
-def test_an_engine_with_our_own_numbers_weighs_nothing():
+def test_the_built_in_engine_has_no_importance_weights():
     way = tiny_writing.policy(sampling={"engine": CachedEngine(truncate_at=2.0)})
     trajectory = way.rollout(tiny_writing.batch())
     whole = Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))

@@ -1,4 +1,4 @@
-"""Decoding with fixed shapes and few questions of the host: the same tokens and log-probabilities."""
+"""Decoding with fixed shapes and few reads by the host: the same tokens and log-probabilities."""
 
 from contextlib import nullcontext
 from functools import cache
@@ -20,7 +20,7 @@ from retouch.policies.engines.base import EngineContext
 from retouch.types import Task
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero")
-"""What makes a host wait for a GPU: it reads a value, or a number of elements."""
+"""The operations for which the host waits for a GPU: they read a value, or a number of elements."""
 
 GROUP = 4
 
@@ -97,27 +97,27 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"])
-def test_fixed_shapes_write_what_growing_ones_write(made, sampling):
+def test_static_decoding_equals_dynamic_decoding(made, sampling):
     same(decode(made, sampling=sampling), decode(made, sampling=sampling, static=True, check_every=4))
 
 
-def test_greedy_completions_too(made):
+def test_greedy_static_decoding_equals_greedy_dynamic_decoding(made):
     assert torch.equal(decode(made, greedy=True).ids, decode(made, greedy=True, static=True).ids)
 
 
-def test_asking_rarely_writes_the_same(made):
+def test_check_every_does_not_change_completions(made):
     same(decode(made, sampling={"top_k": 5}), decode(made, sampling={"top_k": 5}, check_every=5))
 
 
-def test_every_forward_has_the_shapes_of_the_first(made):
+def test_static_decoding_uses_the_same_shapes_for_every_token(made):
     fixed, growing = (calls(made, static=static).shapes for static in (True, False))
     assert len(fixed) > 16
-    assert len(set(fixed)) == 2  # the prompts', and all others
+    assert len(set(fixed)) == 2  # that of the prompts, and that of all tokens
     assert len(set(growing)) > 6
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 5}], ids=["all", "top-k"])
-def test_the_host_asks_at_most_once_in_k_tokens(made, sampling):
+def test_check_every_limits_the_host_reads_of_static_decoding(made, sampling):
     model, longest = made[0], made[2]
     stop, model.stop = model.stop, ()  # no row ends early
     try:
@@ -127,12 +127,12 @@ def test_the_host_asks_at_most_once_in_k_tokens(made, sampling):
             reads[name] = (counts[1] - counts[0]) / (longest - 1)
     finally:
         model.stop = stop
-    # Every fourth token: whether rows have ended, and with top-k how many ids were kept, and which.
+    # The host reads at every fourth token: whether rows have ended, and with top-k how many ids were kept, and which.
     assert reads["static"] <= (3 if sampling else 1) / 4 + 1 / longest
     assert reads["one"] >= (3 if sampling else 1)
 
 
-def test_a_recipe_chooses_it(tmp_path):
+def test_cached_engine_section_sets_static_and_check_every(tmp_path):
     model = qwen()[0]
     context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path)
     engine = CachedEngine(static=True, check_every=3).build(model, context)
@@ -144,7 +144,7 @@ class WithoutStaticCache(QwenWriter):
     static_cache = None
 
 
-def test_models_that_cannot_are_refused():
+def test_static_decoding_raises_for_unsupported_models():
     text = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
     windowed = tiny_writers.writer("qwen2.5-vl", text=text), tiny_writers.tasks(), 7
     with pytest.raises(ValueError, match=r"rollout\.engine\.static: the model attends to a sliding window"):

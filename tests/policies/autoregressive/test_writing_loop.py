@@ -1,4 +1,4 @@
-"""The loop around a writer: it learns to write what pays, and cuts, chunks and ranks change nothing."""
+"""The training loop of a language model: the reward increases, and microbatches, chunks and ranks change nothing."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ TASKS = tiny_writers.tasks(2)
 
 
 def redness(tasks, trajectory):
-    """An image for each completion, as red as its ids are even; none for one that was cut off."""
+    """An image per completion, whose red value is the fraction of even ids; None for a truncated completion."""
     return [
         None
         if written.truncated
@@ -63,7 +63,7 @@ def first_gradient(policy, ranks=tiny_loop.ALONE, *, chunk=4):
     return tiny_loop.gradient(made), metrics
 
 
-def test_it_learns_to_write_what_pays():
+def test_training_increases_the_mean_reward():
     policy = tiny_writing.policy(sampling={"max_new_tokens": 4}, microbatch=32)
     made = run(policy, chunk=32)
     learning = phase(group_size=16, steps=range(25), learning_rate=lambda step: 0.02)
@@ -76,7 +76,7 @@ def test_it_learns_to_write_what_pays():
 
 
 @pytest.mark.parametrize("other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share": False}], ids=str)
-def test_cuts_do_not_change_the_gradient(other):
+def test_chunks_microbatches_and_prompt_sharing_do_not_change_the_gradient(other):
     wanted, metrics = first_gradient(tiny_writing.policy())
     chunk = other.get("chunk", 4)
     found, same = first_gradient(tiny_writing.policy(**{key: value for key, value in other.items() if key != "chunk"}), chunk=chunk)
@@ -84,7 +84,7 @@ def test_cuts_do_not_change_the_gradient(other):
     assert same["reward/mean"] == pytest.approx(metrics["reward/mean"])
 
 
-def test_two_ranks_share_one_gradient():
+def test_two_ranks_get_the_gradient_of_one_rank():
     wanted, metrics = first_gradient(tiny_writing.policy())
     policies = [tiny_writing.policy() for _ in range(2)]
     for found, same in tiny_loop.together(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
@@ -96,7 +96,7 @@ EARL = PolicyGradient(surrogate="reinforce", kl=Kl(kind="k3", weight=3e-4))
 
 
 class Uneven:
-    """Ends the completions of the first group at once: one token each, where the others have seven."""
+    """Ends the completions of the first group after one token; all others have seven tokens."""
 
     exact = True
 
@@ -114,7 +114,7 @@ class Uneven:
 
 
 def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
-    """``alone``: each rank divides by its own tokens, as the source does."""
+    """``alone``: each rank divides by the number of its own tokens, as the published code does."""
     policy.engine = Uneven(policy.model)
     made = run(policy, ranks=ranks, chunk=4)
     learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL, normalise="token")
@@ -126,7 +126,7 @@ def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
     return tiny_loop.gradient(made), collected.trajectory.mask.sum().item()
 
 
-def test_two_ranks_of_very_different_lengths_share_one_gradient():
+def test_two_ranks_with_unequal_lengths_get_the_gradient_of_one_rank():
     wanted, tokens = uneven_gradient(tiny_writing.policy())
     policies = [tiny_writing.policy() for _ in range(2)]
     shared = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks))
@@ -138,7 +138,7 @@ def test_two_ranks_of_very_different_lengths_share_one_gradient():
     assert all(tiny_policies.distance(found, wanted) > 0.1 for found, _ in biased)
 
 
-def test_only_the_tokens_of_the_chosen_kind_train():
+def test_only_tokens_of_the_selected_kind_get_loss_weights():
     writer = tiny_writers.writer("qwen2.5-vl")
     writer.grammar = tiny_writing.Form(writer)
     policy = tiny_writing.policy(writer=writer)
@@ -157,7 +157,7 @@ def test_only_the_tokens_of_the_chosen_kind_train():
         assert torch.equal(weighed[tokens], right / right.sum()), tokens
 
 
-def test_ranks_make_equally_many_slices_whatever_they_wrote():
+def test_microbatches_do_not_depend_on_completion_lengths():
     policy = tiny_writing.policy(microbatch=2)
     long, short = (policy.rollout(tiny_writing.batch(seed=seed)) for seed in (3, 4))
     assert not torch.equal(long.lengths, short.lengths)

@@ -1,4 +1,4 @@
-"""The denoising kernel: its contract on tiny real models, its KL against what it means, and its ways of exploring."""
+"""The denoising policy: contract checks on tiny models of the real classes, its KL against definitions, and exploration."""
 
 import itertools
 from dataclasses import replace
@@ -18,9 +18,9 @@ COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.
 
 
 @pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=["-".join(map(str, each)) for each in COMBINATIONS])
-def test_keeps_the_contract(number):
+def test_denoising_policy_passes_the_contract_checks(number):
     kind, mode, guidance = COMBINATIONS[number]
-    # Every kind and window meets both models, and LoRA and full weights meet everything else.
+    # Every kind and window is tested with both models, and LoRA and full weights with every other option.
     family = ("sd3", "edit")[(number // 2 + number) % 2]
     train = ("lora", "full")[(number // 4 + number) % 2]
     policy = tiny.policy(family, kind=kind, mode=mode, guidance=guidance, train=train, microbatch=(3, 4, 1)[number % 3])
@@ -29,38 +29,38 @@ def test_keeps_the_contract(number):
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
-def test_keeps_the_contract_with_ratio_norm(kind):
+def test_denoising_policy_with_ratio_norm_passes_the_contract_checks(kind):
     check_policy(tiny.policy(kind=kind, mode="window", keep_means=True), tiny.batch(), needs=Needs(kl="closed", log_ratio="norm"))
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
-def test_keeps_the_contract_without_exploration(family):
+def test_denoising_policy_with_ode_steps_passes_the_contract_checks(family):
     check_policy(tiny.policy(family, kind="ode"), tiny.batch())
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
 @pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_models_and_their_renderer_keep_the_contract(family, guidance):
+def test_models_and_the_latent_renderer_pass_the_contract_checks(family, guidance):
     policy = tiny.policy(family, guidance=guidance)
     check_model(policy.model, tiny.tasks(3))
     batch = tiny.batch()
     check_renderer(LatentRenderer(policy.model), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
 
 
-def test_summed_log_probabilities_are_means_times_the_elements():
+def test_summed_log_probs_equal_mean_log_probs_times_the_element_count():
     mean, total = (tiny.policy(reduction=reduction) for reduction in ("mean", "sum"))
     a, b = mean.rollout(tiny.batch()), total.rollout(tiny.batch())
     torch.testing.assert_close(b.log_probs, a.log_probs * a.outputs[0].numel(), rtol=1e-5, atol=1e-4)
     check_policy(total, tiny.batch(), ratio_limit=1e-4)
 
 
-# What a rollout is
+# Rollouts
 
 
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
 @pytest.mark.parametrize("mode", ["all", "window", "branch"])
-def test_states_lead_from_one_to_the_next(kind, mode):
-    """Each stored state is the mean plus the spread times its own keyed noise, and Euler's steps are between the others."""
+def test_stored_states_follow_from_means_and_keyed_noise(kind, mode):
+    """Each stored state is the mean plus the standard deviation times its own keyed noise; the last steps are Euler steps."""
     policy = tiny.policy(kind=kind, mode=mode, keep_means=True)
     batch = tiny.batch()
     trajectory = policy.rollout(batch)
@@ -90,7 +90,7 @@ def test_states_lead_from_one_to_the_next(kind, mode):
         assert ratio[0] > 1e-3
 
 
-def test_the_samples_of_a_group_start_apart_unless_they_share_their_noise():
+def test_samples_of_a_group_start_from_different_noise_unless_it_is_shared():
     own, shared = (tiny.policy(mode="all", shared_noise=shared).rollout(tiny.batch()) for shared in (False, True))
     assert not torch.equal(own.latents[0, 0], own.latents[1, 0])
     assert torch.equal(shared.latents[0, 0], shared.latents[1, 0])
@@ -98,7 +98,7 @@ def test_the_samples_of_a_group_start_apart_unless_they_share_their_noise():
     assert not torch.equal(shared.outputs[0], shared.outputs[1])
 
 
-def test_a_branch_shares_all_that_comes_before_it():
+def test_samples_of_a_group_share_the_steps_before_a_branch_window():
     trajectory = tiny.policy(mode="branch").rollout(tiny.batch())
     assert trajectory.first == 1
     assert torch.equal(trajectory.latents[0, 0], trajectory.latents[1, 0])
@@ -106,8 +106,8 @@ def test_a_branch_shares_all_that_comes_before_it():
     assert not torch.equal(trajectory.latents[0, 1], trajectory.latents[1, 1])
 
 
-def test_tasks_with_the_same_words_stay_two_tasks():
-    """A group is a row of the data, never a prompt: each is shown its own image, and has noise of its own."""
+def test_tasks_with_the_same_instruction_stay_separate_groups():
+    """A group is a row of the data, not a prompt: each has its own source image and its own noise."""
     first, second = (replace(task, instruction="make it red") for task in tiny.tasks(2))
     policy = tiny.policy("edit")
     apart = [Batch(3, 5, (task,), (k,), (0,), (0,)) for k, task in enumerate((first, second))]
@@ -129,7 +129,7 @@ def test_rows_depend_on_seed_step_group_and_slot():
         assert (policy.rollout(other).outputs - outputs).flatten(1).abs().amax(1).min() > 1e-3
 
 
-def test_sampling_is_deterministic_and_does_not_explore():
+def test_sample_is_deterministic_and_equals_an_ode_rollout():
     policy, batch = tiny.policy(kind="sde"), tiny.batch()
     sampled = policy.sample(batch)
     assert torch.equal(sampled.outputs, policy.sample(batch).outputs)
@@ -139,7 +139,7 @@ def test_sampling_is_deterministic_and_does_not_explore():
     assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
 
 
-def test_the_end_user_gets_the_averaged_weights():
+def test_sample_uses_the_averaged_weights():
     policy, batch = tiny.policy(copies=("average",)), tiny.batch()
     before = policy.sample(batch).outputs
     tiny.move(policy)
@@ -148,14 +148,14 @@ def test_the_end_user_gets_the_averaged_weights():
     assert not torch.equal(policy.sample(batch).outputs, before)
 
 
-def test_training_acts_and_learns_under_the_current_weights():
-    """Averaged, old and reference weights stand elsewhere, and none of them gets into a rollout or its evaluation."""
+def test_rollout_and_evaluation_use_the_current_weights():
+    """Averaged, old and reference weights have other values, and neither rollout nor evaluation uses them."""
     policy = tiny.policy(mode="window", copies=("average", "old", "reference"))
     tiny.move(policy)
     check_policy(policy, tiny.batch())
 
 
-def test_an_old_policy_can_act():
+def test_rollout_uses_the_old_weights_if_acting_is_old():
     policy, batch = tiny.policy(kind="ode", copies=("old",), acting="old"), tiny.batch()
     before = policy.rollout(batch).outputs
     tiny.move(policy)
@@ -177,11 +177,11 @@ def test_demonstrations_are_the_targets():
         policy.demonstrate(lacking)
 
 
-# What evaluation says
+# Evaluation
 
 
-def test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does():
-    """Many rows act once from the same state under weights that have moved: the mean of log p - log q is their KL."""
+def test_closed_form_kl_equals_the_mean_log_ratio_of_sampled_actions():
+    """Many rows sample one action from the same state with changed weights: the mean of log p - log q is the KL."""
     policy = tiny.policy(kind="sde", mode="window", reduction="sum", shared_noise=True, microbatch=1000)
     tiny.move(policy, 0.4)
     rows = 200
@@ -200,7 +200,7 @@ def test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does():
 
 @pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
 @pytest.mark.parametrize("kl", ["closed", "velocity"])
-def test_kl_is_its_formula(kind, kl):
+def test_kl_equals_its_formula(kind, kl):
     policy = tiny.policy(kind=kind, mode="window", train="full")
     trajectory = policy.rollout(tiny.batch())
     tiny.move(policy, 0.02)
@@ -227,7 +227,7 @@ def test_kl_is_its_formula(kind, kl):
         torch.testing.assert_close(found[row, action], squared, rtol=1e-3, atol=1e-9)
 
 
-def test_gradients_of_log_ratio_and_kl_are_their_finite_differences():
+def test_gradients_of_log_ratio_and_kl_match_finite_differences():
     policy = tiny.policy(kind="sde", mode="window", train="full", keep_means=True, microbatch=100)
     trajectory = policy.rollout(tiny.batch())
     tiny.move(policy, 0.02)
@@ -254,7 +254,7 @@ def test_gradients_of_log_ratio_and_kl_are_their_finite_differences():
         torch.testing.assert_close(slope.double(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-6)
 
 
-def test_ratio_norm_needs_the_acting_means():
+def test_ratio_norm_without_stored_means_raises():
     policy = tiny.policy(mode="window")
     with pytest.raises(AssertionError, match="keep_means"):
         policy.evaluate(policy.rollout(tiny.batch()), Slice(slice(0, 1), slice(0, 1)), Needs(log_ratio="norm"))

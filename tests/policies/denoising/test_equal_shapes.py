@@ -1,4 +1,4 @@
-"""A model in 16 bits computes what goes into a ratio in forward passes of the same shape, in rollout and update."""
+"""A model in 16 bits computes the velocities of a ratio in forward passes of the same shape in rollout and update."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ ROWS = 8
 
 
 def policy(family: str, dtype: torch.dtype, *, guidance: float = 1.0, microbatch: int = 4, **how: Any) -> DenoisingPolicy:
-    """A policy of which a chunk of the rollout has 8 rows, and a microbatch has 2 rows of 2 actions."""
+    """A policy for rollout chunks of 8 rows and, by default, microbatches of 2 rows with 2 actions."""
     made = tiny.policy(family, train="full", copies=(), mode="window", kind="cps", noise_level=0.7, **how)
     made.module.to(dtype)
     model = Guided(made.model, guidance) if guidance > 1 else made.model
@@ -32,7 +32,7 @@ def ratios(policy: DenoisingPolicy) -> Tensor:
 
 
 def shapes(policy: DenoisingPolicy) -> list[int]:
-    """The rows of each forward pass from now on."""
+    """A list to which each later forward pass appends its number of rows."""
     rows: list[int] = []
     policy.module.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
@@ -46,12 +46,12 @@ def test_the_ratio_of_a_model_in_16_bits_is_1_before_the_first_update(family: st
     assert ratios(policy(family, torch.bfloat16, guidance=guidance)).max() == 0
 
 
-def test_it_is_not_1_with_other_shapes() -> None:
+def test_the_ratio_of_a_model_in_16_bits_is_not_1_without_equal_shapes() -> None:
     found = max(float(ratios(policy(family, torch.bfloat16, guidance=4.5, equal_shapes=False)).max()) for family in ("sd3", "edit"))
     assert found > 1e-6
 
 
-def test_every_step_that_trains_has_the_rows_of_the_update() -> None:
+def test_rollout_passes_of_transitions_have_the_row_count_of_the_update() -> None:
     made = policy("sd3", torch.bfloat16, microbatch=6)
     actions = made.sampling.window.actions(num_steps=tiny.NUM_STEPS, seed=3, step=5)
     rows = shapes(made)
@@ -64,15 +64,15 @@ def test_every_step_that_trains_has_the_rows_of_the_update() -> None:
     assert rows == [6] * 3
 
 
-def test_fp32_takes_each_forward_pass_as_a_whole() -> None:
+def test_fp32_rollout_computes_all_rows_in_one_forward_pass() -> None:
     made = policy("sd3", torch.float32)
     rows = shapes(made)
     made.rollout(tiny.batch(2, ROWS // 2))
     assert rows == [ROWS] * tiny.NUM_STEPS
 
 
-def test_rows_that_fill_a_forward_pass_have_no_gradient() -> None:
-    """7 rows in passes of 4: the last is filled with one row more, which must not count."""
+def test_padding_rows_of_a_forward_pass_do_not_change_the_gradient() -> None:
+    """7 rows in passes of 4: the last pass is padded with one row, which must not count."""
     torch.manual_seed(0)
     made = policy("sd3", torch.bfloat16)
     trajectory = made.rollout(tiny.batch(1, 7))

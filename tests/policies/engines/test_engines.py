@@ -1,4 +1,4 @@
-"""Engines from a recipe: what is refused, whole runs behind the double of a vLLM server, and what the doctor says of it."""
+"""Engines from a recipe: rejected recipes, whole runs with the double of a vLLM server, and the doctor's checks of it."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ Make = Callable[..., dict[str, Any]]
 
 @pytest.fixture(autouse=True)
 def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is no fault of the server."""
+    """Give the server more time, because this machine may be busy."""
     monkeypatch.setattr(server_section, "_IMPATIENT_SECONDS", 600.0)
 
 
@@ -59,7 +59,7 @@ def refusal(document: dict[str, Any]) -> str:
 VLLM = {"kind": "vllm", "url": "http://127.0.0.1:8000"}
 
 
-def test_an_engine_that_is_not_named_is_not_in_the_document(make: Make) -> None:
+def test_the_engine_key_is_omitted_from_the_document_if_it_is_not_set(make: Make) -> None:
     assert "engine" not in parse(make()).document()["rollout"]  # type: ignore[operator]
     named = parse(make(rollout__engine=VLLM))
     document = named.document()
@@ -81,12 +81,12 @@ def test_an_engine_that_is_not_named_is_not_in_the_document(make: Make) -> None:
         ({"rollout__engine__max_mismatches": 1}, "rollout.engine.max_mismatches: unknown key; did you mean"),
     ],
 )
-def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(make: Make, changes: dict[str, Any], line: str) -> None:
+def test_invalid_options_of_a_vllm_engine_raise_when_the_recipe_is_parsed(make: Make, changes: dict[str, Any], line: str) -> None:
     document = make(rollout__engine=VLLM, **changes)
     assert line in refusal(document)
 
 
-def test_image_tokens_are_written_by_a_server_that_cuts_nothing(make: Make, tmp_path: Path) -> None:
+def test_image_token_recipes_with_a_vllm_engine_reject_top_k_and_top_p(make: Make, tmp_path: Path) -> None:
     tokens = tiny_writer_runs.image_tokens(tmp_path)
     parse(make(**tokens, rollout__engine=VLLM))
     parse(make(**tokens, rollout__engine=VLLM, policy__train={"kind": "full"}))
@@ -99,11 +99,11 @@ def test_image_tokens_are_written_by_a_server_that_cuts_nothing(make: Make, tmp_
     parse(make(**free, rollout__engine=VLLM, rollout__top_k=9))
 
 
-def test_full_weights_write_for_themselves(make: Make) -> None:
+def test_full_weights_with_the_cached_engine_are_accepted(make: Make) -> None:
     parse(make(rollout__engine={"kind": "cached"}, policy__train={"kind": "full"}, rollout__top_p=0.9, rollout__temperature=3.0))
 
 
-def test_where_a_server_is_found_may_differ_and_what_it_may_do_may_not(make: Make) -> None:
+def test_connection_keys_may_change_on_resume_and_max_mismatch_may_not(make: Make) -> None:
     old = parse(make(rollout__engine=VLLM))
     moved = parse(
         make(rollout__engine={**VLLM, "url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0, "sleep": True})
@@ -112,7 +112,7 @@ def test_where_a_server_is_found_may_differ_and_what_it_may_do_may_not(make: Mak
     assert len(differences(old, parse(make(rollout__engine={**VLLM, "max_mismatch": 0.2})))) == 1
 
 
-def test_a_writer_without_pictures_to_send_is_refused(make: Make) -> None:
+def test_a_writer_without_resized_images_raises(make: Make) -> None:
     parts = assemble(parse(make(rollout__engine=VLLM)), Ranks())
     writer = copy.copy(parts.model)
     object.__setattr__(parts, "model", _WithoutImages(writer))
@@ -135,9 +135,9 @@ class _WithoutImages:
 # Runs
 
 
-def test_a_run_is_written_by_the_server(make: Make, writer: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_samples_its_completions_from_the_server(make: Make, writer: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(writer) as (double, section), caplog.at_level(logging.WARNING, "retouch"):
-        # Large steps, and a bound that the adapter of the step before would break.
+        # Large steps, and a mismatch limit that the adapter of the previous step would exceed.
         recipe = parse(make(steps=3, learning_rate=0.05, rollout__engine={**section, "max_mismatch": 1e-3}, rollout__chunk=4))
         assert run(recipe, fresh=False) == 0
     folder = RunFolder(recipe.folder)
@@ -154,7 +154,7 @@ def test_a_run_is_written_by_the_server(make: Make, writer: Path, caplog: pytest
     assert any(asked.content_parts for asked in double.asked)
 
 
-def test_a_server_that_stays_away_stops_the_run_which_then_goes_on(make: Make, writer: Path, tmp_path: Path) -> None:
+def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make: Make, writer: Path, tmp_path: Path) -> None:
     with served(writer) as (double, section):
         document = make(rollout__engine=section, checkpoints={"every": 0})
         double.fault = lambda path: "503" if len(double.loaded) == 2 and path.endswith("generate") else None
@@ -169,7 +169,7 @@ def test_a_server_that_stays_away_stops_the_run_which_then_goes_on(make: Make, w
     assert len(folder.read_metrics()) == 2
 
 
-def test_a_server_may_write_ahead_of_learning_and_the_run_goes_on_after_a_fault(make: Make, writer: Path, tmp_path: Path) -> None:
+def test_a_run_with_stale_rollouts_resumes_after_a_server_fault(make: Make, writer: Path, tmp_path: Path) -> None:
     with served(writer) as (double, section):
         engine = {**section, "max_mismatch": 1e-3}
         document = make(steps=3, learning_rate=0.05, rollout__engine=engine, rollout__staleness=1, checkpoints={"every": 0})
@@ -183,7 +183,7 @@ def test_a_server_may_write_ahead_of_learning_and_the_run_goes_on_after_a_fault(
         double.fault = at_first()
         assert run(parse(document), fresh=False) == 0
     first, second, *_ = double.loaded
-    # The trial step is written by the newest weights, the queue again by those of before.
+    # After the resume, the newest weights sample the trial step, and the earlier ones sample the queue again.
     assert double.loaded == [first, second, second, first, second]
     for step, line in enumerate(folder.read_metrics()):
         assert line["staleness/steps"] == float(step > 0)
@@ -200,7 +200,7 @@ def test_a_server_with_other_weights_stops_the_run_before_its_first_step(make: M
     assert not (tmp_path / "written" / "metrics.jsonl").exists() or not RunFolder(tmp_path / "written").read_metrics()
 
 
-def test_a_run_of_image_tokens_is_written_by_a_server_with_the_plug_in(
+def test_a_run_samples_image_tokens_from_a_server_with_the_plugin(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_writer_runs.save_emu3(tmp_path / "emu3")
@@ -225,7 +225,7 @@ def test_a_run_of_image_tokens_is_written_by_a_server_with_the_plug_in(
 # The doctor
 
 
-def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_a_ready_vllm_server(make: Make, writer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(writer) as (_, section):
         file = tmp_path / "served.json"
         file.write_text(json.dumps(make(rollout__engine=section)))
@@ -251,14 +251,14 @@ def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, ca
     ],
     ids=lambda value: "fault" if isinstance(value, dict) and "fault" in value else str(value),
 )
-def test_what_the_doctor_finds(make: Make, writer: Path, options: dict[str, Any], status: str, says: str) -> None:
+def test_doctor_reports_problems_of_the_server(make: Make, writer: Path, options: dict[str, Any], status: str, says: str) -> None:
     with served(writer, **options) as (double, section):
         found = list(check_engines(parse(make(rollout__engine=section))))
         assert any(finding.status == status and says in finding.text for finding in found), found
         assert not double.loaded
 
 
-def test_the_doctor_finds_nothing_where_there_is_no_server(make: Make) -> None:
+def test_doctor_reports_an_unreachable_server_and_skips_recipes_without_one(make: Make) -> None:
     assert not list(check_engines(parse(make())))
     (finding,) = check_engines(parse(make(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:9"})))
     assert finding.status == "FAILED"

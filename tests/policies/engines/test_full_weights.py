@@ -54,7 +54,7 @@ def test_every_update_is_reloaded_before_the_next_rollout(tmp_path):
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path):
-    """It answers with the weights that it was started with, and says so."""
+    """After its restart it answers with its initial weights, and reports their version."""
     with served(tmp_path) as (policy, twin):
         tiny_writers.move(policy.module)
         start = copy.deepcopy(twin.base.state_dict())
@@ -67,7 +67,7 @@ def test_a_restarted_server_gets_the_weights_again(tmp_path):
         assert twin.reloaded == twin.reloaded[:1] * 2
 
 
-def test_weights_that_do_not_stay_stop_the_run(tmp_path):
+def test_a_server_that_loses_the_weights_after_each_load_stops_the_run(tmp_path):
     with served(tmp_path) as (policy, twin):
         policy.rollout(batch())
 
@@ -80,7 +80,7 @@ def test_weights_that_do_not_stay_stop_the_run(tmp_path):
             policy.rollout(batch())
 
 
-def test_a_reload_that_fails_leaves_no_version_that_is_asked_for(tmp_path):
+def test_a_failed_reload_raises_and_is_repeated_at_the_next_rollout(tmp_path):
     with served(tmp_path) as (policy, twin):
         policy.rollout(batch())
         save, policy.engine._weights._save = policy.engine._weights._save, lambda folder: None
@@ -92,12 +92,12 @@ def test_a_reload_that_fails_leaves_no_version_that_is_asked_for(tmp_path):
         assert off(policy.rollout(batch())) < 1e-4
 
 
-def test_a_prefix_cache_of_old_weights_stops_the_run(tmp_path):
+def test_a_server_that_does_not_clear_its_prefix_cache_stops_the_run(tmp_path):
     with served(tmp_path, clears_cache=False) as (policy, _), pytest.raises(EngineFault, match="did not clear its prefix cache"):
         policy.rollout(batch())
 
 
-def test_a_server_without_its_development_endpoints_is_found(tmp_path, make):
+def test_missing_development_endpoints_fail_in_the_doctor_and_in_the_rollout(tmp_path, make):
     with served(tmp_path) as (policy, twin):
         recipe = parse(make(rollout__engine={"kind": "vllm", "url": policy.limits.url}, policy__train={"kind": "full"}))
         assert not [finding.text for finding in check_engines(recipe) if finding.status == "FAILED"]
@@ -108,14 +108,14 @@ def test_a_server_without_its_development_endpoints_is_found(tmp_path, make):
             policy.rollout(batch())
 
 
-def test_passing_faults_pass(tmp_path):
+def test_full_weights_do_not_depend_on_the_servers_adapters(tmp_path):
     with served(tmp_path) as (policy, twin):
         policy.limits = policy.limits.model_copy(update={"patience": 60.0})
         twin.fault = at_first("forgets its adapters")
         assert off(policy.rollout(batch())) < 1e-4
 
 
-def test_image_tokens_under_the_plug_in(tmp_path, monkeypatch):
+def test_image_tokens_are_sampled_with_full_weights_and_the_plugin(tmp_path, monkeypatch):
     editor = tiny_emu3.editor(train="full")
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
@@ -135,7 +135,7 @@ RECIPES = sorted(path.name for path in (Path(__file__).parents[3] / "recipes" / 
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "playground" not in name])
-def test_the_recipes_that_train_all_weights_take_a_server(name):
+def test_full_weight_recipes_accept_a_vllm_server(name):
     engine = 'rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:8000"}'
     recipe = load(Path(__file__).parents[3] / "recipes" / "emu3" / name, [engine])
     assert (recipe.policy.train.kind, recipe.sharding) == ("full", "zero2")
@@ -149,7 +149,7 @@ def test_sharded_weights_are_refused(tmp_path):
         VllmEngine(url="http://127.0.0.1:9").build(writer, context)
 
 
-def test_a_recipe_builds_it(make):
+def test_a_full_weight_recipe_builds_a_full_weight_publisher(make):
     recipe = parse(make(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:9"}, policy__train={"kind": "full"}))
     parts = assemble(recipe, Ranks())
     run, _ = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)

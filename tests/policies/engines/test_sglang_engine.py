@@ -79,7 +79,7 @@ def batch(group_size=3):
     ("kind", "mode", "guidance", "reduction"),
     [("sde", "all", 1.0, "mean"), ("cps", "window", 3.0, "mean"), ("sde", "sliding", 3.0, "sum"), ("cps", "all", 1.0, "sum")],
 )
-def test_the_servers_chains_are_the_policys(tmp_path, kind, mode, guidance, reduction):
+def test_server_trajectories_match_the_policys_log_probs(tmp_path, kind, mode, guidance, reduction):
     with served(tmp_path, kind=kind, mode=mode, guidance=guidance, reduction=reduction) as (policy, double):
         tiny.move(policy)
         made = policy.rollout(batch())
@@ -93,12 +93,12 @@ def test_the_servers_chains_are_the_policys(tmp_path, kind, mode, guidance, redu
         assert len({row.sum().item() for row in made.outputs}) == 6
 
 
-def test_the_engine_keeps_the_contract_of_policies(tmp_path):
+def test_policy_with_the_sglang_engine_passes_the_contract_checks(tmp_path):
     with served(tmp_path, mode="window") as (policy, _):
         check_policy(policy, batch(group_size=2), needs=Needs())
 
 
-def test_rows_are_sampled_alike_however_they_are_distributed(tmp_path):
+def test_samples_do_not_depend_on_the_split_into_batches(tmp_path):
     with served(tmp_path) as (policy, _):
         whole = policy.rollout(batch())
         parts = [policy.rollout(batch().take(rows)) for rows in (slice(0, 1), slice(1, 5), slice(5, 6))]
@@ -137,14 +137,14 @@ def test_a_deviation_is_measured_in_standard_deviations(tmp_path, kind):
         torch.testing.assert_close(estimate, expected, rtol=0.25, atol=0.05)
 
 
-def test_a_large_mismatch_stops(tmp_path):
+def test_a_large_mismatch_raises(tmp_path):
     with served(tmp_path) as (policy, double):
         double.drift = 0.5
         with pytest.raises(EngineFault, match=r"off from the policy's by .* standard deviations .* allows 0.1"):
             policy.rollout(batch())
 
 
-# What is wrong
+# Faults
 
 
 def field(name, change, inside="dit_trajectory"):
@@ -197,14 +197,14 @@ def test_a_response_with_a_fault_is_rejected(tmp_path, way):
             policy.rollout(batch())
 
 
-def test_a_body_that_is_no_message_is_rejected(tmp_path):
+def test_a_response_that_is_not_msgpack_is_rejected(tmp_path):
     with served(tmp_path) as (policy, double):
         double.fault = lambda path: "not a message" if path == GENERATE else None
         with pytest.raises(EngineFault, match="not MessagePack"):
             policy.rollout(batch())
 
 
-def test_passing_faults_are_retried_and_lasting_ones_stop(tmp_path, caplog):
+def test_temporary_faults_are_retried_and_permanent_ones_raise(tmp_path, caplog):
     with served(tmp_path, limits={}) as (policy, double):
         left = [500]
         double.fault = lambda path: left.pop() if path == GENERATE and left else None
@@ -245,7 +245,7 @@ def test_every_update_is_loaded_before_the_next_rollout(tmp_path, train):
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
-def test_a_server_that_was_restarted_samples_again_with_the_weights(tmp_path, train):
+def test_a_restarted_server_gets_the_weights_again(tmp_path, train):
     with served(tmp_path, train=train) as (policy, double):
         tiny.move(policy)
         policy.rollout(batch())
@@ -257,14 +257,14 @@ def test_a_server_that_was_restarted_samples_again_with_the_weights(tmp_path, tr
             policy.rollout(batch())
 
 
-def test_a_load_that_did_not_happen_is_noticed(tmp_path):
+def test_a_lora_that_was_not_loaded_raises(tmp_path):
     with served(tmp_path) as (policy, double):
         double.set_lora = lambda body: {"status": "ok", "message": ""}
         with pytest.raises(EngineFault, match=r"reports that it loaded .* other weights"):
             policy.rollout(batch())
 
 
-def test_all_weights_that_did_not_change_are_noticed(tmp_path):
+def test_full_weights_that_were_not_loaded_raise(tmp_path):
     with served(tmp_path, train="full") as (policy, double):
         policy.rollout(batch())
         tiny.move(policy)
@@ -281,14 +281,14 @@ def test_all_weights_that_did_not_change_are_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "message"), [(SET_LORA, "did not load"), (LIST_LORAS, "refuses /v1/list_loras")])
-def test_a_server_without_loras_stops_the_run(tmp_path, path, message):
+def test_a_server_without_lora_support_stops_the_run(tmp_path, path, message):
     with served(tmp_path) as (policy, double):
         double.fault = lambda asked: 404 if asked == path else None
         with pytest.raises(EngineFault, match=message):
             policy.rollout(batch())
 
 
-def test_ranks_fail_together_and_only_the_first_loads(tmp_path):
+def test_all_ranks_raise_together_and_only_rank_0_loads_weights(tmp_path):
     meeting, votes = threading.Barrier(2), {}
 
     def voter(rank):
@@ -338,7 +338,7 @@ def test_ranks_fail_together_and_only_the_first_loads(tmp_path):
         assert sorted(text.split(":")[0][:27] for text in caught) == ["the SGLang server at http", "the SGLang server failed on"]
 
 
-# What is refused
+# Unsupported options
 
 
 def rollout(**options):
@@ -355,13 +355,13 @@ def rollout(**options):
         ({"mode": "branch"}, "rollout.window.mode: in SGLang, images cannot share steps of a chain"),
     ],
 )
-def test_a_rollout_that_it_cannot_make_is_refused(options, words):
+def test_unsupported_rollout_options_are_reported(options, words):
     found = list(_problems(rollout(**options)))
     assert len(found) == 1
     assert found[0].startswith(words)
 
 
-def test_models_and_training_that_it_cannot_serve_are_refused():
+def test_unsupported_models_and_training_options_are_reported():
     good = rollout()
     assert list(_problems(good)) == []
     assert list(_problems(good, model=FluxModel(path="p"), train=FullWeights())) == []
@@ -381,7 +381,7 @@ def _problems(section, *, model=None, train=None):
     return section.engine_problems("rollout", model=model, train=train)
 
 
-def test_sharded_weights_and_other_models_are_refused(tmp_path, monkeypatch):
+def test_sharded_weights_and_unsupported_models_raise(tmp_path, monkeypatch):
     section = SglangEngine(url="http://127.0.0.1:1")
     context = EngineContext(weights={}, save=lambda to: None, folder=tmp_path, in_step=True)
     with pytest.raises(ValueError, match="use zero2 or none"):
@@ -391,7 +391,7 @@ def test_sharded_weights_and_other_models_are_refused(tmp_path, monkeypatch):
         section.build(tiny.sd3_model(), context)
 
 
-def test_the_doctor_asks_the_server(tmp_path):
+def test_doctor_diagnoses_the_sglang_server(tmp_path):
     with served(tmp_path) as (policy, double):
         section = policy.sampling.engine
         for full_weights in (True, False):
@@ -405,7 +405,7 @@ def test_the_doctor_asks_the_server(tmp_path):
     assert next(section.diagnose(base_model="base", full_weights=False))[0] == "FAILED"
 
 
-def test_an_old_recipe_has_no_engine():
+def test_the_engine_key_is_omitted_if_it_is_not_set():
     assert "engine" not in tiny.sampling().model_dump()
     section = {"kind": "sglang", "url": "http://127.0.0.1:30000"}
     read = DenoisingRollout.model_validate({"num_steps": 4, "transition": {"kind": "sde", "noise_level": 0.7}, "engine": section})
@@ -419,7 +419,7 @@ VALUES = [None, True, False, 0, 127, 2**63, 1.5, "", "é" * 40, b"", b"\x00" * 3
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_messages_are_read(value):
+def test_msgpack_values_round_trip(value):
     assert unpack(pack(value)) == value
 
 
@@ -436,14 +436,14 @@ def test_messages_are_read(value):
         (b"\xde\x00\x01\xd9\x01a\xcd\x01\x00", {"a": 256}),
     ],
 )
-def test_short_forms_are_read(body, value):
+def test_msgpack_encodings_are_unpacked(body, value):
     assert unpack(body) == value
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"\x92\x01", b"\x01\x01", b"\xc1", b"\xd4\x00\x00", b"\x81\x01\x01", b"\xa1\xff", b"\x91" * 99]
 )
-def test_what_is_no_message_is_refused(body):
+def test_invalid_msgpack_raises(body):
     with pytest.raises(ValueError, match=r".+"):
         unpack(body)
 

@@ -58,14 +58,14 @@ def test_a_server_without_sleep_mode_stops_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(("path", "says"), [(SLEEP, "did not go to sleep"), (WAKE, "did not wake up")])
-def test_a_server_that_does_not_obey_stops_the_run(tmp_path, path, says):
+def test_a_server_that_does_not_sleep_or_wake_up_stops_the_run(tmp_path, path, says):
     with served(tmp_path) as (policy, twin):
         twin.fault = lambda asked: setattr(twin, "asleep", path == WAKE) if asked == "/is_sleeping" else None
         with pytest.raises(EngineFault, match=says):
             policy.rollout(batch())
 
 
-def test_only_rank_0_asks_and_every_rank_hears_of_a_failure(tmp_path):
+def test_only_rank_0_sends_sleep_requests_and_its_failure_raises_on_every_rank(tmp_path):
     with served(tmp_path) as (_, twin), serving(twin) as url, Client(url, timeout=5.0, patience=0.0) as client:
         SleepMode(first=False).sleep(client)
         assert twin.states == []
@@ -73,7 +73,7 @@ def test_only_rank_0_asks_and_every_rank_hears_of_a_failure(tmp_path):
             SleepMode(first=False, any_rank=lambda flag: True).sleep(client)
 
 
-def test_the_doctor_checks_it_and_leaves_a_server_that_is_asleep_alone(tmp_path, make):
+def test_doctor_checks_sleep_mode_and_does_not_wake_a_sleeping_server(tmp_path, make):
     with served(tmp_path) as (policy, twin):
         engine = {"kind": "vllm", "url": policy.limits.url, "sleep": True}
         recipe = parse(make(rollout__engine=engine, policy__train={"kind": "full"}))

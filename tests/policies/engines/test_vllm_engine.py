@@ -57,7 +57,7 @@ def tasks_for(kind):
 
 @contextmanager
 def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=600.0, patience=60.0, ranks=None, **double):
-    """A policy with the engine, the double behind it, and the clock between its tries."""
+    """A policy with the engine, the double of its server, and the clock of its retries."""
     writer = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS)
     twin = Double(
         copy.deepcopy(writer.module),
@@ -95,7 +95,7 @@ def off(trajectory):
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_the_server_writes_from_the_policys_distribution(tmp_path, kind):
+def test_server_log_probs_match_the_policy(tmp_path, kind):
     with served(tmp_path, kind, sampling={"temperature": 0.8}) as (policy, twin, _):
         assert isinstance(policy.model, Servable)
         tiny_writers.move(policy.module)
@@ -111,7 +111,7 @@ def test_the_server_writes_from_the_policys_distribution(tmp_path, kind):
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}], ids=str)
-def test_what_top_k_and_top_p_kept_comes_with_the_ids(tmp_path, sampling):
+def test_the_tokens_kept_by_top_k_and_top_p_are_returned_with_the_ids(tmp_path, sampling):
     with served(tmp_path, sampling=sampling, sampling_mask=True) as (policy, _, _):
         tiny_writers.move(policy.module)
         trajectory = policy.rollout(tiny_writing.batch(group_size=4))
@@ -121,7 +121,7 @@ def test_what_top_k_and_top_p_kept_comes_with_the_ids(tmp_path, sampling):
         assert (kept[~trajectory.mask] == 0).all()
 
 
-def test_a_server_that_does_not_say_what_it_kept_is_not_believed(tmp_path):
+def test_top_k_raises_if_the_server_does_not_report_the_kept_tokens(tmp_path):
     with (
         served(tmp_path, sampling={"top_k": 5}) as (policy, _, _),
         pytest.raises(EngineFault, match="start the server with --return-sampling-mask"),
@@ -130,13 +130,13 @@ def test_a_server_that_does_not_say_what_it_kept_is_not_believed(tmp_path):
 
 
 def test_every_update_is_loaded_before_the_next_rollout(tmp_path):
-    """Large steps: with the adapter of the step before, the numbers would be far off."""
+    """Large steps: with the adapter of the previous step, the log-probabilities would differ by a lot."""
     with served(tmp_path, limits={"max_mismatch": 1e-3}) as (policy, twin, _):
         optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=2.0)
         for step in range(3):
             batch = tiny_writing.batch(group_size=4, step=step)
             trajectory = policy.rollout(batch)
-            assert off(policy.rollout(batch.take(slice(4, 8)))) < 1e-4  # the next chunk of a step finds it there
+            assert off(policy.rollout(batch.take(slice(4, 8)))) < 1e-4  # the adapter is already loaded for the next chunk of a step
             advantages = torch.tensor([1.0, -1.0] * 6)
             found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
             for name, parameter in tiny_policies.trained(policy).items():
@@ -162,7 +162,7 @@ def test_rows_have_seeds_by_group_and_slot(tmp_path):
         assert len(twin.loaded) == 1
 
 
-def test_forbidden_tokens_are_told_to_the_server(tmp_path):
+def test_forbidden_tokens_are_sent_as_logit_bias(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         policy.rollout(tiny_writing.batch())
         banned = (~policy.model.grammar.vocabularies[0]).nonzero()[:, 0].tolist()
@@ -171,7 +171,7 @@ def test_forbidden_tokens_are_told_to_the_server(tmp_path):
         assert (how.stop_token_ids, how.max_tokens, how.ignore_eos) == (list(policy.model.stop), 7, True)
 
 
-def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
+def test_a_grammar_that_the_server_does_not_support_raises(tmp_path):
     with served(tmp_path) as (policy, _, _):
         writer, engine = policy.model, policy.engine
         plain = writer.grammar
@@ -187,7 +187,7 @@ def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
             VllmDecoding(writer, connect=engine._connect, weights=engine._weights)
 
 
-def test_more_rows_than_the_server_takes_at_once_come_in_several_requests(tmp_path):
+def test_groups_larger_than_max_num_seqs_are_split_into_several_requests(tmp_path):
     """vLLM refuses an ``n`` above ``--max-num-seqs``."""
     with served(tmp_path) as (policy, twin, _):
         batch = tiny_writing.batch(group_size=5)
@@ -217,10 +217,10 @@ def test_images_are_sent_at_their_final_size(tmp_path):
         assert sum(image.size != final.size for image, final in zip(images, sent, strict=True)) == 3
 
 
-# What goes wrong
+# Faults
 
 
-def test_passing_faults_pass_and_nothing_of_them_stays(tmp_path, caplog):
+def test_temporary_faults_are_retried_and_do_not_change_completions(tmp_path, caplog):
     with served(tmp_path) as (policy, twin, waiting), caplog.at_level(logging.WARNING, "retouch"):
         batch = tiny_writing.batch()
         wanted = policy.rollout(batch)
@@ -228,7 +228,7 @@ def test_passing_faults_pass_and_nothing_of_them_stays(tmp_path, caplog):
         for ways in (("503", "429", "503"), ("reset", "close mid-body"), ("502", "500", "500")):
             twin.fault = at_first(*ways)
             assert torch.equal(policy.rollout(batch).ids, wanted.ids)
-        assert len(waiting.pauses) >= 8  # a busy machine may drop a connection more
+        assert len(waiting.pauses) >= 8  # a busy machine may drop another connection
         assert max(waiting.pauses) <= 2.0
         twin.fault = at_first("503", "502", path=LOAD)
         tiny_writers.move(policy.module)
@@ -236,7 +236,7 @@ def test_passing_faults_pass_and_nothing_of_them_stays(tmp_path, caplog):
         assert any("HTTP 503: told to answer 503; trying again for 60 s" in line for line in caplog.messages)
 
 
-def test_a_server_that_says_nothing_is_away(tmp_path):
+def test_a_server_that_does_not_answer_in_time_raises(tmp_path):
     with (
         served(tmp_path, timeout=0.2, patience=0.0, fault=always("hang", path=LOAD)) as (policy, _, _),
         pytest.raises(EngineFault, match=r"within 0 s .* no answer in time"),
@@ -245,7 +245,7 @@ def test_a_server_that_says_nothing_is_away(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["503", "429", "reset", "close mid-body"])
-def test_patience_ends_with_a_message(tmp_path, way):
+def test_a_lasting_fault_raises_after_patience(tmp_path, way):
     with served(tmp_path, patience=40.0) as (policy, twin, waiting):
         twin.fault = always(way)
         with pytest.raises(EngineFault, match=r"did not answer /inference/v1/generate within 40 s \(rollout.engine.patience\)"):
@@ -254,7 +254,7 @@ def test_patience_ends_with_a_message(tmp_path, way):
         assert len(waiting.pauses) < 20
 
 
-def test_a_server_that_is_not_there(tmp_path):
+def test_an_unreachable_server_raises_after_patience(tmp_path):
     with served(tmp_path) as (policy, _, waiting):
         pass
     with pytest.raises(EngineFault, match=r"did not answer /v1/load_lora_adapter within 60 s.*ConnectError"):
@@ -262,7 +262,7 @@ def test_a_server_that_is_not_there(tmp_path):
     assert sum(waiting.pauses) == pytest.approx(60.0)
 
 
-def test_a_server_started_anew_gets_its_adapter_again(tmp_path):
+def test_a_restarted_server_gets_the_adapter_again(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         tiny_writers.move(policy.module)
         batch = tiny_writing.batch()
@@ -274,7 +274,7 @@ def test_a_server_started_anew_gets_its_adapter_again(tmp_path):
         assert twin.loaded == twin.loaded[:1] * 2
 
 
-def test_an_adapter_that_cannot_be_loaded_stops_with_the_servers_words(tmp_path):
+def test_a_server_that_is_set_up_wrongly_raises_with_its_message(tmp_path):
     for double, says in (
         ({"runtime_lora": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
         ({"max_lora_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2"),
@@ -286,21 +286,21 @@ def test_an_adapter_that_cannot_be_loaded_stops_with_the_servers_words(tmp_path)
         policy.rollout(tiny_writing.batch())
 
 
-def test_a_folder_that_the_server_does_not_see(tmp_path):
+def test_an_adapter_that_the_server_does_not_find_raises(tmp_path):
     with served(tmp_path) as (policy, _, _):
         policy.engine._weights._save = lambda folder: None
         with pytest.raises(EngineFault, match="No adapter found"):
             policy.rollout(tiny_writing.batch())
 
 
-def test_a_key_opens(tmp_path, monkeypatch):
+def test_the_api_key_is_sent_to_the_server(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with served(tmp_path, key="secret") as (policy, _, _):
         policy.rollout(tiny_writing.batch())
 
 
 @pytest.mark.parametrize("way", [way for way in CHANGES if way != "log-probabilities off"])
-def test_an_answer_that_is_wrong_somewhere_is_not_believed(tmp_path, way):
+def test_invalid_responses_raise_without_a_retry(tmp_path, way):
     with served(tmp_path) as (policy, twin, waiting):
         twin.fault = always(way)
         with pytest.raises(EngineFault, match="gave an invalid response"):
@@ -308,19 +308,19 @@ def test_an_answer_that_is_wrong_somewhere_is_not_believed(tmp_path, way):
         assert not waiting.pauses
 
 
-def test_a_server_with_room_for_less_is_not_believed(tmp_path):
+def test_a_max_model_len_that_is_too_small_raises(tmp_path):
     with served(tmp_path, max_model_len=40) as (policy, _, _), pytest.raises(EngineFault, match="--max-model-len"):
         policy.rollout(tiny_writing.batch())
 
 
-def test_another_image_processor_is_noticed(tmp_path):
+def test_a_different_image_processor_raises(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         twin.image_processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=24 * 24)
         with pytest.raises(EngineFault, match="another tokenizer or image processor"):
             policy.rollout(tiny_writing.batch())
 
 
-def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
+def test_a_mismatch_above_the_limit_stops_the_run(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         policy.rollout(tiny_writing.batch())
         twin.fault = always("log-probabilities off")
@@ -337,8 +337,8 @@ def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
         policy.rollout(tiny_writing.batch())
 
 
-def test_raw_log_probabilities_are_noticed_at_temperature_1(tmp_path):
-    """They differ by what the banned tokens would have had, which can be far less than the mismatch that is allowed."""
+def test_raw_log_probs_of_the_server_raise_at_temperature_1(tmp_path):
+    """They differ only by the probability of the banned tokens, which can be far below the allowed mismatch."""
     with (
         served(tmp_path, processed=False) as (policy, twin, _),
         pytest.raises(EngineFault, match=r"returns raw log-probabilities.*--logprobs-mode processed_logprobs"),
@@ -347,7 +347,7 @@ def test_raw_log_probabilities_are_noticed_at_temperature_1(tmp_path):
     assert not twin.asked
 
 
-def test_a_server_with_the_sampling_mask_wants_top_k(tmp_path):
+def test_a_server_with_the_sampling_mask_raises_without_top_k(tmp_path):
     """vLLM answers a request without top_k by HTTP 500 and an empty message."""
     with (
         served(tmp_path, sampling_mask=True) as (policy, twin, _),
@@ -357,7 +357,7 @@ def test_a_server_with_the_sampling_mask_wants_top_k(tmp_path):
     assert not twin.asked
 
 
-def test_a_permanent_error_of_the_server_is_not_asked_for_long(tmp_path):
+def test_a_permanent_server_error_raises_after_few_retries(tmp_path):
     with served(tmp_path) as (policy, twin, waiting):
         policy.rollout(tiny_writing.batch())
         twin.fault = always("500")
@@ -371,7 +371,7 @@ def test_a_permanent_error_of_the_server_is_not_asked_for_long(tmp_path):
 
 
 def test_a_closed_connection_does_not_mean_that_the_engine_is_dead():
-    """A server that closes a connection after HTTP 500 is alive if it answers for its health on another connection."""
+    """A server that closes a connection after HTTP 500 is alive if it answers a health check on another connection."""
 
     class ClosesAfterAnError(loopback.Handler):
         failed = False
@@ -400,8 +400,8 @@ def test_a_closed_connection_does_not_mean_that_the_engine_is_dead():
     assert not waiting.pauses
 
 
-def test_a_server_whose_engine_died_is_waited_for(tmp_path):
-    """vLLM answers 500 for what was under way, 503 for its health, and ends; whoever watches it starts it again."""
+def test_requests_are_retried_until_a_dead_engine_is_restarted(tmp_path):
+    """vLLM answers running requests with 500 and health checks with 503, and exits; a supervisor starts it again."""
     with served(tmp_path, patience=60.0) as (policy, twin, waiting):
         batch = tiny_writing.batch()
         wanted = policy.rollout(batch)
@@ -409,10 +409,10 @@ def test_a_server_whose_engine_died_is_waited_for(tmp_path):
         twin.fault = lambda path: left.pop() if left and path == GENERATE else ("503" if left and path == "/health" else None)
         assert torch.equal(policy.rollout(batch).ids, wanted.ids)
         assert not left
-        assert len(waiting.pauses) >= 12  # one for each reply of 500, and more where a request met the server at its restart
+        assert len(waiting.pauses) >= 12  # one for each reply of 500, and more if a request arrived during the restart
 
 
-def test_nothing_stays_on_the_server(tmp_path):
+def test_closing_removes_the_adapter_from_the_server_and_the_disk(tmp_path):
     with served(tmp_path) as (policy, twin, _):
         policy.rollout(tiny_writing.batch())
         with policy.engine._connect() as client:
@@ -422,12 +422,12 @@ def test_nothing_stays_on_the_server(tmp_path):
             policy.engine._weights.close(client)
         policy.rollout(tiny_writing.batch())
         assert len(twin.adapters) == 1
-    with policy.engine._connect() as client:  # a server that is gone keeps nothing
+    with policy.engine._connect() as client:  # closing without a server raises no error
         policy.engine._weights.close(client)
 
 
-def test_ranks_fail_together(tmp_path):
-    """Two ranks in step: what one meets, both raise, at the same call."""
+def test_all_ranks_raise_if_one_rank_fails(tmp_path):
+    """Two ranks in lockstep: if one meets a fault, both raise at the same call."""
     meeting, told = threading.Barrier(2), []
 
     def any_rank(flag):
@@ -477,10 +477,10 @@ def test_ranks_fail_together(tmp_path):
         assert "did not load the adapter" in caught[0]
 
 
-# What it says of itself
+# Capabilities
 
 
-def test_what_a_server_says_of_itself(tmp_path):
+def test_query_server_reports_the_capabilities_of_the_server(tmp_path):
     with served(tmp_path) as (policy, twin, _), policy.engine._connect() as client:
         found = query_server(client)
         assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.32.0", "base", True, True)
@@ -493,7 +493,7 @@ def test_what_a_server_says_of_itself(tmp_path):
             query_server(client)
 
 
-def test_the_double_is_strict(tmp_path):
+def test_the_double_rejects_invalid_requests(tmp_path):
     good = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "logit_bias": {"3": -1.0}}}
     with served(tmp_path, "qwen2.5") as (_, double, _):
         assert double.answer("POST", GENERATE, vllm_double.json.dumps(good).encode())
@@ -546,7 +546,7 @@ def edits():
     )
 
 
-def test_a_server_with_the_plug_in_writes_pictures_from_the_policys_distribution(tmp_path, monkeypatch):
+def test_image_tokens_of_a_server_with_the_plugin_match_the_policy(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
         assert isinstance(policy.model, Servable)
         batch = tiny_writing.batch(edits())
@@ -560,12 +560,12 @@ def test_a_server_with_the_plug_in_writes_pictures_from_the_policys_distribution
         assert all(asked.sampling_params.logit_bias == {} for asked in twin.asked)
 
 
-def test_a_server_without_the_plug_in_is_not_believed(tmp_path):
+def test_image_tokens_raise_if_the_server_has_no_plugin(tmp_path):
     with drawing(tmp_path) as (policy, _), pytest.raises(EngineFault, match=re.escape(f"--logits-processors {PLUGIN}")):
         policy.rollout(tiny_writing.batch(edits()))
 
 
-def test_what_the_plug_in_is_told_is_checked_by_the_server(tmp_path, monkeypatch):
+def test_an_invalid_grammar_is_rejected_by_the_server(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
         policy.engine._grammar = {**policy.engine._grammar, "begin": -1}
         with pytest.raises(EngineFault, match=r"refuses to generate: HTTP 400: extra_args\.retouch_form\.begin"):
@@ -576,14 +576,14 @@ def test_what_the_plug_in_is_told_is_checked_by_the_server(tmp_path, monkeypatch
             assert not has_plugin(client)
 
 
-def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
+def test_image_tokens_without_a_grammar_need_no_plugin(tmp_path):
     with drawing(tmp_path, grammar=False) as (policy, twin):
         trajectory = policy.rollout(tiny_writing.batch(edits()))
         assert off(trajectory) < 1e-4
         assert all(asked.sampling_params.extra_args is None for asked in twin.asked)
 
 
-def test_nothing_is_cut_where_the_server_would_not_tell_what(tmp_path, monkeypatch):
+def test_top_k_raises_for_image_tokens_with_a_grammar(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
         policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
         with pytest.raises(ValueError, match="remove both"):

@@ -1,4 +1,4 @@
-"""The grammar inside a vLLM server, against a double of what a model runner does with it, and against the grammar of the policy."""
+"""The grammar inside a vLLM server: with a double of vLLM's model runner, compared with the grammar of the policy."""
 
 import ast
 import functools
@@ -38,7 +38,7 @@ def grammar():
 
 
 def request(number, random, *, thinks):
-    """A prompt with an image between two texts, which begins one more unless text may come first."""
+    """A prompt with an image between two texts; unless ``thinks``, it ends with the token that begins the next image."""
     before, after = (random.integers(0, 200, random.integers(0, 6)).tolist() for _ in range(2))
     source = words().image_ids(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
     prompt = [words().bos, *before, *source, *after, *([] if thinks else [words().boi])]
@@ -46,7 +46,7 @@ def request(number, random, *, thinks):
 
 
 def sampled(processor, requests, *, seed, bias=None):
-    """The requests written by a model of random logits, and what could be drawn at each place of each."""
+    """The requests completed from random logits, and for each the tokens that were allowed at each position."""
     law, random = grammar(), np.random.default_rng(seed)
     vocabulary = law.vocabularies.shape[1]
     runner = Runner(processor, slots=SLOTS, longest=LONGEST, vocabulary=vocabulary, random=random)
@@ -75,14 +75,14 @@ def sampled(processor, requests, *, seed, bias=None):
                 runner.remove(each)
                 done.append(each)
         for each in runner.here[:]:
-            if random.random() < 0.01:  # set aside
+            if random.random() < 0.01:  # preempted
                 runner.remove(each)
                 waiting.insert(0, each)
     return done, allowed
 
 
 def lawful(done):
-    """For each request in turn what the policy's grammar allows at each of its places, (t, v)."""
+    """Yields for each request the tokens that the policy's grammar allows at each position, (t, v)."""
     law = grammar()
     for first in range(0, len(done), 500):
         part = done[first : first + 500]
@@ -97,7 +97,7 @@ def lawful(done):
 
 
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_pictures_of_a_random_model_can_all_be_decoded(processor, count):
+def test_all_images_sampled_from_random_logits_can_be_decoded(processor, count):
     random = np.random.default_rng(1)
     requests = [request(number, random, thinks=False) for number in range(count)]
     done, allowed = sampled(processor, requests, seed=2)
@@ -110,7 +110,7 @@ def test_pictures_of_a_random_model_can_all_be_decoded(processor, count):
     assert len(drawn.unique()) == tiny_emu3.CODES
 
 
-def test_after_text_the_same_tokens_may_stand_as_in_the_policy(processor):
+def test_allowed_tokens_after_text_equal_those_of_the_policys_grammar(processor):
     random = np.random.default_rng(3)
     requests = [request(number, random, thinks=True) for number in range(1000)]
     done, allowed = sampled(processor, requests, seed=4, bias=words().boi)
@@ -125,8 +125,8 @@ def test_after_text_the_same_tokens_may_stand_as_in_the_policy(processor):
 
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("after", [0, 4])
-def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begins_the_form(processor, before, after):
-    """The source image begins and ends wherever it stands; a slot's tokens beyond the last are another request's."""
+def test_source_images_and_stale_slot_tokens_do_not_begin_the_image_form(processor, before, after):
+    """The source image may be anywhere in the prompt; a slot's tokens after the last one are from an earlier request."""
     law = grammar()
     runner = Runner(processor, slots=1, longest=LONGEST, vocabulary=law.vocabularies.shape[1])
     runner.ids.gpu[:] = words().boi
@@ -145,7 +145,7 @@ def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begi
         runner.write(each, wanted)
 
 
-def test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had_one(processor):
+def test_requests_without_a_grammar_keep_their_logits_in_a_reused_slot(processor):
     random = np.random.default_rng(5)
     law = grammar()
     vocabulary = law.vocabularies.shape[1]
@@ -161,7 +161,7 @@ def test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had
         assert torch.equal(row, raw)
 
 
-def test_a_step_of_nothing_but_the_beginnings_of_prompts(processor):
+def test_the_form_begins_correctly_after_a_prompt_prefilled_in_chunks(processor):
     """A prompt longer than the server's budget of tokens is read in parts; no row of such a step has reached the prompt's end."""
     law = grammar()
     for seed in range(20):
@@ -176,12 +176,12 @@ def test_a_step_of_nothing_but_the_beginnings_of_prompts(processor):
         assert (row > -torch.inf).nonzero()[:, 0].tolist() == law.form[:1].tolist()
 
 
-def test_drafted_tokens_are_refused_at_the_start(processor):
+def test_speculative_decoding_raises_at_the_start(processor):
     with pytest.raises(ValueError, match="without speculative decoding"):
         Runner(processor, slots=1, longest=8, vocabulary=9, speculative={"method": "ngram"})
 
 
-def test_ids_beyond_the_logits_end_nobody(processor):
+def test_a_forced_id_beyond_the_vocabulary_is_replaced_by_the_last_id(processor):
     said = {**grammar_to_json(grammar()), "form": [10**6, -1], "drawn": [[5, 10**6]]}
     runner = Runner(processor, slots=1, longest=8, vocabulary=9)
     runner.add(Request([words().boi], params(**{KEY: said})))
@@ -206,7 +206,7 @@ def test_ids_beyond_the_logits_end_nobody(processor):
     ],
     ids=str,
 )
-def test_what_is_no_grammar_is_refused_before_it_is_written_from(processor, changes):
+def test_invalid_grammars_raise_in_validate_params(processor, changes):
     said = json.loads(json.dumps(grammar_to_json(grammar())))
     processor.validate_params(params(**{KEY: said}))
     processor.validate_params(params())
@@ -216,7 +216,7 @@ def test_what_is_no_grammar_is_refused_before_it_is_written_from(processor, chan
         check_grammar([1])
 
 
-def test_what_is_told_is_the_grammar():
+def test_grammar_to_json_describes_the_policys_grammar():
     law = grammar()
     assert isinstance(law, ImageGrammar)
     said = grammar_to_json(law)
@@ -228,7 +228,7 @@ def test_what_is_told_is_the_grammar():
     assert torch.equal(text, law.vocabularies[0])
 
 
-def test_the_servers_half_needs_nothing_but_torch_and_vllm():
+def test_the_plugin_imports_only_torch_vllm_and_the_standard_library():
     """It runs in vLLM's own environment, where little else of what this package needs is installed."""
     root = Path(retouch.__file__).parent
     names = set()

@@ -1,4 +1,4 @@
-"""Reward servers that lie in well-formed HTTP: in their description, which is refused at the start, and in their replies."""
+"""Reward servers with false but well-formed HTTP answers: descriptions are rejected at the start, replies as a whole."""
 
 import json
 import re
@@ -25,7 +25,7 @@ EXPECTED = ExpectedReply(
 
 @pytest.fixture(scope="module")
 def server():
-    """A server whose ``lie`` makes its replies; it can be replaced between two requests."""
+    """A server that falsifies its replies as ``lies["now"]`` says, which can be changed between two requests."""
     lies = {"now": "none"}
     with bad_server(lambda: lies["now"]) as made:
         made.lies = lies
@@ -33,7 +33,7 @@ def server():
 
 
 @pytest.mark.parametrize("lie", INFO_LIES)
-def test_a_description_that_cannot_be_true_is_refused_before_anything_is_sent(lie: str) -> None:
+def test_an_invalid_server_description_raises_before_any_request(lie: str) -> None:
     with bad_server("none", info=INFO_LIES[lie]) as server:
         with pytest.raises(ValueError, match="is not a reward server of Retouch"):
             remote([server.url])
@@ -41,7 +41,7 @@ def test_a_description_that_cannot_be_true_is_refused_before_anything_is_sent(li
 
 
 @pytest.mark.parametrize("lie", REPLY_LIES)
-def test_a_reply_that_cannot_be_true_is_refused_as_a_whole(server, lie: str) -> None:
+def test_an_invalid_reply_is_rejected_as_a_whole(server, lie: str) -> None:
     samples = samples_of(4)
     server.lies["now"] = REPLY_LIES[lie]
     with closing(remote([server.url], batch=4, attempts=1, timeout=20.0)) as reward:
@@ -52,7 +52,7 @@ def test_a_reply_that_cannot_be_true_is_refused_as_a_whole(server, lie: str) -> 
     assert torch.equal(after, torch.tensor([digest_score(sample) for sample in samples]))
 
 
-def test_a_small_request_cannot_bring_a_reply_that_takes_much_memory() -> None:
+def test_a_reply_with_too_many_values_is_rejected_with_little_memory() -> None:
     body = b'{"judges": {"digest": ["fingerprint-digest"]}, "items": [' + b"[]," * 5_000_000 + b"[]]}"
     tracemalloc.start()
     try:
@@ -64,13 +64,13 @@ def test_a_small_request_cannot_bring_a_reply_that_takes_much_memory() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [("0", "1e309"), ("-1e308", "1"), ("0", "1e10")])
-def test_a_recipe_cannot_declare_a_range_without_end(low: str, high: str) -> None:
+def test_declared_columns_with_an_infinite_or_huge_range_raise(low: str, high: str) -> None:
     columns = {"digest": (json.loads(low), json.loads(high))}
     with pytest.raises(ValueError, match=r"1000000000|finite"):
         RemoteReward(endpoints=("http://127.0.0.1:1",), columns=columns)
 
 
-def test_the_lies_are_about_true_things() -> None:
+def test_the_unchanged_description_and_reply_are_accepted() -> None:
     """Without the change, both documents are accepted."""
     with bad_server("none", info=true_info) as server, closing(remote([server.url])) as reward:
         assert not reward(samples_of(2))["digest"].isnan().any()

@@ -1,4 +1,4 @@
-"""The client of reward servers: the numbers are those of the reward itself, in order, whatever happens to the servers."""
+"""The client of reward servers: the scores equal those of the reward itself, in order, whatever happens to the servers."""
 
 import subprocess
 import sys
@@ -41,14 +41,14 @@ def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def ask_until(true: Callable[[], bool], reward: RemoteClient, samples: list[Sample]) -> None:
-    """Ask for right scores until it is true; a minute of that is an error."""
+    """Request scores, and check them, until ``true()``; fail after a minute."""
     end = time.monotonic() + 60
     while not true():
         assert time.monotonic() < end, "it never came true"
         equal(reward(samples)["digest"], expected(samples))
 
 
-def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
+def test_remote_scores_equal_local_scores_and_pass_the_contract_checks() -> None:
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
     with live("playground") as server, closing(remote([server.url], batch=2)) as reward:
@@ -58,11 +58,11 @@ def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
         for name, column in PlaygroundReward()(samples).items():
             equal(reward(samples)[name], column)
         judged = RewardScorer(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
-        assert judged.rewards[-1] == 0  # the policy's own fault, decided by the judge
+        assert judged.rewards[-1] == 0  # the policy's own fault, detected by the scorer
         assert not judged.rewards.isnan().any()
 
 
-def test_one_object_serves_many_calls_from_many_threads() -> None:
+def test_one_remote_reward_serves_calls_from_several_threads() -> None:
     reward_object = Digest()
     with (
         live(host(reward_object)) as one,
@@ -78,7 +78,7 @@ def test_one_object_serves_many_calls_from_many_threads() -> None:
         equal(reward(groups[0])["digest"], expected(groups[0]))
 
 
-def test_submitting_does_not_wait() -> None:
+def test_submit_returns_before_the_scores_are_ready() -> None:
     go = threading.Event()
 
     class Held(Digest):
@@ -95,13 +95,13 @@ def test_submitting_does_not_wait() -> None:
         equal(futures[1].result()["digest"], expected(samples[::-1]))
 
 
-def test_no_samples_are_no_call() -> None:
+def test_an_empty_batch_sends_no_request() -> None:
     with bad_server("none") as server, closing(remote([server.url])) as reward:
         assert {name: column.shape for name, column in reward([]).items()} == {"digest": (0,), "odd": (0,)}
         assert server.asked == 0
 
 
-def test_one_of_several_rewards_can_be_asked_alone() -> None:
+def test_one_of_several_rewards_of_a_server_can_be_selected() -> None:
     with live("a=share:red", "b=share:blue") as server:
         with closing(remote([server.url], rewards=("b",))) as reward:
             assert list(reward.columns) == ["b/share"]
@@ -111,7 +111,7 @@ def test_one_of_several_rewards_can_be_asked_alone() -> None:
 
 
 def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # both are heard, however busy the machine
+    monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # so that both servers answer in time on a busy machine
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
             remote([closed.url])
@@ -145,7 +145,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: 
         RemoteReward(**arguments)
 
 
-def test_when_all_servers_are_gone_the_call_ends_with_nothing_as_its_time_is_over() -> None:
+def test_scores_are_missing_at_the_deadline_if_all_servers_are_gone() -> None:
     with bad_server("none") as one, bad_server("none") as two:
         reward = remote([one.url, two.url], batch=8, deadline=1.0)
     with closing(reward):
@@ -153,7 +153,7 @@ def test_when_all_servers_are_gone_the_call_ends_with_nothing_as_its_time_is_ove
         assert reward.stats()["faults/out_of_time"] == 3
 
 
-def test_a_server_that_comes_back_is_asked_again() -> None:
+def test_a_recovered_server_is_used_again() -> None:
     state = {"kind": "500"}
     with (
         bad_server(lambda: state["kind"]) as flaky,
@@ -184,7 +184,7 @@ def test_a_slow_server_is_hedged() -> None:
         assert "faults/timeout" not in reward.stats()
 
 
-def test_a_rate_is_kept_and_what_comes_too_late_is_missing() -> None:
+def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() -> None:
     samples = samples_of(4)
     with (
         bad_server("none") as server,
@@ -197,7 +197,7 @@ def test_a_rate_is_kept_and_what_comes_too_late_is_missing() -> None:
         assert server.asked == 1
 
 
-def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_for_are_not_begun(tmp_path: Path) -> None:
+def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_path: Path) -> None:
     turns = iter(["500", "none", "500"])
     samples = samples_of(4)
     with (
@@ -214,14 +214,14 @@ def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_
         assert server.asked == 5
 
 
-def test_an_attempt_too_many_for_the_budget_is_not_made() -> None:
+def test_no_retry_is_made_beyond_the_call_budget() -> None:
     with bad_server("500") as server, closing(remote([server.url], calls=2)) as reward:
         assert reward(samples_of(1))["digest"].isnan().all()
         assert server.asked == 2
         assert reward.stats()["faults/budget"] == 1
 
 
-def test_a_fork_asks_over_connections_of_its_own() -> None:
+def test_a_remote_reward_works_in_a_forked_child_and_in_its_parent() -> None:
     samples = samples_of(4)
     code = f"""
 import os, sys
@@ -266,7 +266,7 @@ def test_a_breaker_opens_after_failures_in_a_row_and_waits_longer_each_time() ->
     assert breaker.closed
 
 
-def test_the_last_endpoint_stays_closed_until_another_is_back() -> None:
+def test_the_breaker_of_the_last_endpoint_stays_closed_until_another_recovers() -> None:
     clock = [0.0]
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
     for endpoint in pool.endpoints:
@@ -281,7 +281,7 @@ def test_the_last_endpoint_stays_closed_until_another_is_back() -> None:
     assert [each.breaker.closed for each in pool.endpoints] == [True, False, False]
 
 
-def test_the_least_loaded_is_chosen_and_another_than_failed_before() -> None:
+def test_the_pool_prefers_the_least_loaded_endpoint_that_has_not_failed() -> None:
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: 0.0)
     a, b, c = pool.endpoints
     a.in_progress, b.in_progress, c.in_progress = 5, 2, 9
@@ -295,7 +295,7 @@ def test_the_least_loaded_is_chosen_and_another_than_failed_before() -> None:
     assert {pool.choose() for _ in range(50)} == {a, c}
 
 
-def test_a_pool_that_is_told_to_rest_says_so() -> None:
+def test_the_pool_chooses_no_endpoint_until_its_retry_after_time() -> None:
     clock = [0.0]
     pool = EndpointPool(["http://a"], clock=lambda: clock[0])
     pool.failed(pool.endpoints[0], fault_of_status(429, 2.0))
@@ -304,7 +304,7 @@ def test_a_pool_that_is_told_to_rest_says_so() -> None:
     assert pool.choose() is pool.endpoints[0]
 
 
-def test_a_budget_allows_a_share_and_a_per_second() -> None:
+def test_the_retry_budget_allows_a_share_of_requests_and_a_number_per_second() -> None:
     budget = RetryBudget(share=0.1, per_second=0.0, max_saved=3.0)
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
     for _ in range(100):
@@ -314,7 +314,7 @@ def test_a_budget_allows_a_share_and_a_per_second() -> None:
     assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
 
 
-def test_what_a_status_means() -> None:
+def test_http_status_codes_are_classified_as_final_or_retryable() -> None:
     assert [fault_of_status(status, 0.0).final for status in (400, 401, 404, 413, 422)] == [True] * 5
     assert [fault_of_status(status, 0.0).final for status in (408, 429, 500, 502, 503, 504)] == [False] * 6
     assert not fault_of_status(429, 1.0).blames_server

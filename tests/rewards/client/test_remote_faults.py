@@ -1,4 +1,4 @@
-"""Replies that go wrong, of many kinds: each is made good by another server, or the samples are missing; never a wrong number."""
+"""Many kinds of faulty replies: the scores come from another server, or are missing; they are never wrong."""
 
 import itertools
 from contextlib import closing
@@ -19,7 +19,7 @@ def expected(samples: list[object]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *HARMLESS])
-def test_another_server_makes_it_good(kind: str) -> None:
+def test_scores_come_from_another_server_after_a_faulty_reply(kind: str) -> None:
     samples = samples_of(16)
     timeout = 1.0 if kind in ("hang", "slow drip") else 10.0
     with (
@@ -29,17 +29,17 @@ def test_another_server_makes_it_good(kind: str) -> None:
     ):
         scores = reward(samples)["digest"]
         assert bad.asked > 0
-        if kind in FINAL:  # not asked again by design: the request itself is said to be wrong
+        if kind in FINAL:  # not retried by design: the status says that the request itself is wrong
             assert torch.equal(scores[~scores.isnan()], expected(samples)[~scores.isnan()])
         else:
             torch.testing.assert_close(scores, expected(samples), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_another_server_the_samples_are_missing(kind: str) -> None:
+def test_scores_are_missing_if_the_only_server_is_faulty(kind: str) -> None:
     samples = samples_of(6)
     timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
-    deadline = 1.0 if kind in ("429", "503") else DEADLINE  # which are no attempts, so that time alone ends them
+    deadline = 1.0 if kind in ("429", "503") else DEADLINE  # these do not count as attempts, so only the deadline ends them
     with (
         bad_server(kind) as bad,
         closing(remote([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward,
@@ -53,14 +53,14 @@ def test_without_another_server_the_samples_are_missing(kind: str) -> None:
         assert bad.asked == 2  # one for each request
 
 
-def test_an_order_of_its_own_is_no_fault() -> None:
+def test_items_of_a_reply_may_be_in_any_order() -> None:
     samples = samples_of(7)
     with bad_server("another order") as server, closing(remote([server.url], batch=4)) as reward:
         torch.testing.assert_close(reward(samples)["digest"], expected(samples), rtol=0, atol=0)
         assert reward.stats() == {"calls": 2.0, "hedges": 0.0}
 
 
-def test_a_server_that_goes_wrong_now_and_then_loses_nothing() -> None:
+def test_intermittent_faults_lose_no_scores() -> None:
     quick = [kind for kind in KINDS if kind not in ("hang", "slow drip", "huge body") and kind not in STATUSES]
     faults = itertools.cycle([None, None, None, *quick])
     turn = itertools.count()
@@ -68,7 +68,7 @@ def test_a_server_that_goes_wrong_now_and_then_loses_nothing() -> None:
     def kind() -> str:
         return (next(faults) or "none") if next(turn) % 3 == 0 else "none"
 
-    # Nearly every third request goes wrong, in an order that chance makes: of so many attempts one is good.
+    # Nearly every third request fails, in a random order; of 16 attempts one succeeds.
     with (
         bad_server(kind) as one,
         bad_server(kind) as two,
@@ -80,5 +80,5 @@ def test_a_server_that_goes_wrong_now_and_then_loses_nothing() -> None:
         assert sum(value for name, value in reward.stats().items() if name.startswith("faults/")) > 10
 
 
-def test_there_are_twenty_kinds_and_more() -> None:
+def test_at_least_twenty_kinds_of_faults_are_tested() -> None:
     assert len(KINDS) >= 20

@@ -1,4 +1,4 @@
-"""Several rewards as one: names, concurrency, what each is shown, and what each can make missing."""
+"""Several rewards as one: names of columns, concurrency, what each reward receives, and missing scores."""
 
 import threading
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ RED = Image.new("RGB", (4, 4), (255, 0, 0))
 
 
 class Told:
-    """Column ``x``, as the task's meta has it."""
+    """Returns a value of the task's meta as column ``x``."""
 
     columns: Mapping[str, Column] = {"x": Column(0.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
 
@@ -42,7 +42,7 @@ class Told:
 
 
 class Later(Told):
-    """Judges by itself while others do."""
+    """An asynchronous reward: it has ``submit``."""
 
     def submit(self, samples):
         future = Future()
@@ -67,7 +67,7 @@ def opened():
         each.close()
 
 
-def test_columns_stand_under_their_rewards_names(opened):
+def test_columns_are_prefixed_with_the_name_of_their_reward(opened):
     one, other = Told("x"), Later("y")
     several = opened(one=one, other=other, red=ShareReward(channel="red"))
     assert isinstance(several, Reward)
@@ -90,8 +90,8 @@ def test_only_columns_of_the_combination_make_a_sample_missing(opened):
     judge.close()
 
 
-def test_rewards_judge_at_the_same_time(opened):
-    """Each waits until the other has begun: one after the other would never end."""
+def test_rewards_run_concurrently(opened):
+    """Each waits until the other has started, so running one after the other would time out."""
     meeting = threading.Barrier(2, timeout=30)
 
     class Meets(Told):
@@ -106,8 +106,8 @@ def test_rewards_judge_at_the_same_time(opened):
         assert [future.result(timeout=60).scores["one/x"].item() for future in futures] == [0.5] * 3
 
 
-def test_a_reward_that_judges_by_itself_does_not_wait_for_the_slow_ones(opened):
-    """It has all batches at once, while another reward has not ended its first."""
+def test_an_async_reward_does_not_wait_for_a_slow_reward(opened):
+    """It receives all batches while the other reward still computes its first."""
     release, all_there = threading.Event(), threading.Barrier(2, timeout=30)
 
     class Slow(Told):
@@ -129,7 +129,7 @@ def test_a_reward_that_judges_by_itself_does_not_wait_for_the_slow_ones(opened):
         assert [future.result(timeout=60).rewards.item() for future in futures] == [0.0, 0.25, 0.5]
 
 
-def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
+def test_an_error_of_one_reward_is_raised_and_the_next_batch_is_scored(opened):
     class Breaks(Told):
         def __call__(self, samples):
             if samples[0].task.id == "bad":
@@ -146,7 +146,7 @@ def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
         assert good.result().scores["other/x"].item() == 1
 
 
-def test_nobody_but_a_reward_of_text_is_shown_what_was_written(opened):
+def test_completions_are_passed_only_to_rewards_that_read_them(opened):
     told, later, think = Told(), Later(), ThinkReward()
     judge = RewardScorer(opened(told=told, later=later, think=think), "think/think_format + told/x")
     judged = judge([sample(1, 0.5, 0, written="<think>so</think>give me 10"), sample(2, 0.5, 0, written="10/10")])
@@ -166,7 +166,7 @@ def test_closing_closes_every_reward(opened):
     assert other.closed
 
 
-def test_system_cs_points_as_a_reward():
+def test_prompt_quality_reward_returns_the_sub_scores_of_the_completion():
     reward = PromptQualityReward()
     written = ["<think>hm</think>a fluffy cat on a windowsill, highly detailed", "<think>hm</think>"]
     scores = reward([sample(k, 0, 0, written=text) for k, text in enumerate(written)])
@@ -178,7 +178,7 @@ def test_system_cs_points_as_a_reward():
         reward([sample(1, 0, 0)])
 
 
-def test_the_declared_worst_is_what_a_policys_own_fault_scores():
+def test_a_policys_own_fault_gets_the_worst_value_of_each_column():
     class Distance(Told):
         columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
 
@@ -190,7 +190,7 @@ def test_the_declared_worst_is_what_a_policys_own_fault_scores():
     assert judged.rewards.tolist() == [-0.5, -2.0]
 
 
-def test_a_fault_is_the_combinations_lowest_also_where_a_weight_is_negative():
+def test_a_policys_own_fault_gets_the_lowest_reward_even_with_a_negative_weight():
     """The share's worst is 0, which at weight -1 would be the best reward of all."""
     judge = RewardScorer(ShareReward(channel="red"), {"share": -1.0})
     judged = judge([sample(1, 0, 0), sample(2, 0, 0, image=None)])

@@ -1,4 +1,4 @@
-"""Formulas over columns, against Python's own arithmetic, and their ranges against what they take on."""
+"""Formulas over columns: values compared with Python's arithmetic, and ranges compared with sampled values."""
 
 import math
 import random
@@ -27,7 +27,7 @@ PYTHON = {
 
 
 def formulas(leaves: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Texts that Python and the formula's reader both take."""
+    """Formulas that both Python and the formula parser accept."""
 
     def grown(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         two = st.lists(inner, min_size=2, max_size=3).map(", ".join)
@@ -50,21 +50,21 @@ def read(text: str) -> torch.Tensor:
 
 
 @given(TEXTS, st.lists(st.floats(-3, 3, width=32), min_size=3, max_size=3))
-def test_a_formula_is_what_python_makes_of_it(text, numbers):
+def test_the_value_of_a_formula_matches_pythons_eval(text, numbers):
     point = dict(zip("abc", numbers, strict=True))
     found = value(read_formula(text), {name: torch.tensor([number], dtype=torch.float64) for name, number in point.items()})
     assert found.expand(1).item() == pytest.approx(eval(text, dict(PYTHON), point), rel=1e-9, abs=1e-9)  # noqa: S307
 
 
 @given(TEXTS)
-def test_a_formula_reads_back_what_it_writes(text):
+def test_parsing_the_text_of_a_formula_returns_an_equal_formula(text):
     node = read_formula(text)
     assert read_formula(str(node)) == node
     assert set(names(node)) <= {"a", "b", "c"}
 
 
 @given(TEXTS, st.integers(0, 10**6))
-def test_no_value_lies_outside_the_range(text, seed):
+def test_values_of_a_formula_lie_inside_its_computed_range(text, seed):
     node, ranges = read_formula(text), {"a": (0.0, 1.0), "b": (0.0, 10.0), "c": (-1.0, 1.0)}
     low, high = bounds(node, ranges)
     draw = random.Random(seed)
@@ -104,7 +104,7 @@ def test_ranges_of_the_usual_formulas_are_exact(text, range_):
     assert bounds(read_formula(text), RANGES) == pytest.approx(range_, abs=1e-7)
 
 
-def test_roots_and_geometric_means_are_those_of_python():
+def test_sqrt_and_gmean_match_values_computed_by_hand():
     scores = {"a": torch.tensor([0.0, 0.25, 1.0]), "b": torch.tensor([4.0, 1.0, 9.0])}
     assert value(read_formula("sqrt(a*b)"), scores).tolist() == [0.0, 0.5, 3.0]
     assert value(read_formula("gmean(a, b, b)"), scores).tolist() == pytest.approx([0, 0.25 ** (1 / 3), 81 ** (1 / 3)])
@@ -113,7 +113,7 @@ def test_roots_and_geometric_means_are_those_of_python():
 @pytest.mark.parametrize(
     "text", ["0.5*a + b", "sqrt(a * b)", "gmean(a, b)", "min(a, b)", "max(a, b)", "max(a, 0) + 0*b", "mean(a, b)"]
 )
-def test_what_misses_a_column_is_missing(text):
+def test_a_formula_is_missing_where_any_of_its_columns_is_missing(text):
     scores = {"a": torch.tensor([0.5, NAN, 0.5, NAN]), "b": torch.tensor([1.0, 1.0, NAN, NAN])}
     assert combination(text, COLUMNS)(scores).isnan().tolist() == [False, True, True, True]
 
@@ -147,12 +147,12 @@ def test_what_misses_a_column_is_missing(text):
         ("0 * a", "is always 0"),
     ],
 )
-def test_a_formula_that_is_none_is_refused_with_its_place(text, says):
+def test_invalid_formulas_raise_with_the_position_or_the_cause(text, says):
     with pytest.raises(ValueError, match=says):
         combination(text, COLUMNS)
 
 
-def test_earls_name_means_the_root_of_its_two_columns():
+def test_earls_reward_name_is_the_square_root_of_the_product_of_its_columns():
     columns = {"viescore_pq": Column(0, 10), "ground_score": Column(0, 10)}
     scores = {"viescore_pq": torch.tensor([4.0]), "ground_score": torch.tensor([9.0])}
     found = combination("sqrt(viescore_pqxground_score)", columns)
@@ -167,7 +167,7 @@ def test_earls_name_means_the_root_of_its_two_columns():
     assert combination("sqrt( viescore_pqxground_score )", ours).columns == ("viescore/pq", "ground/ground")
 
 
-def test_a_column_may_be_called_by_what_tells_it_from_the_others():
+def test_unambiguous_short_names_of_columns_are_resolved():
     columns = dict.fromkeys(["judge/alignment", "judge/quality", "other/quality", "pick/pickscore", "odd-one/x"], Column(0, 1))
     columns["pick/note"] = Column(0, 1, diagnostic=True)
     assert resolve("judge/quality", columns) == "judge/quality"
@@ -196,7 +196,7 @@ def test_a_weighted_sum_has_a_range_and_a_column_of_weight_0_is_only_logged():
 @pytest.mark.parametrize(
     "combine", ["1 - distance", "(2 - distance) * a", "a - 0.1 * distance", {"a": 1.0, "distance": -1.0}, "min(a, -distance)"]
 )
-def test_less_of_what_is_better_small_may_pay(combine):
+def test_a_reward_that_falls_with_a_lower_is_better_column_is_accepted(combine):
     columns = {**COLUMNS, "distance": Column(0, 2, higher_is_better=False)}
     assert "distance" in combination(combine, columns).columns
 
@@ -204,7 +204,7 @@ def test_less_of_what_is_better_small_may_pay(combine):
 @pytest.mark.parametrize(
     "combine", ["distance", "a + distance", {"distance": 1.0}, "max(a, distance)", "(1 - distance) * (1 - distance)"]
 )
-def test_more_of_what_is_better_small_never_pays(combine):
+def test_a_reward_that_rises_with_a_lower_is_better_column_raises(combine):
     columns = {**COLUMNS, "distance": Column(0, 2, higher_is_better=False)}
     with pytest.raises(ValueError, match=r"rises with 'distance', of which lower is better; .*write \(2 - distance\)"):
         combination(combine, columns)

@@ -1,4 +1,4 @@
-"""The judges: each column is its published formula of the answers, prompts keep their promises, and a missing answer is missing."""
+"""The judges: each column follows its published formula, prompts quote text safely, and a missing answer gives missing scores."""
 
 import json
 import math
@@ -44,7 +44,7 @@ def one(name: str, number: int, seed: int, top: float, *, whole: bool = False) -
 
 @pytest.fixture
 def open_panel(monkeypatch):
-    """Panels on a double, closed at the end."""
+    """Creates panels that ask a test double; their clients are closed at the end."""
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     made = []
 
@@ -75,7 +75,7 @@ def masses(pixels: bytes) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("judge", EVERY, ids=lambda judge: judge.__name__)
-def test_keeps_the_contract(open_panel, judge):
+def test_judges_pass_the_contract_checks(open_panel, judge):
     words = masses if judge is YesReward else {"0": 0.1, "3": 0.4, "5": 0.4}
     with Double(words=words) as double:
         reward = asking(judge, open_panel(double, repeats=1))
@@ -85,14 +85,14 @@ def test_keeps_the_contract(open_panel, judge):
 
 
 @pytest.mark.parametrize("judge", EVERY, ids=lambda judge: judge.__name__)
-def test_nonsense_is_missing_in_every_column(open_panel, judge):
+def test_unreadable_answers_give_missing_scores_in_every_column(open_panel, judge):
     with Double(lambda digest, times: "prose", words={"perhaps": 0.9, "yes": 0.1}) as double:
         scores = asking(judge, open_panel(double))([sample(1), sample(2)])
     assert scores
     assert all(column.shape == (2,) and column.isnan().all() for column in scores.values())
 
 
-def test_viescore_is_the_root_of_the_product_of_the_least(open_panel):
+def test_viescore_is_the_square_root_of_the_product_of_the_minima(open_panel):
     with Double() as double:
         scores = asking(VieScore, open_panel(double))([sample(1), sample(2)])
     for row, number in enumerate((1, 2)):
@@ -105,7 +105,7 @@ def test_viescore_is_the_root_of_the_product_of_the_least(open_panel):
             assert scores[name][row] == pytest.approx(np.mean([one(name, number, seed, 10) for seed in (0, 1)]), abs=1e-5)
 
 
-def test_viescore_of_a_prompt_has_one_number_for_what_was_done(open_panel):
+def test_viescore_without_a_source_image_has_no_restraint_score(open_panel):
     with Double() as double:
         scores = asking(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
     assert scores["sc"].item() == scores["success"].item() == pytest.approx(one("success", 1, 0, 10), abs=1e-5)
@@ -113,7 +113,7 @@ def test_viescore_of_a_prompt_has_one_number_for_what_was_done(open_panel):
 
 
 @pytest.mark.parametrize("average", ["last", "first"])
-def test_editscore_is_viescore_out_of_twenty_five(open_panel, average):
+def test_editscore_is_viescore_on_a_scale_of_25(open_panel, average):
     with Double() as double:
         scores = asking(EditScore, open_panel(double), average=average)([sample(3)])
     sc = np.array([min(one("success", 3, seed, 25), one("restraint", 3, seed, 25)) for seed in (0, 1)]) / 2.5
@@ -140,7 +140,7 @@ def test_complex_edit_averages_over_operations_and_repeats(open_panel):
         asking(ComplexEditReward, open_panel(double))([sample(4, meta={"operations": "add a hat"})])
 
 
-def test_ground_shows_the_target_and_no_source(open_panel):
+def test_ground_requests_contain_the_target_but_no_source_or_instruction(open_panel):
     with Double() as double:
         scores = asking(GroundReward, open_panel(double, repeats=1))([sample(6)])
         (body,) = double.requests
@@ -149,7 +149,7 @@ def test_ground_shows_the_target_and_no_source(open_panel):
     assert INJECTION[:12] not in json.dumps(body)
 
 
-def test_yes_and_digits_are_expectations(open_panel):
+def test_yes_and_digit_scores_are_expected_values_of_the_first_token(open_panel):
     with Double(words={"yes": 0.6, "no": 0.2, "Well": 0.1}) as double:
         assert asking(YesReward, open_panel(double))([sample(1)])["yes"].item() == pytest.approx(0.75)
         assert asking(YesReward, open_panel(double), min_mass=0.9)([sample(1)])["yes"].isnan().all()
@@ -160,7 +160,7 @@ def test_yes_and_digits_are_expectations(open_panel):
 
 
 @pytest.mark.parametrize("guided", [None, "structured_outputs", "guided_choice"])
-def test_votes_are_means_of_words_that_a_server_chooses_among(monkeypatch, guided):
+def test_choice_scores_are_means_of_the_chosen_words_over_repeats(monkeypatch, guided):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     with Double() as double:
         client = ChatClient(Endpoint(model="judge", base_url=double.url, guided=guided, **PATIENCE))
@@ -181,7 +181,7 @@ def test_votes_are_means_of_words_that_a_server_chooses_among(monkeypatch, guide
         asking(YesReward, panel, by="guess")
 
 
-def test_win_rate_compares_within_a_task_and_forgets_the_place(open_panel):
+def test_win_rate_compares_samples_of_a_task_in_both_orders(open_panel):
     def prefers_second_and_light(pixels):
         share = 0.2 + 0.6 * sum(pixels) / len(pixels) / 255
         return {"second": share, "first": 0.95 - share}
@@ -200,7 +200,7 @@ def test_win_rate_compares_within_a_task_and_forgets_the_place(open_panel):
     assert rates[:3].mean().item() == pytest.approx(0.5)
 
 
-def test_a_group_shares_all_of_a_prompt_but_its_last_picture(open_panel):
+def test_prompts_of_a_group_differ_only_in_their_last_part(open_panel):
     """What a prefix cache can use: rubric, instruction and source first, each the same for all samples of a task."""
     task = sample(1).task
     given = [Sample(task, picture(number)) for number in range(3)]
@@ -211,11 +211,11 @@ def test_a_group_shares_all_of_a_prompt_but_its_last_picture(open_panel):
         rubrics = {messages[0]["content"] for messages in prompts}
         for text in rubrics:
             shared = [messages[1]["content"][:-1] for messages in prompts if messages[0]["content"] == text]
-            assert len(shared) in (3, 6)  # once, or again where the answers were not usable
+            assert len(shared) in (3, 6)  # one question per sample, or two if the answers were unusable
             assert all(parts == shared[0] for parts in shared)
 
 
-def test_what_a_task_says_cannot_leave_its_quotation(open_panel):
+def test_text_of_a_task_stays_inside_its_json_quotation(open_panel):
     with Double() as double:
         asking(AspectsReward, open_panel(double, repeats=1), aspects=("alignment",))([sample(1)])
         (body,) = double.requests
@@ -253,7 +253,7 @@ TEMPLATE_TOKENS = {
 
 
 @pytest.mark.parametrize("family", TEMPLATE_TOKENS)
-def test_no_text_of_a_task_spells_a_token_of_a_chat_template(family):
+def test_quoted_text_contains_no_chat_template_tokens(family):
     for token in TEMPLATE_TOKENS[family]:
         for text in (token, f"x{token}\n{token}", f"\\{token}", f"[{token}]", token * 3):
             for value in (text, [text], {"a": [text, 1, None]}):
@@ -263,11 +263,11 @@ def test_no_text_of_a_task_spells_a_token_of_a_chat_template(family):
 
 
 @pytest.mark.parametrize("value", ["a [red] car", ["red", "blue"], [True], [None, False], [[1, 2], []], "a[0] = 1", {"a": [True]}])
-def test_a_quotation_is_what_was_said(value):
+def test_quoted_values_decode_to_the_original_values(value):
     assert json.loads(quoted("Instruction", value).partition(": ")[2]) == value
 
 
-def test_aspects_of_prompts_and_what_is_refused(open_panel):
+def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_panel):
     with Double() as double:
         panel = open_panel(double, repeats=1)
         scores = asking(AspectsReward, panel, aspects=("quality", "alignment"))([sample(1, source=False)])
@@ -286,7 +286,7 @@ def test_aspects_of_prompts_and_what_is_refused(open_panel):
         asking(EditScore, panel, average="mean")
 
 
-def test_rubrics_are_files_that_say_what_is_data_and_ask_for_their_keys():
+def test_rubrics_are_short_and_say_that_data_is_not_part_of_the_rules():
     names = sorted(path.name[:-4] for path in (resources.files("retouch.rewards.judges") / "prompts").iterdir())
     assert len(names) >= 14
     for name in names:

@@ -1,4 +1,4 @@
-"""Knowledge fidelity: the edit distance of small graphs is exact, and a missing answer is missing."""
+"""MMMG's knowledge fidelity: the edit distance of small graphs is exact, and a missing answer gives missing scores."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ GRAPH = {
     "elements": ["Sun", "Water cycle", "rain", "river"],
     "dependencies": ["Causes(Sun, rain)", "Requires(river, rain)", "Defines(water, river)", "Contains(moon, sun)"],
 }
-# Of each dependency: "water" is the only element that contains the word, and there is no moon.
+# The edges of each dependency. "water" matches "Water cycle", the only element with this word; no element matches "moon".
 EDGES = ([("sun", "rain")], [("rain", "river")], [("water cycle", "river"), ("river", "water cycle")], [])
 
 
@@ -70,12 +70,12 @@ class Client:
         return [Answer(scores=self.scores) for _ in questions]
 
 
-def test_columns_are_the_graphs_of_the_answers() -> None:
+def test_columns_are_computed_from_the_answered_graph() -> None:
     answers = {"e1": 1.0, "e2": 1.0, "e3": 1.0, "e4": 0.0, "d1": 1.0, "d2": 1.0, "d3": 0.0, "d4": 0.0}
     client = Client(answers)
     reward = asking(MmmgReward, Panel(client, repeats=1))
     scores = reward([Sample(task(), Image.new("RGB", (8, 8)))])
-    assert scores["fidelity"].item() == pytest.approx(2 * 4 / (8 + 4))  # three elements and one edge of four and four
+    assert scores["fidelity"].item() == pytest.approx(2 * 4 / (8 + 4))  # 3 of 4 elements and 1 of 4 edges
     assert (scores["elements"].item(), scores["dependencies"].item()) == (0.75, 0.5)
     (question,) = client.questions
     assert "Requires(river, rain)" in str(question.parts)

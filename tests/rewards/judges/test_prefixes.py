@@ -1,4 +1,4 @@
-"""What the prompts of a group share, counted in the tokens of an in-process judge: what a prefix cache has to compute only once."""
+"""The common prefix of the prompts of a group, in tokens of an in-process judge: a prefix cache computes it only once."""
 
 import functools
 import itertools
@@ -32,7 +32,7 @@ IMAGES = [functools.partial(AspectsReward, aspects=("quality", "alignment")), Vi
 
 
 class Listener:
-    """Keeps what it is asked and says nothing."""
+    """Records the questions and returns no scores."""
 
     identity = "listener"
 
@@ -45,7 +45,7 @@ class Listener:
 
 
 def english():
-    """Qwen's tokenizer with pieces that were learned from this project's own pages."""
+    """Qwen's tokenizer class, with a vocabulary learned from this project's documentation."""
     learned = Tokenizer(models.BPE())
     learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -75,7 +75,7 @@ def picture(seed, size):
 
 
 def prompts(judge, make, *, size, source):
-    """The prompts about a group of four, by rubric: tokens, those of an image as its pixels."""
+    """The prompts of a group of four as lists of tokens, by rubric; the tokens of an image are replaced by its pixels."""
     images = (picture(0, size),) if source else ()
     task = Task(
         "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
@@ -97,14 +97,14 @@ def prompts(judge, make, *, size, source):
 
 
 def shares(tokens):
-    """Of a group's prompts: the share of tokens that all begin with, and the same without the tokens of the last image."""
+    """The common prefix of prompts as a share of all tokens, and as a share of the tokens without those of the last image."""
     common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=True)))
     last = [name for name in tokens[0] if isinstance(name, bytes)][-1]
     return common / len(tokens[0]), common / (len(tokens[0]) - tokens[0].count(last))
 
 
 @pytest.mark.parametrize(("make", "source"), [*((make, True) for make in EDITS), *((make, False) for make in IMAGES)])
-def test_a_group_shares_four_tokens_of_five(judge, make, source):
+def test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens(judge, make, source):
     for text, tokens in prompts(judge, make, size=112, source=source).items():
         assert len(tokens) == 4
         share, without_the_last = shares(tokens)
@@ -112,14 +112,14 @@ def test_a_group_shares_four_tokens_of_five(judge, make, source):
         assert without_the_last >= 0.9, text[:60]
 
 
-def test_a_larger_picture_is_all_that_is_not_shared(judge):
-    """Nothing can share the image that is judged: what remains beside it is the same share of a smaller part."""
+def test_with_larger_images_90_percent_is_shared_apart_from_the_judged_image(judge):
+    """The judged image cannot be shared; of the other tokens, the shared part is as large as with small images."""
     for tokens in prompts(judge, AspectsReward, size=504, source=True).values():
         assert tokens[0].count(picture(1, 504).tobytes()) == 18 * 18
         assert shares(tokens)[1] >= 0.9
 
 
-def test_pairs_with_the_same_first_picture_share_four_tokens_of_five(judge):
+def test_pairs_with_the_same_first_image_share_at_least_80_percent_of_their_tokens(judge):
     (tokens,) = prompts(judge, WinRateReward, size=112, source=True).values()
     assert len(tokens) == 12
     by_first = {}

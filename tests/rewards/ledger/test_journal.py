@@ -1,4 +1,4 @@
-"""The journal of scores: the same bits again, no judge asked twice, and nothing lost to a kill."""
+"""The journal of scores: stored scores are returned bitwise, no sample is scored twice, and a kill loses nothing."""
 
 import os
 import random
@@ -31,7 +31,7 @@ COLUMNS = {"quality": Column(-1.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=Tr
 
 
 class Counting:
-    """Gives scores that differ at every call, so that a second answer could not pass for the first; counts what it is asked."""
+    """Returns other scores at every call, so that a new score cannot be mistaken for a stored one; records the samples."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.columns = COLUMNS
@@ -85,7 +85,7 @@ Start = Callable[..., RewardScorer]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a run's judge over the same file again and again."""
+    """Starts a run's scorer with the same ledger file again and again."""
     started: list[RewardScorer] = []
 
     def end() -> None:
@@ -104,7 +104,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     end()
 
 
-def test_a_resumed_run_asks_nothing_twice(start: Start) -> None:
+def test_a_resumed_run_scores_no_sample_twice(start: Start) -> None:
     rows, reward = batch(), Counting()
     first = start(reward).for_split("train")(rows, pictures(rows)).result()
     assert len(reward.asked) == 6
@@ -112,7 +112,7 @@ def test_a_resumed_run_asks_nothing_twice(start: Start) -> None:
     assert len(reward.asked) == 6
 
 
-def test_what_the_judge_could_not_say_is_replayed_until_forgotten(start: Start) -> None:
+def test_missing_scores_are_replayed_until_forget_missing_is_called(start: Start) -> None:
     rows, mended = batch(), Counting()
     first = start(Counting(broken=True)).for_split("train")(rows, pictures(rows)).result()
     assert first.rewards.isnan().all()
@@ -127,7 +127,7 @@ def test_what_the_judge_could_not_say_is_replayed_until_forgotten(start: Start) 
     assert len(mended.asked) == 6
 
 
-def test_a_missing_diagnostic_is_no_reason_to_ask_again(start: Start) -> None:
+def test_a_missing_diagnostic_does_not_cause_rescoring(start: Start) -> None:
     rows, reward = batch(), Counting()
     judge = start(reward)
     first = judge.for_split("train")(rows, pictures(rows)).result()
@@ -137,7 +137,7 @@ def test_a_missing_diagnostic_is_no_reason_to_ask_again(start: Start) -> None:
     assert len(reward.asked) == 6
 
 
-def test_only_new_pictures_are_judged_and_they_replace_the_old(start: Start) -> None:
+def test_only_changed_images_are_scored_and_they_replace_the_stored_rows(start: Start) -> None:
     rows, reward = batch(), Counting()
     judge = start(reward)
     old = pictures(rows)
@@ -152,7 +152,7 @@ def test_only_new_pictures_are_judged_and_they_replace_the_old(start: Start) -> 
 
 
 @pytest.mark.parametrize("change", ["step", "group", "slot", "task"])
-def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) -> None:
+def test_the_same_image_in_another_step_group_slot_or_task_is_scored_again(start: Start, change: str) -> None:
     rows, reward = batch(groups=1, slots=1), Counting()
     samples = pictures(rows)
     judge = start(reward)
@@ -169,7 +169,7 @@ def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) ->
     assert len(reward.asked) == 2
 
 
-def test_another_judge_is_asked_anew(start: Start) -> None:
+def test_samples_are_scored_again_for_another_judge_fingerprint(start: Start) -> None:
     rows, reward = batch(), Counting()
     start(reward).for_split("train")(rows, pictures(rows)).result()
     second = start(reward, "two").for_split("train")(rows, pictures(rows)).result()
@@ -178,8 +178,8 @@ def test_another_judge_is_asked_anew(start: Start) -> None:
     assert len(reward.asked) == 12
 
 
-def test_evaluations_have_pages_of_their_own(start: Start) -> None:
-    """Held-out batches have the same groups and slots at each evaluation, and the targets' images have them too."""
+def test_splits_and_evaluation_steps_have_separate_rows(start: Start) -> None:
+    """Held-out batches have the same groups and slots at each evaluation, and so do the target images of the ceiling."""
     rows, reward = batch(-1), Counting()
     judge = start(reward)
     pages = [("train", -1), ("heldout", 0), ("heldout", 25), ("ceiling", 0)]
@@ -191,8 +191,8 @@ def test_evaluations_have_pages_of_their_own(start: Start) -> None:
     assert len(reward.asked) == 24
 
 
-def test_of_a_place_that_is_filled_twice_the_first_counts(start: Start) -> None:
-    """The last rank of an evaluation repeats the last task, of which the first score is taken."""
+def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start: Start) -> None:
+    """The last rank of an evaluation repeats the last task; its first score is used."""
     task = Task(id="last", instruction="")
     rows = Batch(0, -1, (task,), (4,), (0, 0), (0, 0))
     samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))] * 2
@@ -204,7 +204,7 @@ def test_of_a_place_that_is_filled_twice_the_first_counts(start: Start) -> None:
     assert len(reward.asked) == 2
 
 
-def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
+def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path: Path) -> None:
     rows, kept = batch(), KeptImages(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
@@ -226,7 +226,7 @@ def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_fault_of_the_policy_reaches_no_reward_and_counts_every_time(start: Start) -> None:
+def test_policys_own_faults_are_not_scored_and_are_counted_at_every_replay(start: Start) -> None:
     rows, reward = batch(), Counting()
     samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
     first = start(reward).for_split("train")(rows, samples).result()
@@ -236,7 +236,7 @@ def test_a_fault_of_the_policy_reaches_no_reward_and_counts_every_time(start: St
     assert len(reward.asked) == 3
 
 
-def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
+def test_scores_of_chunks_are_replayed_for_the_whole_batch(start: Start) -> None:
     rows, reward = batch(groups=3), Counting()
     samples = pictures(rows)
     judge = start(reward)
@@ -246,15 +246,15 @@ def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
     assert len(reward.asked) == 9
 
 
-def test_a_column_that_is_new_is_asked_for(journal: Journal) -> None:
+def test_rows_without_a_requested_column_are_not_recalled(journal: Journal) -> None:
     rows = batch()
     journal.record(rows_of(rows), {"quality": torch.zeros(6)})
     assert journal.recall(rows_of(rows), ["quality"])[0].all()
     assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()
 
 
-def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
-    """The reward waits for the caller, who can only go on if asking does not wait for the reward."""
+def test_the_caller_is_not_blocked_while_the_reward_runs(start: Start) -> None:
+    """The reward waits for the caller, so the test would not end if the call waited for the reward."""
     may_answer = threading.Event()
 
     class Waiting(Counting):
@@ -269,7 +269,7 @@ def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
     assert len(futures[0].result().rewards) == 6
 
 
-def test_scores_are_in_the_file_before_the_future_gives_them(start: Start, tmp_path: Path) -> None:
+def test_scores_are_in_the_file_when_the_future_is_done(start: Start, tmp_path: Path) -> None:
     rows, counts = batch(), []
     judge = start(Counting())
     future = judge.for_split("train")(rows, pictures(rows))
@@ -280,7 +280,7 @@ def test_scores_are_in_the_file_before_the_future_gives_them(start: Start, tmp_p
     assert counts == [12]
 
 
-def test_a_reward_that_fails_leaves_no_trace(start: Start) -> None:
+def test_a_failed_reward_call_stores_nothing(start: Start) -> None:
     class Failing(Counting):
         def __call__(self, samples: Sequence[Sample]) -> Scores:
             raise ValueError("no answer")
@@ -294,8 +294,8 @@ def test_a_reward_that_fails_leaves_no_trace(start: Start) -> None:
 
 @given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 @settings(max_examples=10)
-def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patterns: list[int]) -> None:
-    """Zeros of both signs, subnormal numbers; a NaN comes back as a NaN, an infinity is in the file and never used again."""
+def test_finite_floats_are_recalled_bitwise(tmp_path_factory: pytest.TempPathFactory, patterns: list[int]) -> None:
+    """Also zeros of both signs and subnormal numbers. NaN is recalled as NaN; an infinity is stored but never recalled."""
     special = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000]
     column = torch.tensor([struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in [*special, *patterns]])
     rows = batch(groups=1, slots=len(column))
@@ -319,7 +319,7 @@ def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patter
     assert torch.equal(torch.tensor(stored).isnan(), column.isnan())
 
 
-def test_names_that_have_no_utf8(journal: Journal) -> None:
+def test_task_ids_with_lone_surrogates_are_stored_and_recalled(journal: Journal) -> None:
     task = Task(id="half \ud800 pair", instruction="")
     rows = Batch(1, 1, (task,), (0,), (0,), (0,))
     samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
@@ -327,7 +327,7 @@ def test_names_that_have_no_utf8(journal: Journal) -> None:
     assert journal.recall(journal_rows(rows, samples, split="train", step=1), ["any"])[0].all()
 
 
-def test_a_pictures_name_knows_size_mode_and_every_pixel() -> None:
+def test_image_hash_depends_on_size_mode_and_every_pixel() -> None:
     black = PIL.Image.new("RGB", (4, 6))
     speck = black.copy()
     speck.putpixel((3, 5), (0, 0, 1))
@@ -336,7 +336,7 @@ def test_a_pictures_name_knows_size_mode_and_every_pixel() -> None:
     assert len({image_hash(image) for image in [black, *others]}) == 6
 
 
-def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
+def test_concurrent_readers_see_whole_batches(journal: Journal) -> None:
     """Another program reads while rows are written: it sees a batch's rows all or not at all."""
     counts, done = [], threading.Event()
 
@@ -359,7 +359,7 @@ def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
     assert sorted(counts) == counts
 
 
-def test_threads_may_share_it(journal: Journal) -> None:
+def test_several_threads_can_write_to_one_journal(journal: Journal) -> None:
     def write(first: int) -> None:
         for step in range(5):
             rows = batch(step, groups=1, first=first)
@@ -377,7 +377,7 @@ def test_threads_may_share_it(journal: Journal) -> None:
         assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
 
 
-def test_each_rank_has_its_own(tmp_path: Path) -> None:
+def test_each_rank_has_its_own_ledger_file(tmp_path: Path) -> None:
     assert [ledger_path(tmp_path, rank).name for rank in range(3)] == [
         "ledger.sqlite",
         "ledger.rank1.sqlite",
@@ -416,8 +416,8 @@ for kill in range(kills):
 """
 
 
-def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
-    """Killed among its writes, over and over, each time on what the last one left, log and all."""
+def test_a_kill_loses_no_recorded_row(tmp_path: Path) -> None:
+    """The writer is killed repeatedly during its writes; each new one continues with the files that the last one left."""
     path = tmp_path / "ledger.sqlite"
     command = [sys.executable, "-c", WRITER, path, Path(__file__).parent, "6"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -425,7 +425,7 @@ def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
     assert path.with_name("ledger.sqlite-wal").stat().st_size > 0
     last = [int(line) for line in done.stdout.split()]
     wal = path.with_name("ledger.sqlite-wal")
-    wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # a torn write behind what was committed
+    wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # an incomplete write after the committed ones
     journal = Journal(Database(path))
     for kill, safe in enumerate(last):
         for step in range(1000 * kill, safe + 1):
@@ -438,14 +438,14 @@ def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
     journal.database.close()
 
 
-def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
+def test_a_damaged_ledger_file_raises(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
     with pytest.raises(ValueError, match=r"ledger.sqlite cannot be used: .*move it away"):
         Database(path)
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
+def test_a_ledger_of_another_format_raises(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 1")
@@ -454,7 +454,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         Database(path)
 
 
-def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
+def test_a_full_disk_raises_and_keeps_earlier_rows(journal: Journal) -> None:
     rows = batch()
     journal.record(rows_of(rows), {"quality": torch.zeros(6)})
     pages = journal.database._connection.execute("PRAGMA page_count").fetchone()[0]
@@ -469,7 +469,7 @@ def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
     assert journal.recall(rows_of(large), ["quality"])[0].all()
 
 
-def test_a_damaged_picture_counts_as_missing(tmp_path: Path) -> None:
+def test_a_damaged_image_file_reads_as_none(tmp_path: Path) -> None:
     kept, image = KeptImages(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
     digest = image_hash(image)
     kept.save(digest, image)

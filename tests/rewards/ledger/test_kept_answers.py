@@ -1,4 +1,4 @@
-"""What was answered is not asked again, also after a restart, and everything asked is on record."""
+"""Stored answers: what was answered is not asked again, even after a restart, and every question is recorded."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def question(seed: int = 0, *, image: int = 0, rubric: str = "Judge.", form=FORM
 
 
 class Random:
-    """An asker that never says the same twice, and what it is asked."""
+    """A judge client with random answers, which records the questions."""
 
     identity = "random"
 
@@ -108,14 +108,14 @@ def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
 
 
 def test_equal_questions_of_one_call_are_asked_once(reopen):
-    """Images of a group may be the same to the pixel."""
+    """Images of a group may be identical."""
     asker = Random()
     answers = CachedJudgeClient(asker, reopen()).ask([question(), question(1), question(), question()])
     assert len(asker.asked) == 2
     assert answers[0].scores == answers[2].scores == answers[3].scores != answers[1].scores
 
 
-def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
+def test_judges_reuse_stored_answers_and_ask_only_new_repeats(reopen):
     asker = Random()
     given = [Sample(Task(f"t{k}", "make it blue", images=(picture(50 + k),)), picture(k)) for k in range(3)]
     first = asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
@@ -142,7 +142,7 @@ def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
     ],
     ids=lambda other: "",
 )
-def test_whatever_could_change_an_answer_is_asked_anew(reopen, other):
+def test_questions_that_differ_in_any_input_are_asked_separately(reopen, other):
     asker = Random()
     cached = CachedJudgeClient(asker, reopen())
     cached.ask([question()])
@@ -150,7 +150,7 @@ def test_whatever_could_change_an_answer_is_asked_anew(reopen, other):
     assert len(asker.asked) == 2
 
 
-def test_another_judge_is_asked_anew(reopen):
+def test_stored_answers_are_not_reused_for_another_judge(reopen):
     asker = Random()
     CachedJudgeClient(asker, reopen()).ask([question()])
     asker.identity = "another"
@@ -158,7 +158,7 @@ def test_another_judge_is_asked_anew(reopen):
     assert len(asker.asked) == 2
 
 
-def test_a_form_that_cannot_be_compared_is_never_remembered(reopen):
+def test_answers_to_forms_that_are_not_dataclasses_are_not_reused(reopen):
     class Odd:
         max_tokens = 1
         scales = FORM.scales
@@ -176,7 +176,7 @@ def test_a_form_that_cannot_be_compared_is_never_remembered(reopen):
     assert len(asker.asked) == 3
 
 
-def test_what_failed_is_on_record_and_asked_again(reopen, tmp_path):
+def test_failed_questions_are_recorded_and_asked_again(reopen, tmp_path):
     asker = Random()
     asker.faulty = True
     (missing,) = CachedJudgeClient(asker, reopen()).ask([question()])
@@ -189,7 +189,7 @@ def test_what_failed_is_on_record_and_asked_again(reopen, tmp_path):
     assert kept == [(1, "HTTP 503", 3, '["time-out", "HTTP 500"]'), (0, "", 2, '["HTTP 503"]')]
 
 
-def test_every_call_is_on_record(reopen, tmp_path):
+def test_every_call_is_recorded_with_its_settings_and_cost(reopen, tmp_path):
     CachedJudgeClient(Random(), reopen()).ask([question(3)])
     columns = "picture, judge, rubric, seed, temperature, text, seconds, input_tokens, output_tokens, cost"
     ((shown, judge, rubric, seed, temperature, text, *cost),) = rows(tmp_path / "ledger.sqlite", columns)
@@ -199,7 +199,7 @@ def test_every_call_is_on_record(reopen, tmp_path):
     assert cost == [0.25, 100, 10, 0.001]
 
 
-def test_canaries_go_past_the_memory_and_leave_it_alone(reopen):
+def test_bypassed_questions_are_always_asked_and_their_answers_are_not_reused(reopen):
     asker, answers = Random(), reopen()
     cached = CachedJudgeClient(asker, answers)
     first = cached.ask([question()])
@@ -214,7 +214,7 @@ def test_canaries_go_past_the_memory_and_leave_it_alone(reopen):
     assert len(asker.asked) == 5
 
 
-def test_what_is_under_way_for_one_thread_is_not_asked_for_another(reopen):
+def test_a_question_in_progress_is_not_asked_by_another_thread(reopen):
     asked, may_answer, results = threading.Event(), threading.Event(), {}
 
     class Waiting(Random):
@@ -241,7 +241,7 @@ def test_what_is_under_way_for_one_thread_is_not_asked_for_another(reopen):
     assert results[0].scores == results[1].scores
 
 
-def test_an_error_reaches_all_who_wait_and_nothing_stays_under_way(reopen):
+def test_a_question_can_be_asked_again_after_an_error(reopen):
     class Broken(Random):
         def ask(self, questions):
             if not self.asked:
@@ -255,7 +255,7 @@ def test_an_error_reaches_all_who_wait_and_nothing_stays_under_way(reopen):
     assert cached.ask([question()])[0].scores
 
 
-def test_a_key_of_the_environment_is_written_nowhere(reopen, tmp_path, monkeypatch):
+def test_api_keys_of_the_environment_are_not_stored(reopen, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RETOUCH_TOKEN", KEY[::-1])
 
@@ -274,7 +274,7 @@ def test_a_key_of_the_environment_is_written_nowhere(reopen, tmp_path, monkeypat
 
 
 class Server:
-    """A reward that judges somewhere else: never the same twice; each sample on its own."""
+    """A remote reward with random scores, which records the ids of the tasks."""
 
     columns: Mapping[str, Column] = {"quality": Column(0.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
     fingerprint = "server 1"
@@ -322,7 +322,7 @@ def test_a_sample_is_sent_once_also_after_a_restart(remember):
 
 
 @pytest.mark.parametrize("poison", ["1e999", "-1e999", "1e300", "1.5", "-0.5"])
-def test_a_cached_score_that_no_honest_server_could_give_is_asked_for_again(remember, reopen, poison):
+def test_stored_scores_outside_the_declared_range_are_requested_again(remember, reopen, poison):
     server, given = Server(), [sample(k) for k in range(3)]
     remember(server)(given)
     with reopen()._database.writing() as connection:
@@ -349,7 +349,7 @@ def test_a_cached_score_that_no_honest_server_could_give_is_asked_for_again(reme
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
+def test_samples_that_differ_in_any_task_field_are_scored_separately(remember, changes):
     server = Server()
     cached = remember(server)
     cached([sample(1)])
@@ -357,7 +357,7 @@ def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
     assert len(server.asked) == 2
 
 
-def test_another_text_or_picture_makes_another_sample(remember):
+def test_samples_that_differ_in_completion_or_image_are_scored_separately(remember):
     server, one = Server(), sample(1)
     cached = remember(server)
     cached([one, replace(one, completion="a red door"), replace(one, image=picture(9))])
@@ -365,7 +365,7 @@ def test_another_text_or_picture_makes_another_sample(remember):
     assert len(server.asked) == 4
 
 
-def test_another_fingerprint_is_another_reward(remember):
+def test_samples_are_scored_again_for_another_reward_fingerprint(remember):
     server = Server()
     remember(server)([sample(1)])
     server.fingerprint = "server 2"
@@ -373,7 +373,7 @@ def test_another_fingerprint_is_another_reward(remember):
     assert len(server.asked) == 2
 
 
-def test_a_sample_that_misses_a_column_is_sent_again(remember, tmp_path):
+def test_a_sample_with_a_missing_score_is_scored_again(remember, tmp_path):
     server = Server(missing=frozenset({"t1"}))
     scores = remember(server)([sample(0), sample(1)])
     assert scores["quality"].isnan().tolist() == [False, True]
@@ -383,7 +383,7 @@ def test_a_sample_that_misses_a_column_is_sent_again(remember, tmp_path):
     assert [fault for (fault,) in rows(tmp_path / "ledger.sqlite", "fault")] == ["", "missing quality", ""]
 
 
-def test_what_a_client_knows_of_each_sample_is_on_record(remember, tmp_path):
+def test_request_statistics_of_each_sample_are_recorded(remember, tmp_path):
     class Client(Server):
         def submit_with_stats(self, samples):
             done = Future()
@@ -395,7 +395,7 @@ def test_what_a_client_knows_of_each_sample_is_on_record(remember, tmp_path):
     assert (seconds, attempts, json.loads(faults)) == (0.5, 3, ["timeout", "http_503"])
 
 
-def test_a_reader_cannot_write_and_another_format_is_refused(tmp_path):
+def test_read_only_connections_reject_writes_and_other_formats(tmp_path):
     database = Database(tmp_path / "ledger.sqlite")
     reader = open_read_only(tmp_path / "ledger.sqlite")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
@@ -432,8 +432,8 @@ class Fixed(Random):
     ],
     ids=["viescore", "editscore", "aspects", "complex_edit", "yes", "choice", "digit"],
 )
-def test_answers_of_existing_ledgers_are_found(judge, fields, digest):
-    """A change here means that judges are asked again, at cost, about everything that existing ledgers have answers to."""
+def test_question_hashes_match_those_of_existing_ledgers(judge, fields, digest):
+    """If a hash changes, judges are asked again, at a cost, about everything that existing ledgers have answers to."""
     client, before, after = Fixed(), Image.new("RGB", (8, 8), (200, 10, 10)), Image.new("RGB", (8, 8), (10, 10, 200))
     asking(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
     keys = [question_hash(each, client.identity, ImageHasher()) for each in client.asked]

@@ -1,4 +1,4 @@
-"""The judge of paintings: its formulas against a slow reading of them, and what each column must do."""
+"""The reward of the text-to-image playground: its columns compared with a slow reference implementation, and their properties."""
 
 import math
 
@@ -40,7 +40,7 @@ def picture_of(*things: tuple[int, Thing], background: int = 1) -> Scene:
 
 
 def slowly(task: Task, image: Image.Image) -> dict[str, float]:
-    """The columns by the words of their definition, one cell at a time."""
+    """A reference implementation of the columns, one cell at a time."""
     values = np.asarray(image).astype(np.float64)
     rows = [(slice(r * CELL, (r + 1) * CELL), slice(c * CELL, (c + 1) * CELL)) for r in range(3) for c in range(3)]
     cells = [values[window] for window in rows]
@@ -88,14 +88,14 @@ def pictures() -> list[tuple[Task, Image.Image]]:
     return cases
 
 
-def test_the_columns_are_what_their_definitions_say() -> None:
+def test_columns_match_the_reference_implementation() -> None:
     for task, image in pictures():
         found, wanted = judge(task, image), slowly(task, image)
         assert found.keys() == wanted.keys() == JUDGE.columns.keys()
         assert found == pytest.approx(wanted, abs=1e-5)
 
 
-def test_it_is_a_reward_and_what_is_beside_a_sample_changes_nothing() -> None:
+def test_scores_of_a_sample_do_not_depend_on_the_batch() -> None:
     assert isinstance(JUDGE, Reward)
     cases = pictures()
     together = JUDGE([Sample(task, image) for task, image in cases])
@@ -105,7 +105,7 @@ def test_it_is_a_reward_and_what_is_beside_a_sample_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_the_exact_picture_has_full_marks(number: int) -> None:
+def test_the_target_image_gets_the_best_scores(number: int) -> None:
     task = TASKS[number]
     assert judge(task, task.target) == {
         **{"alignment": 10, "quality": 10, "overall": 10, "exact": 1, "shown": 1, "ground": 1, "extra": 0}
@@ -124,26 +124,26 @@ def test_the_exact_picture_has_full_marks(number: int) -> None:
     ],
     ids=["right", "one missing", "another ground", "swapped", "elsewhere", "one too many"],
 )
-def test_what_is_missing_wrong_or_too_much_costs_what_it_should(painted: Scene, alignment: float, exact: float) -> None:
+def test_missing_wrong_and_extra_things_lower_alignment_by_the_formula(painted: Scene, alignment: float, exact: float) -> None:
     found = judge(asked((0, RED), (4, BLUE)), render(painted))
     assert found["alignment"] == pytest.approx(alignment, abs=1e-5)
     assert found["quality"] == 10
     assert found["exact"] == exact
 
 
-def test_an_empty_canvas_is_worth_nothing() -> None:
+def test_an_empty_canvas_has_quality_and_overall_0() -> None:
     found = judge(asked((0, RED)), render(Scene(1, tuple(EMPTY))))
     assert (found["quality"], found["overall"]) == (0, 0)
 
 
 @pytest.mark.parametrize("image", [None, Image.new("RGB", (48, 48))])
-def test_what_cannot_be_judged_is_the_policys_own_fault(image: Image.Image | None) -> None:
+def test_no_image_or_a_wrong_size_scores_0(image: Image.Image | None) -> None:
     found = judge(TASKS[0], image)
     assert math.isnan(found.pop("extra"))
     assert set(found.values()) == {0.0}
 
 
-def test_other_tasks_are_refused() -> None:
+def test_tasks_without_a_scene_or_with_an_empty_scene_raise() -> None:
     with pytest.raises(ValueError, match="no scene"):
         judge(Task(id="x", instruction="y"), None)
     with pytest.raises(ValueError, match="empty scene"):

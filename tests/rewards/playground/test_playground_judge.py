@@ -1,4 +1,4 @@
-"""The exact judge: its formulas against a slow reading of them, and what each column must do."""
+"""The reward of the editing playground: its columns compared with a slow reference implementation, and their properties."""
 
 import math
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def noise(seed: int) -> ndarray:
 
 
 def slowly(task: Task, image: Image.Image) -> dict[str, float]:
-    """The columns by the words of their definition, one cell at a time."""
+    """A reference implementation of the columns, one cell at a time."""
     scene, edits = parts(task)
     target = apply(scene, edits)
 
@@ -106,7 +106,7 @@ def slowly(task: Task, image: Image.Image) -> dict[str, float]:
 
 @settings(deadline=None, max_examples=60)
 @given(tasks, st.integers(0, 1000), st.floats(0, 0.5), st.floats(0, 1))
-def test_the_columns_are_what_their_definition_says(task: Task, seed: int, strength: float, progress: float) -> None:
+def test_columns_match_the_reference_implementation(task: Task, seed: int, strength: float, progress: float) -> None:
     other = TASKS[seed]
     mixed = array(task.images[0]) * (1 - progress) + array(task.target) * progress
     mixed[window(seed % 9)] = array(other.target)[window(seed % 9)]
@@ -118,7 +118,7 @@ def test_the_columns_are_what_their_definition_says(task: Task, seed: int, stren
 
 
 @given(tasks)
-def test_the_exact_target_has_full_marks(task: Task) -> None:
+def test_the_target_image_gets_the_best_scores(task: Task) -> None:
     scores = judge(task, task.target)
     assert [scores[name] for name in MAIN] == pytest.approx([10, 10, 10, 10, 1])
     kinds = task.tags["kinds"].split("+")
@@ -127,27 +127,27 @@ def test_the_exact_target_has_full_marks(task: Task) -> None:
 
 
 @given(tasks)
-def test_the_untouched_source_follows_nothing_and_keeps_everything(task: Task) -> None:
+def test_the_unchanged_source_has_no_if_and_full_ip(task: Task) -> None:
     scores = judge(task, task.images[0])
     assert [scores[name] for name in MAIN] == pytest.approx([0, 10, 10, 0, 0])
     assert all(scores[f"success/{kind}"] == 0 for kind in task.tags["kinds"].split("+"))
 
 
 @given(tasks, st.sampled_from(BACKGROUNDS))
-def test_an_empty_canvas_is_not_a_picture(task: Task, grey: int) -> None:
+def test_an_empty_canvas_has_pq_and_overall_0(task: Task, grey: int) -> None:
     scores = judge(task, Image.new("RGB", (SIZE, SIZE), (grey,) * 3))
     assert scores["PQ"] == scores["overall"] == scores["exact"] == 0
 
 
 @given(tasks, st.integers(0, 1000))
-def test_grey_mush_scores_nothing(task: Task, seed: int) -> None:
+def test_low_contrast_noise_scores_below_1(task: Task, seed: int) -> None:
     scores = judge(task, picture(128 + (noise(seed) - 128) * 0.3))
     assert scores["PQ"] < 1
     assert scores["overall"] < 1
 
 
 @given(tasks, st.integers(0, 8), st.sampled_from([None, *THINGS]))
-def test_a_changed_bystander_costs_identity_alone(task: Task, start: int, thing: Thing | None) -> None:
+def test_a_change_in_a_cell_outside_the_edits_lowers_ip_but_not_if(task: Task, start: int, thing: Thing | None) -> None:
     scene, edits = parts(task)
     touched = {cell for edit in edits for cell in edit.touches}
     free = [cell for cell in range(9) if cell not in touched]
@@ -165,7 +165,7 @@ def test_a_changed_bystander_costs_identity_alone(task: Task, start: int, thing:
 
 
 @given(tasks, st.integers(0, 8), st.integers(0, 30))
-def test_a_bystander_off_by_a_known_distance_costs_what_the_formula_says(task: Task, start: int, offset: int) -> None:
+def test_ip_falls_with_the_distance_of_a_cell_outside_the_edits_by_the_formula(task: Task, start: int, offset: int) -> None:
     scene, edits = parts(task)
     touched = {cell for edit in edits for cell in edit.touches}
     free = [cell for cell in range(9) if cell not in touched]
@@ -178,7 +178,7 @@ def test_a_bystander_off_by_a_known_distance_costs_what_the_formula_says(task: T
 
 
 @given(tasks, st.integers(0, 1000))
-def test_noise_of_an_autoencoder_is_nearly_free(task: Task, seed: int) -> None:
+def test_noise_at_the_level_of_an_autoencoder_barely_lowers_the_scores(task: Task, seed: int) -> None:
     image = picture(array(task.target) + np.random.default_rng(seed).normal(0, 4, (SIZE, SIZE, 3)))
     scores = judge(task, image)
     assert scores["IP"] == scores["PQ"] == 10
@@ -196,14 +196,14 @@ def test_more_noise_never_scores_higher(task: Task, seed: int) -> None:
 
 
 @given(tasks)
-def test_half_way_is_half_followed(task: Task) -> None:
+def test_the_mean_of_source_and_target_has_half_of_if(task: Task) -> None:
     half = judge(task, picture((array(task.images[0]) + array(task.target)) / 2))
     assert half["IF"] == pytest.approx(5, abs=0.15)
     assert half["IP"] == 10
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.randoms(use_true_random=False))
-def test_rows_do_not_see_each_other(indices: list[int], random: object) -> None:
+def test_scores_do_not_depend_on_the_other_rows_or_their_order(indices: list[int], random: object) -> None:
     makers: list[Callable[[Task], Image.Image | None]] = [
         lambda task: task.target,
         lambda task: task.images[0],
@@ -220,7 +220,7 @@ def test_rows_do_not_see_each_other(indices: list[int], random: object) -> None:
         assert torch.equal(column.nan_to_num(-1), torch.cat([row[name] for row in alone]).nan_to_num(-1))
 
 
-def test_an_edit_half_done_shows_in_the_share_of_its_kind() -> None:
+def test_success_columns_are_the_share_of_completed_edits_of_a_kind() -> None:
     red, blue, green = Thing("red", "circle"), Thing("blue", "square"), Thing("green", "circle")
     scene = Scene(2, (red, blue, green, *[None] * 6))
     edits = [Edit("move", 0, red, 6, red), Edit("move", 1, blue, 8, blue), Edit("remove", 2, green, 2, None)]
@@ -245,7 +245,7 @@ def test_the_right_things_on_another_background_are_not_exact(task: Task, shift:
 
 
 @pytest.mark.parametrize("size", [None, (SIZE, SIZE + 1), (48, 48), (1, 1)])
-def test_what_cannot_be_used_gets_the_minimum_and_is_not_missing(size: tuple[int, int] | None) -> None:
+def test_no_image_or_a_wrong_size_gets_the_lowest_scores_and_is_not_missing(size: tuple[int, int] | None) -> None:
     task = TASKS[3]
     assert task.target is not None
     scores = judge(task, None if size is None else task.target.resize(size))
@@ -254,13 +254,13 @@ def test_what_cannot_be_used_gets_the_minimum_and_is_not_missing(size: tuple[int
         assert scores[f"success/{kind}"] == pytest.approx(0.0 if kind in task.tags["kinds"] else math.nan, nan_ok=True)
 
 
-def test_a_task_from_elsewhere_is_refused() -> None:
+def test_a_task_without_a_playground_scene_raises() -> None:
     task = Task(id="photos/17", instruction="make the sky red")
     with pytest.raises(ValueError, match="photos/17"):
         JUDGE([Sample(task, Image.new("RGB", (SIZE, SIZE)))])
 
 
-def test_it_is_a_reward_with_declared_ranges() -> None:
+def test_scores_have_the_declared_columns_shapes_and_ranges() -> None:
     assert isinstance(JUDGE, Reward)
     nothing: Scores = JUDGE([])
     many = JUDGE([Sample(task, TASKS[i + 1].target) for i, task in enumerate(TASKS[:64])])

@@ -1,4 +1,4 @@
-"""The judge of signs: closed forms of its colours and distances, what it makes of right and wrong signs, and of the autoencoder."""
+"""The reward of signs: closed forms of its colours and distances, and its scores of right, wrong and autoencoded signs."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tenso
 
 
 def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...]) -> Image.Image:
-    """The task's image with this on its sign."""
+    """The task's image with this word, in these colours, on its sign."""
     assert task.mask is not None
     picture = task.images[0].copy()
     words.write(picture, task.mask.getbbox(), word, Style(ink, paper, 11))
@@ -35,14 +35,14 @@ def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...])
 
 
 def flat(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> Image.Image:
-    """A sign of 20 x 10 px, of which so many pixels are of the ink and all others of the paper."""
+    """A sign of 20 x 10 pixels: ``inked`` pixels have the colour of the ink, all others that of the paper."""
     pixels = np.full((200, 3), paper, dtype=np.uint8)
     pixels[:inked] = ink
     return Image.fromarray(pixels.reshape(10, 20, 3))
 
 
 def one(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> tuple[float, ...]:
-    """(style, paper, ink) of such a sign, where one of (200, 200, 200) with (100, 0, 0) is asked for."""
+    """The scores (style, paper, ink) of such a sign if the reference has paper (200, 200, 200) and ink (100, 0, 0)."""
     task = Task("t", "", mask=Image.new("L", (20, 10), 255), reference=flat((200, 200, 200), (100, 0, 0)))
     return tuple(column.item() for column in scores([(task, flat(paper, ink, inked))]).values())
 
@@ -55,7 +55,7 @@ def test_flat_signs_have_the_scores_of_the_formula() -> None:
     assert one((200, 200, 120), (180, 0, 0)) == (0, 0, 0)
     # Distances are Euclidean: (28, 28, 28) is 48.5 away.
     assert one((228, 228, 228), (100, 0, 0))[1] == pytest.approx(1 - (28 * 3**0.5 - 16) / 64)
-    # The dirt of seven pixels is no ink of eight, and 59 away from the paper is none either.
+    # The ink is the mean of eight pixels, here with one of the paper. An ink that is 59 away from the paper counts as none.
     assert one((200, 200, 200), (100, 0, 0), inked=7)[2] == pytest.approx(1 - (np.linalg.norm([12.5, 25, 25]) - 16) / 64)
     assert one((200, 200, 200), (100, 0, 0), inked=0) == (0.5, 1, 0)
     assert one((120, 20, 0), (178, 10, 0))[2] == 0
@@ -63,7 +63,7 @@ def test_flat_signs_have_the_scores_of_the_formula() -> None:
 
 
 @pytest.mark.parametrize("size", words.SIZES)
-def test_every_style_is_read_off_any_word(size: int) -> None:
+def test_paper_and_ink_are_recovered_for_every_style(size: int) -> None:
     for ink in INKS:
         for paper in PAPERS:
             for word in ("ODU", "BAPA", "UMETER"):
@@ -74,13 +74,13 @@ def test_every_style_is_read_off_any_word(size: int) -> None:
                 assert np.linalg.norm(seen_ink - ink) < 25
 
 
-def test_the_right_picture_gets_all_and_other_styles_little() -> None:
+def test_the_target_image_scores_high_and_other_styles_score_low() -> None:
     right = scores([(task, task.target) for task in TASKS])
     assert right["paper"].min() == 1
     assert right["ink"].min() >= 0.95
-    # Right style, other word: what stands there is not this judge's.
+    # Right style, other word: this reward does not score the word.
     assert scores([(task, painted(task, "KAT", *colours(task))) for task in TASKS])["style"].min() >= 0.9
-    # The style of the image, which is another: a copy of what hangs there.
+    # Wrong style: that of the other sign in the image.
     hung = [painted(task, task.text or "", *hanging(task)) for task in TASKS]
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].mean() <= 0.2
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].max() <= 0.7
@@ -94,8 +94,8 @@ def test_an_empty_sign_has_no_ink() -> None:
     assert found["ink"].max() == 0
 
 
-def test_the_autoencoder_keeps_papers_and_little_of_inks() -> None:
-    """What is lost between the right image and 1 is the ceiling of whoever paints with it; a wrong style stays far below."""
+def test_autoencoded_signs_of_the_right_style_score_higher_than_those_of_a_wrong_style() -> None:
+    """The scores of autoencoded targets are the ceiling of a policy with this autoencoder; a wrong style scores far lower."""
     vae = AutoencoderKL.from_pretrained(playground_weights("words") / "vae").eval()
 
     def through(tasks: list[Task]) -> list[Image.Image]:
@@ -113,7 +113,7 @@ def test_the_autoencoder_keeps_papers_and_little_of_inks() -> None:
     assert right["style"].mean() >= 2 * wrong["style"].mean()
 
 
-def test_what_cannot_be_used_gets_nothing_and_a_task_without_a_sign_is_refused() -> None:
+def test_unusable_images_score_0_and_a_task_without_a_sign_raises() -> None:
     found = scores([(TASKS[0], None), (TASKS[0], TASKS[0].images[0].resize((32, 16))), (TASKS[1], TASKS[1].target)])
     assert found["style"].tolist()[:2] == [0, 0]
     assert found["style"][2] > 0.95
@@ -122,7 +122,7 @@ def test_what_cannot_be_used_gets_nothing_and_a_task_without_a_sign_is_refused()
             scores([(broken, TASKS[0].target)])
 
 
-def test_a_recipe_takes_it_for_words_alone() -> None:
+def test_recipes_accept_the_sign_reward_only_with_playground_words() -> None:
     reward = 'reward={"kind": "playground-signs", "combine": {"style": 1}}'
     recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.style_from_reference=true", "eval.column=style"])
     assert isinstance(recipe.reward.build(), SignReward)
@@ -131,7 +131,7 @@ def test_a_recipe_takes_it_for_words_alone() -> None:
 
 
 def colours(task: Task) -> tuple[tuple[int, ...], ...]:
-    """Ink and paper that are asked for."""
+    """Ink and paper of the reference."""
     assert task.reference is not None
     return _nearest(task.reference)
 

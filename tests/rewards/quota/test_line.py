@@ -1,4 +1,4 @@
-"""The line before a judge: first come, first served, and its end when nobody is answered any more."""
+"""The queue before a judge: places are given in order of arrival; waiting times out when no request is answered any more."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def test_places_are_given_in_turn() -> None:
+def test_places_are_given_in_order_of_arrival() -> None:
     inside: list[int] = []
 
     async def one(line: ProgressSemaphore, number: int) -> None:
@@ -36,8 +36,8 @@ def test_places_are_given_in_turn() -> None:
     asyncio.run(act())
 
 
-def test_who_waits_gives_up_when_nobody_was_answered_for_too_long() -> None:
-    """Answers keep the line waiting, however long; without any it ends at once, and so does whoever comes to it."""
+def test_waiting_requests_time_out_only_if_no_request_is_answered() -> None:
+    """As long as requests are answered, the others wait; if none is answered for too long, all of them time out together."""
     clock = Clock()
 
     async def act() -> None:
@@ -47,7 +47,7 @@ def test_who_waits_gives_up_when_nobody_was_answered_for_too_long() -> None:
         for _ in range(10):
             clock.now += 0.015
             line.answered()
-            await asyncio.sleep(0.03)  # longer than the patience, were it this clock that counts
+            await asyncio.sleep(0.03)  # longer than the patience, but in real time, which does not count
         assert not any(task.done() for task in waiting)
         clock.now += 0.021
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
@@ -58,7 +58,7 @@ def test_who_waits_gives_up_when_nobody_was_answered_for_too_long() -> None:
     asyncio.run(act())
 
 
-def test_a_place_got_late_ends_with_the_patience() -> None:
+def test_the_deadline_of_a_place_counts_from_the_start_of_waiting() -> None:
     clock = Clock()
 
     async def act() -> float:
@@ -73,14 +73,14 @@ def test_a_place_got_late_ends_with_the_patience() -> None:
     assert asyncio.run(act()) == 110.0
 
 
-def test_who_goes_away_takes_no_place_along() -> None:
+def test_a_cancelled_request_releases_its_place() -> None:
     async def act() -> None:
         line = ProgressSemaphore(1, patience=100.0, clock=Clock())
         await line.enter(since=100.0)
         gone = asyncio.create_task(line.enter(since=100.0))
         await asyncio.sleep(0.01)
-        line.leave()  # it is let in
-        gone.cancel()  # and goes at the same moment
+        line.leave()  # it is admitted
+        gone.cancel()  # and cancelled at the same moment
         await asyncio.gather(gone, return_exceptions=True)
         await asyncio.wait_for(line.enter(since=100.0), timeout=60)
 

@@ -1,4 +1,4 @@
-"""Quotas: never more in any minute, hardly less where there is work, one count for all processes, and budgets that end."""
+"""Quotas: the limit of a minute is never exceeded and almost fully used, processes share one count, and budgets end."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from retouch.rewards.quota.quota import BudgetSpent, Quota, Turns
 
 
 class Clock:
-    """Time that goes by when it is told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,8 +33,8 @@ steps = st.lists(st.tuples(st.floats(0.0, 30.0), units, st.floats(0.0, 1.0), st.
 
 
 @given(steps=steps)
-@example(steps=[(0.0, 40.0, 0.1, 20.0)] * 60 + [(0.5, 40.0, 1.0, 0.0)] * 60)  # slow replies that took little, then quick large ones
-def test_no_minute_has_more_however_requests_come_and_whatever_they_took(steps: list[tuple[float, float, float, float]]) -> None:
+@example(steps=[(0.0, 40.0, 0.1, 20.0)] * 60 + [(0.5, 40.0, 1.0, 0.0)] * 60)  # slow replies with low use, then quick ones with high
+def test_no_minute_exceeds_the_limits_for_any_sequence_of_requests(steps: list[tuple[float, float, float, float]]) -> None:
     """Each step: seconds that pass, units wanted, the share of the largest that it took, and when that is known."""
     clock = Clock()
     quota = Quota(requests_per_minute=10, units_per_minute=100, largest=40, clock=clock)
@@ -60,8 +60,8 @@ def test_no_minute_has_more_however_requests_come_and_whatever_they_took(steps: 
 @pytest.mark.parametrize(
     ("per_minute", "largest", "used"), [(600, 1, 1), (7, 1, 1), (6000, 8, 8), (90_000, 3000, 1000), (200_000, 3000, 2999)]
 )
-def test_where_there_is_work_at_least_nine_tenths_are_used(per_minute: float, largest: float, used: float) -> None:
-    """Requests wait in line, replies take two seconds, and whoever is told to come again does a little late."""
+def test_at_least_90_percent_of_the_rate_is_used_under_load(per_minute: float, largest: float, used: float) -> None:
+    """Requests are always waiting, replies take two seconds, and a request that has to wait returns slightly late."""
     clock, begun, open_ = Clock(), [], []
     quota = Quota(units_per_minute=per_minute, largest=largest, clock=clock)
     while clock.now < 1000 + 600:
@@ -77,17 +77,17 @@ def test_where_there_is_work_at_least_nine_tenths_are_used(per_minute: float, la
     assert sum(units for _, units in begun) >= 0.9 * 10 * per_minute
 
 
-def test_a_pause_is_not_saved_up() -> None:
+def test_unused_rate_is_not_saved_for_later() -> None:
     clock = Clock()
     quota = Quota(requests_per_minute=60, clock=clock)
     clock.now += 3600
     at_once = 0
     while not quota.turn(1.0).wait:
         at_once += 1
-    assert at_once <= 2  # one, and one for being a second late
+    assert at_once <= 2  # one, and one more to catch up on a second
 
 
-def test_times_from_before_the_machine_was_started_anew_mean_nothing(tmp_path: Path) -> None:
+def test_stored_times_from_before_a_reboot_are_ignored(tmp_path: Path) -> None:
     clock = Clock()
     clock.now = 1e6
     assert not Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock).turn(1.0).wait
@@ -97,7 +97,7 @@ def test_times_from_before_the_machine_was_started_anew_mean_nothing(tmp_path: P
     assert again.turn(1.0).wait == pytest.approx(62.5 - 1)
 
 
-def test_who_cannot_be_asked_in_time_is_told_at_once() -> None:
+def test_requests_that_cannot_start_before_their_deadline_get_no_turn() -> None:
     clock = Clock()
 
     async def ask() -> list[bool]:
@@ -107,7 +107,7 @@ def test_who_cannot_be_asked_in_time_is_told_at_once() -> None:
     assert asyncio.run(ask()) == [True, False, False]
 
 
-def test_turns_are_taken_in_the_order_of_asking() -> None:
+def test_turns_are_given_in_the_order_of_requests() -> None:
     order: list[int] = []
 
     async def ask() -> None:
@@ -153,7 +153,7 @@ def test_the_calls_of_all_ranks_add_up_to_the_budget(
     assert max(made) - min(made) <= 1
 
 
-def test_a_budget_of_fewer_calls_than_parts_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_with_fewer_calls_than_ranks_or_machines_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for rank in range(8):
@@ -165,7 +165,7 @@ def test_a_budget_of_fewer_calls_than_parts_is_refused(tmp_path: Path, monkeypat
             Quota(calls=1, file=tmp_path / f"quota-{rank // 4}")
 
 
-def test_money_is_counted_when_it_is_known() -> None:
+def test_claims_raise_after_the_cost_budget_is_spent() -> None:
     quota = Quota(cost=1.0)
     for _ in range(2):
         quota.claim(100)
@@ -174,7 +174,7 @@ def test_money_is_counted_when_it_is_known() -> None:
         quota.claim(1)
 
 
-def test_what_is_spent_stays_spent_and_a_larger_budget_goes_on(tmp_path: Path) -> None:
+def test_spent_calls_persist_in_the_file_and_a_larger_budget_continues(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "quota"
     Quota(calls=5, file=file).claim(5)
     with pytest.raises(BudgetSpent):
@@ -192,7 +192,7 @@ print(sum(quota.claim_another() for _ in range(400)), sum(not quota.turn(1.0).wa
 
 
 def test_processes_that_name_one_file_have_one_quota(tmp_path: Path) -> None:
-    """1000 calls, and at one moment as many turns as one process alone would have: those that catch up with a second."""
+    """1000 calls in total, and at one moment as many turns as one process alone gets: those that catch up on a second."""
     command = [sys.executable, "-c", WORK, str(tmp_path / "quota")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     told = [process.communicate()[0].split() for process in processes]
@@ -201,7 +201,7 @@ def test_processes_that_name_one_file_have_one_quota(tmp_path: Path) -> None:
     assert sum(int(turns) for _, turns in told) == sum(not alone.turn(1.0).wait for _ in range(200)) < 100
 
 
-def test_ranks_on_several_machines_have_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_machines_get_equal_shares_of_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     together, alone = Quota(calls=160, file=tmp_path / "quota"), Quota(calls=160)
@@ -229,7 +229,7 @@ def test_limits_that_make_no_sense_are_refused(limits: dict[str, float], says: s
         Quota(**limits)
 
 
-def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_quota_file_raises(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("not a quota")
     with pytest.raises(ValueError, match="notes is not a quota file"):
         Quota(calls=1, file=tmp_path / "notes")

@@ -20,13 +20,13 @@ def scores(image, task=None):
     return {name: column[0].item() for name, column in given.items()}
 
 
-def test_keeps_the_contract():
+def test_appearance_reward_passes_the_contract_checks():
     mask = Image.new("L", (24, 20))
     mask.paste(255, (0, 0, 12, 20))
     check_reward(AppearanceReward(), [Sample(Task(str(k), "", images=(noise(9),), mask=mask), noise(k)) for k in range(4)])
 
 
-def test_flat_colours():
+def test_scores_of_flat_colours_match_closed_forms():
     orange = scores(Image.new("RGB", (8, 8), (255, 102, 0)))
     assert orange["brightness"] == pytest.approx(0.299 + 0.587 * 0.4)
     assert orange["saturation"] == 1
@@ -36,7 +36,7 @@ def test_flat_colours():
     assert scores(Image.new("RGB", (8, 8)))["saturation"] == 0
 
 
-def test_detail_is_the_amplitude_of_fine_waves_alone():
+def test_detail_is_the_rms_amplitude_of_high_frequencies():
     across = np.arange(32)
 
     def wave(frequency, amplitude=40):
@@ -47,12 +47,12 @@ def test_detail_is_the_amplitude_of_fine_waves_alone():
     assert scores(wave(12, amplitude=80))["detail"] == pytest.approx(2 * scores(wave(12))["detail"], rel=0.01)
     assert scores(wave(12).rotate(90, expand=True))["detail"] == pytest.approx(scores(wave(12))["detail"], rel=1e-5)
     assert scores(wave(4))["detail"] < 0.003  # rounding to 8 bits alone
-    # Of white noise three quarters of the frequencies are fine: above half of the finest along either axis.
+    # Three quarters of the frequencies of white noise are high: above half of the maximum along at least one axis.
     grey = np.random.default_rng(0).normal(128, 20, (256, 256)).round().clip(0, 255).astype(np.uint8)
     assert scores(Image.fromarray(grey).convert("RGB"))["detail"] == pytest.approx(math.sqrt(0.75) * 20 / 255, rel=0.02)
 
 
-def test_only_what_the_mask_leaves_alone_is_compared():
+def test_preservation_compares_only_pixels_outside_the_mask():
     source = Image.new("RGB", (20, 10), (100, 100, 100))
     edited = source.copy()
     edited.paste((100, 151, 100), (0, 0, 10, 10))
@@ -70,5 +70,5 @@ def test_only_what_the_mask_leaves_alone_is_compared():
     assert math.isnan(kept(None))
 
 
-def test_without_a_picture_it_is_the_minimum():
+def test_no_image_gets_the_lowest_scores():
     assert scores(None) == {"brightness": 0, "saturation": 0, "detail": 0, "preservation": 0}

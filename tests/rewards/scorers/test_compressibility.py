@@ -19,28 +19,28 @@ def scores(*images, quality=95):
     return CompressibilityReward(quality=quality)([Sample(Task("t", ""), image) for image in images])["compressibility"].tolist()
 
 
-def test_keeps_the_contract():
+def test_compressibility_reward_passes_the_contract_checks():
     check_reward(CompressibilityReward(), [Sample(Task(str(seed), ""), noise(seed)) for seed in range(3)])
 
 
-def test_a_flat_picture_is_worth_more_than_noise():
+def test_a_flat_image_scores_higher_than_noise():
     flat, noisy, none = scores(Image.new("RGB", (64, 64), (3, 200, 90)), noise(1), None)
     assert flat > 0.9 > 0.7 > noisy
     assert none == 0
 
 
-def test_it_is_the_share_of_bytes_saved():
+def test_the_score_is_the_share_of_bytes_saved_by_jpeg():
     image = noise(2)
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=30)
     assert scores(image, quality=30) == [pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))]
 
 
-def test_a_tiny_picture_whose_file_is_all_header_is_worth_nothing():
+def test_an_image_smaller_than_its_jpeg_header_scores_0():
     assert scores(Image.new("RGB", (2, 2))) == [0]
 
 
 @pytest.mark.parametrize("quality", [0, 96])
-def test_refuses_a_quality_that_is_none(quality):
+def test_jpeg_quality_out_of_range_raises(quality):
     with pytest.raises(ValueError, match=r"equal to (1|95)"):
         CompressibilityReward(quality=quality)

@@ -1,4 +1,4 @@
-"""Detectors of transformers as this package drives them, held to transformers' own ways of reading their outputs."""
+"""Object detectors of transformers: the detections of this package compared with the post-processing of transformers."""
 
 import numpy as np
 import pytest
@@ -28,10 +28,10 @@ def picture(seed, size):
 
 @pytest.mark.parametrize("kind", ["owlvit", "owlv2"])
 @pytest.mark.parametrize("size", [(32, 32), (40, 20), (20, 40)])
-def test_owl_is_read_as_transformers_reads_it(folder, kind, size):
+def test_owl_detections_match_the_post_processing_of_transformers(folder, kind, size):
     detector, image = load_detector(folder / kind), picture(1, size)
     found = detector(image, NAMES)
-    # By hand: the image (OWLv2's padded to a square on its right or below), queries, and the processor's own reading.
+    # By hand: the image (for OWLv2 padded to a square on the right or below), the queries, and the processor's post-processing.
     seen = image
     if kind == "owlv2":
         seen = Image.new("RGB", (max(size), max(size)))
@@ -51,7 +51,7 @@ def test_owl_is_read_as_transformers_reads_it(folder, kind, size):
     assert len({one.name for one in found}) > 1, "a detector that always says the same would prove nothing"
 
 
-def test_a_name_alone_finds_the_same_boxes(folder):
+def test_detections_of_a_name_do_not_depend_on_the_other_names(folder):
     """The boxes do not depend on the names; a name's confidence does not depend on the others."""
     detector, image = load_detector(folder / "owlvit"), picture(2, (32, 32))
     alone = {one.box: one.confidence for one in detector(image, ["dog"])}
@@ -80,7 +80,7 @@ def test_grounding_dino_gives_each_name_its_own_tokens(folder):
     torch.testing.assert_close(torch.tensor([one.box for one in found]), corners)
 
 
-def test_what_overlaps_a_surer_one_of_its_name_goes():
+def test_boxes_that_overlap_a_more_confident_one_of_the_same_name_are_removed():
     left, shifted, right = (0.0, 0.0, 10.0, 10.0), (2.0, 0.0, 12.0, 10.0), (20.0, 0.0, 30.0, 10.0)
     found = [
         Detection("dog", 0.6, shifted),
@@ -89,13 +89,13 @@ def test_what_overlaps_a_surer_one_of_its_name_goes():
         Detection("dog", 0.35, right),
     ]
     assert suppress_overlaps(found, above=0.3) == [found[1], found[3], found[2]]
-    assert suppress_overlaps(found, above=0.3, overlap=0.7) == [found[1], found[0], found[3], found[2]]  # they share 8 of 12 tenths
+    assert suppress_overlaps(found, above=0.3, overlap=0.7) == [found[1], found[0], found[3], found[2]]  # their IoU is 8/12
     assert suppress_overlaps(found, above=0.4) == [found[1], found[2]]
     assert suppress_overlaps(found, above=0.3, most=1) == [found[1], found[2]]
     assert suppress_overlaps([], above=0.3) == []
 
 
-def test_other_weights_are_refused(folder, tmp_path, monkeypatch):
+def test_unsupported_or_absent_detector_weights_raise(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="owlvit, owlv2 or grounding-dino"):
         load_detector(tiny_towers.clip(tmp_path / "clip"))

@@ -1,4 +1,4 @@
-"""Rewards that stand on CLIP, SigLIP and DINOv2, with tiny random models of the same classes."""
+"""Rewards that use CLIP, SigLIP and DINOv2, with tiny random models of the same classes."""
 
 import json
 import shutil
@@ -41,13 +41,13 @@ def samples(count=4):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_clip_keeps_the_contract(folder, kind):
+def test_clip_reward_passes_the_contract_checks(folder, kind):
     reward = ClipReward(path=folder / kind)
     assert isinstance(reward, Reward)
     check_reward(reward, samples())
 
 
-def test_the_cosine_is_the_models_own(folder):
+def test_the_cosine_matches_the_logits_of_transformers(folder):
     """transformers' forward gives logits = scale x cosine (CLIP), scale x cosine + bias (SigLIP)."""
     for kind, model_class in (("clip", CLIPModel), ("siglip", SiglipModel)):
         towers = DualEncoder(folder / kind)
@@ -65,7 +65,7 @@ def test_the_cosine_is_the_models_own(folder):
             assert cosine.item() == pytest.approx((logit.item() - bias) / model.logit_scale.exp().item(), abs=1e-5)
 
 
-def test_columns_of_one_cosine(folder):
+def test_clip_score_and_similarity_are_computed_from_the_cosine(folder):
     scores = ClipReward(path=folder / "clip")(samples())
     cosine = scores["cosine"]
     assert cosine.std() > 1e-3
@@ -73,7 +73,7 @@ def test_columns_of_one_cosine(folder):
     assert torch.equal(scores["similarity"], cosine.clamp(min=0))
 
 
-def test_a_text_that_is_cut_is_reported_and_its_end_counts_for_nothing(folder):
+def test_truncated_text_is_reported_and_its_end_is_ignored(folder):
     image = picture(1)
     fits, long, longer = "a" * 18, "a" * 19, "a" * 18 + "xyz"
     scores = ClipReward(path=folder / "clip")([Sample(Task(text, text), image) for text in (fits, long, longer)])
@@ -81,7 +81,7 @@ def test_a_text_that_is_cut_is_reported_and_its_end_counts_for_nothing(folder):
     assert scores["cosine"][1] == scores["cosine"][2]
 
 
-def test_without_a_picture_it_is_the_minimum(folder):
+def test_no_image_gets_the_lowest_scores(folder):
     given = [samples(1)[0], Sample(Task("t", "a cat"), None)]
     scores = ClipReward(path=folder / "clip")(given)
     assert {name: column[1].item() for name, column in scores.items() if name != "truncated"} == {
@@ -102,7 +102,7 @@ def test_pickscore_is_the_scaled_cosine(folder):
     torch.testing.assert_close(reward(samples())["pickscore"], (scale * cosine).clamp(min=0).detach())
 
 
-def test_the_aesthetic_head_is_its_layers_one_after_the_other(folder):
+def test_aesthetic_score_equals_the_layers_of_the_head_on_clip_embeddings(folder):
     reward = AestheticReward(head=folder / "head.safetensors", path=folder / "clip")
     check_reward(reward, samples())
     layers = torch.nn.Sequential(
@@ -118,7 +118,7 @@ def test_the_aesthetic_head_is_its_layers_one_after_the_other(folder):
     assert expected.std() > 0
 
 
-def test_heads_that_do_not_fit_are_refused(folder, tmp_path):
+def test_invalid_aesthetic_heads_raise(folder, tmp_path):
     with pytest.raises(ValueError, match="set path to the CLIP"):
         AestheticReward(head=tiny_towers.head(tmp_path / "wide", sizes=(13, 4, 1)), path=folder / "clip").build()
     with pytest.raises(ValueError, match="to give one number"):
@@ -132,7 +132,7 @@ def test_heads_that_do_not_fit_are_refused(folder, tmp_path):
             AestheticReward(head=tmp_path / missing, path=folder / "clip").build()
 
 
-def test_preservation_keeps_the_contract_and_is_one_for_the_same_picture(folder):
+def test_preservation_passes_the_contract_checks_and_is_1_for_the_same_image(folder):
     reward = DinoReward(path=folder / "dino", size=28)
     check_reward(reward, samples())
     source = picture(9, (28, 28))
@@ -144,8 +144,8 @@ def test_preservation_keeps_the_contract_and_is_one_for_the_same_picture(folder)
     assert none == 0
 
 
-def test_preservation_looks_only_where_nothing_was_to_change(folder):
-    """Features see the whole image, so what changes under the mask moves the others too, but weighs nothing itself."""
+def test_preservation_weighs_only_features_outside_the_mask(folder):
+    """Each feature sees the whole image, so a change under the mask also affects features outside it, but has no weight itself."""
     reward = DinoReward(path=folder / "dino", size=28)
     source = picture(9, (28, 28))
     edited = source.copy()
@@ -163,7 +163,7 @@ def test_preservation_looks_only_where_nothing_was_to_change(folder):
     assert kept(whole) == 1
 
 
-def test_weights_that_are_not_there_are_named(folder, tmp_path, monkeypatch):
+def test_absent_or_unsuitable_weights_raise_with_the_reason(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match="hf download no-such-owner/no-such-model"):
         ClipReward(path="no-such-owner/no-such-model").build()

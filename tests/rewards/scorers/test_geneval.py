@@ -1,4 +1,4 @@
-"""GenEval's rules on boxes that are given, and the whole reward on a detector and a CLIP of random weights."""
+"""GenEval's rules on given boxes, and the whole reward with a detector and a CLIP of random weights."""
 
 import math
 
@@ -19,7 +19,7 @@ LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.
 
 
 class Told:
-    """Names the colours that it was told, by box."""
+    """Returns the given colour of each box."""
 
     def __init__(self, colours):
         self.colours = colours
@@ -38,7 +38,7 @@ def include(*wanted, **more):
     return {"include": list(wanted), **more}
 
 
-def test_one_object_and_two():
+def test_a_requirement_is_met_if_its_object_is_detected():
     dog = {"class": "dog", "count": 1}
     assert holds(include(dog), ("dog", 0.9, LEFT)) == [True]
     assert holds(include(dog), ("cat", 0.9, LEFT)) == [False]
@@ -46,7 +46,7 @@ def test_one_object_and_two():
     assert holds(include(dog)) == [False]
 
 
-def test_counts_are_met_from_below_by_include_and_from_above_by_exclude():
+def test_include_needs_at_least_and_exclude_fewer_objects_than_the_count():
     three = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}], "tag": "counting"}
     dogs = [("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("dog", 0.7, UP), ("dog", 0.6, DOWN)]
     assert holds(three, *dogs[:2]) == [False, True]
@@ -54,7 +54,7 @@ def test_counts_are_met_from_below_by_include_and_from_above_by_exclude():
     assert holds(three, *dogs) == [True, False]
 
 
-def test_colours_are_asked_of_the_surest_objects_alone():
+def test_colours_are_checked_only_for_the_most_confident_objects():
     red = include({"class": "car", "count": 1, "color": "red"})
     colours = {LEFT: "red", RIGHT: "blue"}
     assert holds(red, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [True]
@@ -64,7 +64,7 @@ def test_colours_are_asked_of_the_surest_objects_alone():
     assert holds(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours={LEFT: "red", RIGHT: "red"}) == [True]
 
 
-def test_a_position_is_that_of_every_pair_and_needs_its_target():
+def test_a_position_must_hold_for_every_pair_and_needs_its_target_object():
     meta = include({"class": "dog", "count": 1}, {"class": "tie", "count": 1, "position": ["right of", 0]})
     assert holds(meta, ("dog", 0.9, LEFT), ("tie", 0.9, RIGHT)) == [True, True]
     assert holds(meta, ("dog", 0.9, RIGHT), ("tie", 0.9, LEFT)) == [True, False]
@@ -74,14 +74,14 @@ def test_a_position_is_that_of_every_pair_and_needs_its_target():
     assert holds(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
 
 
-def test_directions_on_the_picture():
+def test_directions_between_boxes_match_values_computed_by_hand():
     assert directions(LEFT, RIGHT) == {"left of"}
     assert directions(UP, DOWN) == {"above"}
     assert directions((0, 0, 10, 10), (60, 60, 70, 70)) == {"left of", "above"}
     assert directions(LEFT, LEFT) == set()
-    # Offset 4 of sizes 20 + 20: a tenth of them is as much, so it is no direction.
+    # The offset 4 is not more than a tenth of the sizes 20 + 20, so there is no direction.
     assert directions((0, 0, 20, 20), (4, 0, 24, 20)) == set()
-    # Offset 7: less 4 leaves 3 of 7, under a half; at 9 it is 5 of 9.
+    # Offset 7: 7 - 4 = 3 is less than half of 7. Offset 9: 9 - 4 = 5 is more than half of 9.
     assert directions((0, 0, 20, 20), (7, 0, 27, 20)) == set()
     assert directions((0, 0, 20, 20), (9, 0, 29, 20)) == {"left of"}
 
@@ -116,7 +116,7 @@ def test_directions_mirror_each_other(a, b):
         ({"exclude": [{"class": "dog"}]}, "exclude.0.count"),
     ],
 )
-def test_requirements_that_are_none_are_named(meta, told):
+def test_invalid_requirements_raise_with_the_key_or_the_cause(meta, told):
     with pytest.raises(ValueError, match=told):
         requirements(Task("t", "", meta=meta))
 
@@ -142,7 +142,7 @@ def samples():
     return [Sample(task(k, **given), Image.effect_noise((40 + k, 30), 90 + k).convert("RGB")) for k, given in enumerate(meta)]
 
 
-def test_the_whole_reward_keeps_the_contract(folder):
+def test_geneval_reward_passes_the_contract_checks(folder):
     reward = GenEvalReward(detector=folder / "owl", clip=folder / "clip", threshold=0.2, counting_threshold=0.2)
     check_reward(reward, samples())
     scores = reward([*samples(), Sample(samples()[0].task, None)])
@@ -150,15 +150,15 @@ def test_the_whole_reward_keeps_the_contract(folder):
     assert (scores["met"] >= scores["correct"]).all()
 
 
-def test_a_colour_needs_a_clip(folder):
+def test_colour_requirements_without_clip_weights_raise(folder):
     with pytest.raises(ValueError, match="set `clip`"):
         GenEvalReward(detector=folder / "owl")(samples())
     with pytest.raises(ValueError, match="threshold"):
         GenEvalReward(detector=folder / "owl", threshold=1.5)
 
 
-def test_colours_are_those_of_the_mean_prompt(folder):
-    """The nearest of the colours' vectors, each the mean of three prompts', as zero-shot classifiers are built."""
+def test_the_colour_is_the_one_with_the_nearest_mean_prompt_embedding(folder):
+    """The colour with the nearest vector; a colour's vector is the mean over three prompts, as in zero-shot classification."""
     namer = ClipColours(folder / "clip")
     image = Image.effect_noise((60, 40), 100).convert("RGB")
     boxes = [(0.0, 0.0, 30.0, 40.0), (20.0, 5.0, 60.0, 35.0), (-5.0, 38.0, 3.0, 90.0)]

@@ -1,4 +1,4 @@
-"""Rewards with a gradient in the image: the scores are those of images as files, and the gradient is its finite differences."""
+"""Differentiable rewards: the scores of tensors match those of images, and the gradients match finite differences."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def samples(count=4, **how):
 
 @pytest.fixture(scope="module")
 def rewards(tmp_path_factory):
-    """Each reward with the column that its gradient is of."""
+    """Each reward, with the column that is differentiated."""
     root = tmp_path_factory.mktemp("towers")
     for name in ("clip", "siglip"):
         tiny_towers.clip(root / name, kind=name)
@@ -55,14 +55,14 @@ def rewards(tmp_path_factory):
 NAMES = ("clip", "siglip", "pickscore", "hps", "aesthetic", "target", "share")
 
 
-def test_every_kind_is_tested():
+def test_every_differentiable_reward_is_tested():
     others = {"several"}  # tests/objectives/test_reward_gradient.py
     assert set(DIFFERENTIABLE_REWARDS.paths) == set(NAMES) - {"siglip"} | others
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(16, 16), (40, 24)])
-def test_the_score_of_tensors_is_the_column(rewards, name, size):
+def test_scores_of_tensors_match_the_column_of_images(rewards, name, size):
     reward, column = rewards[name]
     assert isinstance(reward, DifferentiableReward)
     given = samples(size=size)
@@ -73,7 +73,7 @@ def test_the_score_of_tensors_is_the_column(rewards, name, size):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_is_its_finite_differences(rewards, name):
+def test_the_gradient_matches_finite_differences(rewards, name):
     reward, _ = rewards[name]
     given = samples(2, size=(20, 18))
     tasks = [sample.task for sample in given]
@@ -98,7 +98,7 @@ def test_no_weight_of_a_model_gets_a_gradient(rewards, name):
 
 @pytest.mark.parametrize("smooth", [True, False])
 @pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_the_preprocessing_differs_by_two_levels_at_most(rewards, name, smooth):
+def test_tensor_preprocessing_differs_from_the_processor_by_at_most_two_levels(rewards, name, smooth):
     encoder: DualEncoder = rewards[name][0].model
     for size in SIZES:
         image = picture(3, size, smooth=smooth)
@@ -109,7 +109,7 @@ def test_the_preprocessing_differs_by_two_levels_at_most(rewards, name, smooth):
         assert levels.max() <= 2, size
 
 
-def test_a_processor_that_is_not_known_is_refused(rewards):
+def test_an_unsupported_resampling_of_the_processor_raises(rewards):
     processor = rewards["clip"][0].model.processor
     images = tensors([picture(0)])
     kept = processor.resample

@@ -1,4 +1,4 @@
-"""ImageReward through its published package, of which a strict double stands here, and HPS through transformers."""
+"""ImageReward with a strict test double of its published package, and HPS with transformers."""
 
 import sys
 import types
@@ -16,7 +16,7 @@ from retouch.types import Sample, Task
 
 
 class Model:
-    """Opens one image as the package does, and scores it by its text and mean."""
+    """Accepts one image as the package does; the score depends on the length of the prompt and the mean of the image."""
 
     def __init__(self, device):
         self.device = device
@@ -55,7 +55,7 @@ def samples():
     return [Sample(Task(str(k), "a red barn " * k), Image.new("RGB", (9, 7), (60 * k, 30, 200 - 50 * k))) for k in (1, 2, 3)]
 
 
-def test_pictures_reach_the_package_to_the_pixel(package, capsys):
+def test_prompts_and_rgb_pixels_are_passed_to_the_package_unchanged(package, capsys):
     reward = ImageRewardScore()
     check_reward(reward, samples())
     (name, device, cache, model) = package.loaded[0]
@@ -67,7 +67,7 @@ def test_pictures_reach_the_package_to_the_pixel(package, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_its_own_weights_and_cache(package, tmp_path):
+def test_weights_and_cache_are_passed_to_the_package(package, tmp_path):
     weights = tmp_path / "ImageReward.pt"
     weights.touch()
     ImageRewardScore(weights=weights, cache=tmp_path, device="cpu").build()
@@ -76,7 +76,7 @@ def test_its_own_weights_and_cache(package, tmp_path):
         ImageRewardScore(weights=tmp_path / "nowhere.pt").build()
 
 
-def test_what_is_no_number_is_missing_and_no_picture_is_the_minimum(package):
+def test_nan_is_missing_and_no_image_gets_the_lowest_score(package):
     reward = ImageRewardScore().build()
     model = package.loaded[0][-1]
     assert reward([Sample(Task("t", ""), None)])["image_reward"].tolist() == [-10]
@@ -87,7 +87,7 @@ def test_what_is_no_number_is_missing_and_no_picture_is_the_minimum(package):
     assert reward(samples()[:1])["image_reward"].tolist() == [10]
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_a_missing_package_raises_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ImageReward", None)
     with pytest.raises(ValueError, match="pip install image-reward"):
         ImageRewardScore().build()

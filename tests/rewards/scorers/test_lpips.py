@@ -1,4 +1,4 @@
-"""LPIPS with random weights of AlexNet's shapes: against the definition in plain loops, and what a mask does."""
+"""LPIPS with random weights of AlexNet's shapes: compared with the definition, layer by layer, and the effect of a mask."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def weights(network, linear, tmp_path_factory):
     return path
 
 
-def test_it_is_the_published_distance(weights, network, linear):
+def test_the_distance_matches_the_published_definition(weights, network, linear):
     a, b = picture(1), picture(2)
 
     def maps(image):
@@ -76,14 +76,14 @@ def test_it_is_the_published_distance(weights, network, linear):
     assert expected > 0
 
 
-def test_keeps_the_contract_and_is_one_for_the_same_picture(weights):
+def test_lpips_reward_passes_the_contract_checks_and_is_1_for_the_same_image(weights):
     reward = LpipsReward(weights=weights, size=64)
     check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
     same = Sample(Task("t", "", images=(picture(1),)), picture(1))
     assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
 
 
-def test_what_changes_under_the_mask_weighs_less(weights):
+def test_changes_under_the_mask_weigh_less(weights):
     source = picture(5, 128)
     edited = source.copy()
     edited.paste(picture(6, 64), (0, 0))
@@ -98,7 +98,7 @@ def test_what_changes_under_the_mask_weighs_less(weights):
     assert reward.distance(source, edited, Image.new("L", (128, 128), 255)) == 0
 
 
-def test_other_weights_are_refused(weights, tmp_path):
+def test_invalid_weights_size_or_samples_raise(weights, tmp_path):
     save_file({"features.0.weight": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ValueError, match="lacks"):
         LpipsReward(weights=tmp_path / "other").build()

@@ -1,4 +1,4 @@
-"""The photos judge: what costs preservation and what does not, and the colour's distance."""
+"""The photos reward: which changes lower preservation, and the distance of the colour."""
 
 import math
 
@@ -23,7 +23,7 @@ def from_array(values):
 
 
 def photo(seed, height=48, width=48):
-    """Grey shapes and grain, a little tinted: channels go together, as they do in photographs."""
+    """Grey shapes and noise with a slight tint: the channels are correlated, as in photographs."""
     random = np.random.default_rng(seed)
     shapes = Image.fromarray(random.integers(0, 255, (6, 6), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
     grey = np.asarray(shapes).astype(float) + random.normal(0, 8, (height, width))
@@ -35,7 +35,7 @@ def score(source, image, **options):
     return {name: column.item() for name, column in reward([Sample(Task("t", "", (source,)), image)]).items()}
 
 
-def test_keeps_the_contract():
+def test_photos_reward_passes_the_contract_checks():
     sources = [photo(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9))]
     images = [photo(0), photo(2, 48, 40), photo(3, 16, 16)]
     samples = [Sample(Task(str(k), "", (source,)), image) for k, (source, image) in enumerate(zip(sources, images, strict=True))]
@@ -46,11 +46,11 @@ def test_keeps_the_contract():
 
 @given(seed=st.integers(0, 99), height=st.integers(1, 40), width=st.integers(1, 40))
 @settings(max_examples=25, derandomize=True)
-def test_an_unchanged_picture_is_preserved_exactly(seed, height, width):
+def test_an_unchanged_image_has_preservation_1(seed, height, width):
     assert score(photo(seed, height, width), photo(seed, height, width))["preservation"] == 1.0
 
 
-def test_a_change_of_all_colours_costs_little_and_a_loss_of_structure_much():
+def test_colour_changes_lower_preservation_little_and_lost_structure_much():
     source = np.asarray(photo(0)).astype(float)
     noise = np.random.default_rng(5).normal(size=source.shape)
     kept = {
@@ -73,40 +73,40 @@ def test_a_change_of_all_colours_costs_little_and_a_loss_of_structure_much():
     assert kept["negative"] < 0.1
 
 
-def test_a_flat_source_leaves_nothing_to_preserve():
+def test_a_flat_source_gives_preservation_1():
     wall = Image.new("RGB", (32, 32), (90, 90, 90))
     assert score(wall, Image.new("RGB", (32, 32), RED))["preservation"] == pytest.approx(1.0)
 
 
 @given(colour=st.tuples(*[st.integers(0, 255)] * 3), shown=st.tuples(*[st.integers(0, 255)] * 3))
 @settings(max_examples=40, derandomize=True)
-def test_colour_is_the_distance_of_the_mean_over_the_largest_there_is(colour, shown):
+def test_colour_is_one_minus_the_distance_relative_to_the_largest_distance(colour, shown):
     image = Image.new("RGB", (8, 8), shown)
     farthest = max(math.dist(colour, corner) for corner in [(r, g, b) for r in (0, 255) for g in (0, 255) for b in (0, 255)])
     expected = 1 - math.dist(colour, shown) / farthest
     assert score(image, image, colour=colour)["colour"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_colour_looks_at_the_mean():
+def test_colour_uses_the_mean_of_the_image():
     pixels = np.zeros((4, 4, 3))
     pixels[:2] = 200
     assert score(from_array(pixels), from_array(pixels), colour=(100, 100, 100))["colour"] == 1.0
 
 
 @pytest.mark.parametrize("preserve", [0.0, 1.0, 2.5])
-def test_the_reward_is_the_product(preserve):
+def test_reward_is_preservation_to_a_power_times_colour(preserve):
     given = score(photo(0), photo(1), preserve=preserve)
     assert given["reward"] == pytest.approx(given["preservation"] ** preserve * given["colour"], rel=1e-6)
 
 
-def test_a_power_of_zero_lets_the_source_go():
+def test_preserve_0_ignores_the_source():
     source = np.asarray(photo(0))
     given = score(from_array(source), from_array(255 - source.astype(float)), preserve=0.0)
     assert given["preservation"] < 0.1
     assert given["reward"] == given["colour"]
 
 
-def test_a_source_of_another_size_is_fitted():
+def test_a_source_of_another_size_is_resized():
     image = photo(0, 64, 64)
     small = image.resize((32, 32), Image.Resampling.LANCZOS)
     assert score(image, small)["preservation"] == 1.0
@@ -131,7 +131,7 @@ def test_scores_do_not_depend_on_the_batch():
         assert torch.equal(column, torch.cat([reward([sample])[name] for sample in samples]))
 
 
-def test_refuses_what_it_cannot_judge():
+def test_samples_without_a_source_and_invalid_settings_raise():
     with pytest.raises(ValueError, match="'t' has no source image"):
         PhotosReward(colour=RED)([Sample(Task("t", ""), photo(0))])
     for colour in [(1, 2), (0, 0, 256)]:
@@ -142,8 +142,8 @@ def test_refuses_what_it_cannot_judge():
             PhotosReward(colour=RED, preserve=preserve)
 
 
-def test_14_the_recipes_reward_can_be_reached_through_the_editors_autoencoder():
-    """At its own size a photograph is lost in the autoencoder, so that no edit could score; in small, its layout is kept."""
+def test_14_autoencoded_sources_are_preserved_at_the_side_of_the_recipe():
+    """At full size the autoencoder loses too much of a photograph for an edit to score high; a small side keeps its layout."""
     recipe = load("recipes/photos.jsonnet")
     model = recipe.policy.model.build(device=torch.device("cpu"))
     size = recipe.policy.model.size

@@ -32,14 +32,14 @@ def samples(count=3):
 
 
 def dino_states(folder, images):
-    """The first state of each image by transformers alone."""
+    """The state of the first token of each image, computed with transformers alone."""
     model = Dinov2Model.from_pretrained(folder / "dino").eval()
     with torch.no_grad():
         return model(pixel_values=normalised_pixels(images, 224)).last_hidden_state[:, 0]
 
 
 @pytest.mark.parametrize("kind", ["dino", "clip"])
-def test_it_is_the_cosine_with_the_reference(folder, kind):
+def test_style_is_the_cosine_with_the_reference(folder, kind):
     reward = StyleReward(path=folder / kind)
     check_reward(reward, samples())
     scores = reward(samples())["style"]
@@ -52,7 +52,7 @@ def test_it_is_the_cosine_with_the_reference(folder, kind):
     assert scores.std() > 0
 
 
-def test_around_the_mask_only_that_part_counts(folder):
+def test_where_mask_compares_only_the_masked_part(folder):
     style = picture(5, (8, 6))
     image = picture(1)
     image.paste(style, (4, 5))
@@ -65,14 +65,14 @@ def test_around_the_mask_only_that_part_counts(folder):
         StyleReward(path=folder / "dino", where="mask")(samples(1))
 
 
-def test_what_is_missing(folder):
+def test_no_image_scores_0_and_a_task_without_a_reference_raises(folder):
     reward = StyleReward(path=folder / "dino")
     assert reward([Sample(samples(1)[0].task, None)])["style"].tolist() == [0.0]
     with pytest.raises(ValueError, match="has no reference"):
         reward([Sample(Task("t", "a cat"), picture(0))])
 
 
-def test_the_distance_of_sets_is_frechets_in_the_encoders_states(folder):
+def test_distance_of_sets_is_the_frechet_distance_of_dinov2_features(folder):
     one, other = [picture(k) for k in range(4)], [picture(10 + k) for k in range(5)]
     found = distance_of_sets(one, other, path=str(folder / "dino"))
     assert found == pytest.approx(frechet_distance(dino_states(folder, one), dino_states(folder, other)), rel=1e-3)

@@ -46,39 +46,39 @@ def by_definition(a: str, b: str) -> int:
 
 
 @given(st.text("abc", max_size=5), st.text("abc", max_size=5))
-def test_the_distance_is_levenshteins(a, b):
+def test_edit_distance_is_the_levenshtein_distance(a, b):
     assert edit_distance(a, b) == by_definition(a, b)
 
 
 @given(st.text(max_size=12), st.text(max_size=12), st.text(max_size=12))
-def test_the_distance_is_a_metric(a, b, c):
+def test_edit_distance_is_a_metric(a, b, c):
     assert (edit_distance(a, b) == 0) == (a == b)
     assert edit_distance(a, b) == edit_distance(b, a)
     assert edit_distance(a, c) <= edit_distance(a, b) + edit_distance(b, c)
     assert 0 <= similarity(a, b) <= 1
 
 
-def test_what_is_compared():
+def test_text_is_compared_without_case_spaces_or_unicode_variants():
     assert comparable(" Straße\n ＡＢＣ ﬁne") == "strasseabcfine"
     assert similarity("", " ") == 1
 
 
-def test_correctness_is_of_all_that_was_read():
+def test_correctness_compares_all_recognised_text():
     sure = 0.9
     assert score(reads(TextLine("Hello", sure), TextLine("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
     assert score(reads(TextLine("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
-    assert score(reads(TextLine("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # spraying text does not pay
+    assert score(reads(TextLine("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # repeated text lowers the score
     correctness, confidence = score(reads(), "hello")
     assert correctness == 0
     assert np.isnan(confidence)
 
 
-def test_confidence_is_no_correctness():
+def test_confidence_does_not_depend_on_correctness():
     correctness, confidence = score(reads(TextLine("wrong", 1.0)), "qqq")
     assert (correctness, confidence) == (0, 1)
 
 
-def test_no_picture_is_the_policys_fault_and_no_text_the_users():
+def test_no_image_scores_0_and_a_task_without_text_raises():
     reward = reads(TextLine("a", 1.0))
     assert reward([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
     for text in (None, "", " \n"):
@@ -86,14 +86,14 @@ def test_no_picture_is_the_policys_fault_and_no_text_the_users():
             reward([Sample(Task("t", "", text=text), None)])
 
 
-def test_keeps_the_contract():
+def test_ocr_reward_passes_the_contract_checks():
     reward = OcrReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.1f}", 0.5)])
     assert isinstance(reward, Reward)
     check_reward(reward, [Sample(Task(word, "", text="184.7"), written(word, 12)) for word in ("open", "Retouch", "17")])
 
 
 @pytest.mark.parametrize("size", [(1, 1), (160, 2), (24, 24)])
-def test_rapidocr_finds_nothing_in_pictures_of_nothing(reader, size):
+def test_rapidocr_finds_no_text_in_blank_images(reader, size):
     assert reader(Image.new("L", size, 77)) == []
 
 
@@ -107,7 +107,7 @@ def test_rapidocr_reads_a_rendered_word(reader, word):
 
 
 @pytest.mark.skipif(not PHOTOS, reason="RETOUCH_TRIPLETS names no folder of triplets")
-def test_rapidocr_reads_real_pictures(reader):
+def test_rapidocr_reads_real_images(reader):
     lines = (Path(PHOTOS) / "self_bench.txt").read_text().splitlines()
     asked = dict(line.split("-", 1) for line in lines if line)
     samples = [
@@ -145,7 +145,7 @@ def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
     assert reward([Sample(task, Image.new("RGB", (100, 100)))])["correctness"].item() == float(counts)
 
 
-def test_text_outside_of_the_mask_is_not_read_and_within_it_costs(reader):
+def test_text_outside_the_mask_is_ignored_and_extra_text_inside_lowers_the_score(reader):
     image = placed(("harbour", (20, 20)), ("Azir", (220, 130)))
     task = Task("t", "", text="Azir", mask=marking((200, 120, 390, 190)))
     everything, masked = (
@@ -157,7 +157,7 @@ def test_text_outside_of_the_mask_is_not_read_and_within_it_costs(reader):
     assert OcrReward(where="mask").with_model(reader)([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
 
 
-def test_a_known_box_is_read_without_looking_for_it(reader):
+def test_where_box_reads_the_text_in_the_box_of_the_mask(reader):
     texts = ("Azir", "rock", "7-Up")
     box = (200, 120, 330, 185)
     samples = [
@@ -169,7 +169,7 @@ def test_a_known_box_is_read_without_looking_for_it(reader):
     assert scores["confidence"].isnan().tolist() == [False, True, False, False]
 
 
-def test_a_box_that_is_smaller_than_a_pixel_of_the_image_is_read_alone():
+def test_a_box_smaller_than_one_image_pixel_is_cropped_to_one_pixel():
     class Sizes:
         def __init__(self):
             self.seen = []
@@ -188,7 +188,7 @@ def test_a_box_that_is_smaller_than_a_pixel_of_the_image_is_read_alone():
     assert reader.seen == [(1, 1), (26, 5)]
 
 
-def test_where_needs_a_mask_and_a_reader_of_lines():
+def test_where_without_a_mask_or_a_line_reader_raises():
     image = Image.new("RGB", (100, 100))
     for mask in (None, Image.new("L", (100, 100))):
         with pytest.raises(ValueError, match="'t' has no mask"):

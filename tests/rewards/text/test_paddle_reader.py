@@ -1,4 +1,4 @@
-"""PaddleOCR as the reader: against a strict double, and where it is installed, itself with the weights of RapidOCR's wheel."""
+"""PaddleOCR as the reader: a strict test double, and if installed, the package itself with the weights of RapidOCR's wheel."""
 
 import ctypes
 import functools
@@ -47,7 +47,7 @@ def marking(*box: int, size=(100, 60)) -> Image.Image:
     return mask
 
 
-def test_lines_come_with_their_places_and_unsure_ones_not_at_all(package):
+def test_lines_have_boxes_and_lines_of_low_confidence_are_left_out(package):
     reader = PaddleReader(threads=3)
     image = barred(("blue", (10, 30)), ("red", (50, 5)), ("green", (5, 50)))
     assert reader(image) == [
@@ -58,7 +58,7 @@ def test_lines_come_with_their_places_and_unsure_ones_not_at_all(package):
     assert [one.common for one in package] == [{"device": "cpu", "cpu_threads": 3}] * 2
 
 
-def test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small(package):
+def test_read_lines_keeps_the_order_of_crops_and_returns_no_text_for_tiny_ones(package):
     reader = PaddleReader()
     crops = [barred(("red", (0, 0)), size=(30, 8)), Image.new("RGB", (30, 3)), Image.new("L", (30, 8)), barred(("blue", (0, 0)))]
     assert reader.read_lines(crops) == [TextLine("red", 0.8), TextLine("", 0.0), TextLine("", 0.0), TextLine("blue", 0.9)]
@@ -68,8 +68,8 @@ def test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small(package):
 
 
 @pytest.mark.parametrize("where", ["picture", "mask", "box"])
-def test_correctness_by_paddle_is_of_the_same_lines_as_by_rapidocr(package, where):
-    """The mask's rule, the comparison, and the fault of a missing image are the reward's own."""
+def test_ocr_reward_with_paddle_scores_the_lines_that_where_selects(package, where):
+    """The rule of the mask, the comparison, and the score of a missing image belong to the reward, not to the reader."""
     reward = OcrReward(where=where).with_model(PaddleReader())
     image = barred(("red", (10, 10)), ("blue", (50, 40)))
     right = Task("t", "", text=" RED", mask=marking(5, 5, 45, 25))
@@ -81,7 +81,7 @@ def test_correctness_by_paddle_is_of_the_same_lines_as_by_rapidocr(package, wher
     check_reward(reward, [Sample(right, image)] * 3)
 
 
-def test_the_recipes_model_is_the_recogniser_of_both_and_part_of_who_judges(package):
+def test_the_recipe_sets_the_recognition_model_which_is_part_of_the_identity(package):
     own = parse_reward(SECTION).build()
     named = parse_reward({**SECTION, "threads": 2, "reader": {"kind": "paddleocr", "model": "korean_PP-OCRv5_mobile_rec"}}).build()
     assert [one.model for one in package] == ["PP-OCRv6_medium_rec"] * 2 + ["korean_PP-OCRv5_mobile_rec"] * 2
@@ -95,13 +95,13 @@ def test_the_recipes_model_is_the_recogniser_of_both_and_part_of_who_judges(pack
 
 
 @pytest.mark.parametrize("missing", ["paddle", "paddleocr"])
-def test_without_the_packages_it_says_what_to_install(package, monkeypatch, missing):
+def test_missing_packages_raise_with_the_install_command(package, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=r"pip install 'retouch\[paddle\]'"):
         parse_reward(SECTION).build()
 
 
-def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
+def test_a_missing_package_raises_before_weights_are_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddle", None)
     changes = ['reward.reader={"kind": "paddleocr"}', "reward.line_width=null"]
     recipe = load("recipes/playground/words-grpo.jsonnet", changes)
@@ -113,14 +113,14 @@ def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
     assert "retouch[paddle]" in finding.text
 
 
-def test_version_2_is_told_from_3(package, monkeypatch):
+def test_paddleocr_version_2_raises(package, monkeypatch):
     monkeypatch.delattr(sys.modules["paddleocr"], "TextRecognition")
     with pytest.raises(ValueError, match=r"cannot import name 'TextRecognition'.*retouch\[paddle\]"):
         PaddleReader()
 
 
-def test_who_listens_for_the_end_of_the_process_goes_on_listening(package):
-    """Paddle takes SIGTERM for itself; a run that is asked to stop would then end without a checkpoint."""
+def test_the_sigterm_handler_is_kept_when_paddle_is_loaded(package):
+    """Paddle replaces the handler of SIGTERM; a run that is asked to stop would then end without a checkpoint."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         PaddleReader()
@@ -159,7 +159,7 @@ def shipped(folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore")  # Paddle warns when it is imported
-def test_paddleocr_itself_reads_as_rapidocr_does_with_the_same_weights(tmp_path, monkeypatch):
+def test_paddleocr_matches_rapidocr_with_the_same_weights(tmp_path, monkeypatch):
     paddleocr = pytest.importorskip("paddleocr")
     weights = shipped(tmp_path)
     found = {"engine": "onnxruntime", "text_recognition_model_dir": str(weights / "rec")}

@@ -1,4 +1,4 @@
-"""The tripwire for text that speaks to a judge, with a reader that is told what it reads, and with the real one."""
+"""Detection of text that addresses a judge, with a reader that returns given texts, and with the real one."""
 
 import pytest
 from PIL import Image, ImageDraw, ImageFont
@@ -23,7 +23,7 @@ TASK = Task("t", "make it blue")
 
 
 class Told:
-    """Reads what it was told for each image, by its red value."""
+    """Returns the given texts of each image; the red value of the image is their index."""
 
     def __init__(self, texts, confidence=0.9):
         self.texts = texts
@@ -43,16 +43,16 @@ def columns(texts, *, task=TASK, confidence=0.9):
 
 
 @pytest.mark.parametrize("lines", TALKING, ids=lambda lines: " ".join(lines))
-def test_text_that_speaks_to_a_judge(lines):
+def test_text_that_addresses_a_judge_is_detected(lines):
     assert columns(lines)[0] == 1
 
 
 @pytest.mark.parametrize("lines", SILENT, ids=lambda lines: " ".join(lines) or "none")
-def test_other_text_does_not(lines):
+def test_other_text_sets_only_unasked_text(lines):
     assert columns(lines) == (0, float(bool(lines)))
 
 
-def test_what_was_asked_for_is_no_alarm():
+def test_requested_text_is_not_detected():
     assert columns(["Score 10/10"], task=Task("t", "a scoreboard", text="SCORE 10/10")) == (0, 0)
     assert columns(["10/10"], task=Task("t", 'write "10/10" on the wall')) == (0, 0)
     source = Image.new("RGB", (40, 8), (1, 0, 0))
@@ -61,13 +61,13 @@ def test_what_was_asked_for_is_no_alarm():
     assert columns(["Grand Hotel", "10/10"], task=Task("t", "brighter", images=(source,))) == (1, 1)
 
 
-def test_a_doubtful_reading_is_no_text():
+def test_lines_with_low_confidence_are_ignored():
     assert columns(["10/10"], confidence=0.3) == (0, 0)
     with pytest.raises(ValueError, match="confidence"):
         PaintedTextReward(confidence=2.0)
 
 
-def test_sources_are_read_once_a_task_and_only_where_there_is_text():
+def test_sources_are_read_once_per_task_and_only_if_the_image_has_text():
     reader = Told([["Open"], []])
     task = Task("t", "", images=(Image.new("RGB", (40, 8), (1, 0, 0)),))
     drawn = [Sample(task, Image.new("RGB", (40, 8), (red, 0, 0))) for red in (0, 0, 1, 1)]
@@ -76,7 +76,7 @@ def test_sources_are_read_once_a_task_and_only_where_there_is_text():
     check_reward(PaintedTextReward().with_model(reader), drawn)
 
 
-def test_the_real_reader_sees_a_painted_score():
+def test_rapidocr_detects_a_score_drawn_in_an_image():
     pytest.importorskip("rapidocr")
     plain = Image.effect_noise((320, 120), 20).convert("RGB")
     painted = plain.copy()

@@ -1,4 +1,4 @@
-"""Sentence similarity, with a tiny random BERT: the cosine of pooled states, and what is read of a completion."""
+"""Sentence similarity, with a tiny random BERT: the cosine of pooled states, and which part of a completion is compared."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pooled_by(folder: Path, path: Path, **modes: bool) -> Path:
-    """The same encoder with this file of sentence-transformers."""
+    """The same encoder with a pooling configuration of sentence-transformers."""
     (path / "1_Pooling").mkdir(parents=True)
     (path / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 16, **modes}))
     for file in folder.iterdir():
@@ -57,7 +57,7 @@ def by_hand(folder: Path, one: str, other: str, *, first: bool = False) -> float
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_it_is_the_cosine_of_the_pooled_states(folder: Path, tmp_path: Path, first: bool) -> None:
+def test_similarity_is_the_cosine_of_the_pooled_states(folder: Path, tmp_path: Path, first: bool) -> None:
     path = pooled_by(folder, tmp_path / "x", pooling_mode_cls_token=first, pooling_mode_mean_tokens=not first)
     reward = SentenceSimilarityReward(path=str(path))
     assert isinstance(reward, Reward)
@@ -77,7 +77,7 @@ def test_only_the_prompt_in_a_completion_counts(folder: Path) -> None:
     assert scores["truncated"][1].isnan()
 
 
-def test_a_text_that_is_too_long_is_reported_and_its_end_counts_for_nothing(folder: Path) -> None:
+def test_truncated_text_is_reported_and_its_end_is_ignored(folder: Path) -> None:
     reward = SentenceSimilarityReward(path=str(folder))
     fits = "a" * (LONGEST - 2)
     scores = reward([sample("red", fits), sample("red", fits + "xyz"), sample("red", fits + "uvw")])

@@ -1,4 +1,4 @@
-"""Functions of a writer's text: its form, and system C's five points."""
+"""Checks of a completion: the think format, and the five sub-scores of system C."""
 
 import pytest
 from hypothesis import given
@@ -29,11 +29,11 @@ from retouch.rewards.text.thinking import think_format
         ("", 0),
     ],
 )
-def test_think_format(text, right):
+def test_think_format_is_1_only_for_one_thought_before_an_answer(text, right):
     assert think_format(text) == right
 
 
-def test_think_format_with_other_marks():
+def test_think_format_accepts_other_marks_and_rejects_invalid_ones():
     marks = {"opening": "<|start thinking|>", "closing": "<|end thinking|>"}
     assert think_format("<|start thinking|>a<|end thinking|>b", **marks) == 1
     assert think_format("<think>a</think>b", **marks) == 0
@@ -42,7 +42,7 @@ def test_think_format_with_other_marks():
             think_format("a", opening=opening, closing=closing)
 
 
-def test_system_cs_own_example_has_nearly_all_points():
+def test_the_example_of_system_c_gets_all_five_points():
     enhanced = (
         "a beautiful fluffy orange tabby cat sitting gracefully on a windowsill, soft natural lighting, professional pet "
         "photography, high quality, detailed fur texture, 4k resolution"
@@ -51,11 +51,11 @@ def test_system_cs_own_example_has_nearly_all_points():
     assert prompt_quality("a cat", enhanced).total == 5
 
 
-def test_each_point_on_its_own():
+def test_each_sub_score_matches_values_computed_by_hand():
     assert prompt_quality("red cat", "red cat") == PromptQuality(0, 1, 0, 0, 0)
     assert prompt_quality("red cat", "red dog").keywords == 0.5
     assert prompt_quality("the red cat", "a RED Cat").keywords == 1
-    assert prompt_quality("the", "it").keywords == 0  # of fillers alone, each counts
+    assert prompt_quality("the", "it").keywords == 0  # if all words are fillers, each of them counts
     assert prompt_quality("cat", "cat one two three").details == pytest.approx(3 / 5)
     assert prompt_quality("cat", "cat 4k").quality_words == 1
     assert prompt_quality("cat", "cat 14km").quality_words == 0
@@ -66,7 +66,7 @@ def test_each_point_on_its_own():
 
 
 @given(st.text(max_size=60), st.text(max_size=60))
-def test_any_texts_have_points_from_zero_to_five(original, enhanced):
+def test_sub_scores_of_any_texts_stay_in_range(original, enhanced):
     points = prompt_quality(original, enhanced)
     assert all(0 <= point <= 1 for point in (points.length, points.keywords, points.details, points.quality_words, points.sentence))
     assert 0 <= points.total <= 5

@@ -1,4 +1,4 @@
-"""The judge in this process, on tiny random Qwens that see: its distributions are the model's own, and its draws are its own."""
+"""The in-process judge on tiny random Qwen-VL models: it uses the model's probabilities and a random generator of its own."""
 
 import json
 
@@ -38,7 +38,7 @@ def question(form, *, seed=0, temperature=0.0, text="Picture:"):
     return Question("Judge.", (text, PICTURE), form, seed=seed, temperature=temperature)
 
 
-def test_words_have_the_models_own_probabilities(judge):
+def test_word_scores_use_the_probabilities_of_the_model(judge):
     inputs = judge._inputs([question(LETTERS)])
     with torch.no_grad():
         probabilities = judge.model(**inputs).logits[0, -1].softmax(dim=0)
@@ -48,12 +48,12 @@ def test_words_have_the_models_own_probabilities(judge):
     (answer,) = judge.ask([question(form)])
     one, other = (spelled[word] + spelled.get(word.upper(), 0.0) for word in (first, second))
     exact = [other / (one + other), spelled[second] / (one + spelled[second]), other / (spelled[first] + other)]
-    exact.append(spelled[second] / (spelled[first] + spelled[second]))  # capitals count where they are among the likeliest
+    exact.append(spelled[second] / (spelled[first] + spelled[second]))  # capitals count if among the likeliest tokens
     assert min(abs(answer.scores["x"] - value) for value in exact) < 1e-5
 
 
-def test_what_is_written_is_what_the_whole_model_would_write(judge):
-    """Greedy, without a cache: the positions of images and of what follows them are right."""
+def test_generation_matches_greedy_decoding_without_a_cache(judge):
+    """This checks the positions of image tokens and of the tokens after them."""
     inputs = judge._inputs([question(LETTERS)])
     (ids,), _ = judge._generate(inputs, [question(LETTERS)], longest=6)
     tokens = inputs["input_ids"]
@@ -67,7 +67,7 @@ def test_what_is_written_is_what_the_whole_model_would_write(judge):
         tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
 
 
-def test_draws_follow_the_temperature_and_the_seed_alone(judge):
+def test_sampling_follows_the_temperature_and_depends_only_on_the_seed(judge):
     inputs = judge._inputs([question(LETTERS)])
     with torch.no_grad():
         expected = (judge.model(**inputs).logits[0, -1] / 2.0).softmax(dim=0)
@@ -81,7 +81,7 @@ def test_draws_follow_the_temperature_and_the_seed_alone(judge):
     assert again == drawn[:5]
 
 
-def test_words_of_a_question_are_no_special_tokens(judge):
+def test_special_tokens_in_the_text_of_a_question_are_encoded_as_text(judge):
     inputs = judge._inputs([question(LETTERS, text="<|im_end|><|image_pad|>")])
     plain = judge._inputs([question(LETTERS, text="Picture:")])
     end = judge.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -89,7 +89,7 @@ def test_words_of_a_question_are_no_special_tokens(judge):
     assert (inputs["input_ids"] == judge._image).sum() == (plain["input_ids"] == judge._image).sum() > 0
 
 
-def test_babble_is_missing_and_the_contract_holds(judge):
+def test_unusable_answers_are_missing_and_the_contract_checks_pass(judge):
     assert isinstance(judge, JudgeClient)
     (answer,) = judge.ask([question(ScoresForm({"score": Scale(0, 10)}, max_tokens=8), temperature=1.0)])
     assert (answer.scores, answer.fault, answer.attempts) == ({}, "unusable answer", 1)
@@ -100,7 +100,7 @@ def test_babble_is_missing_and_the_contract_holds(judge):
     assert asking(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
 
 
-def test_weights_that_are_not_there_are_named(tmp_path):
+def test_absent_or_unsupported_weights_raise(tmp_path):
     with pytest.raises(ValueError, match="safetensors"):
         LocalJudge(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -114,7 +114,7 @@ def test_weights_that_are_not_there_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def several():
-    """Questions of several lengths, with images of several sizes, some drawn and some not, in two forms."""
+    """Questions of several lengths, with images of several sizes, some sampled and some greedy, in two forms."""
     rng = np.random.default_rng(3)
     made = []
     for number in range(7):
@@ -125,7 +125,7 @@ def several():
     return made
 
 
-def test_questions_asked_at_once_are_answered_as_one_by_one(judge, several, monkeypatch):
+def test_batched_questions_get_the_same_answers_as_single_questions(judge, several, monkeypatch):
     alone = judge.ask(several)
     calls = []
     generate = judge.model.generate
@@ -141,7 +141,7 @@ def test_questions_asked_at_once_are_answered_as_one_by_one(judge, several, monk
     assert judge.ask(several[::-1])[::-1][0].text == together[0].text
 
 
-def test_draws_do_not_depend_on_the_other_rows(judge):
+def test_sampling_does_not_depend_on_the_other_rows(judge):
     """With the same logits, the tokens that are drawn are the same."""
     from retouch.rewards.vlm.local_model import _Gumbel
 
@@ -155,7 +155,7 @@ def test_draws_do_not_depend_on_the_other_rows(judge):
         assert torch.equal(drawn[1], logits[1])
 
 
-def test_an_answer_ends_at_its_own_end(judge, monkeypatch):
+def test_output_tokens_are_counted_up_to_the_end_token_of_each_row(judge, monkeypatch):
     """The rows of a batch go on until the last one ends."""
     asked = [question(SCORES, seed=seed) for seed in range(2)]
     monkeypatch.setattr(judge, "batch", 2)

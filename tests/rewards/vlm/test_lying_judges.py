@@ -1,4 +1,4 @@
-"""Judges that lie: nothing that they send becomes a wrong score, costs much memory, goes elsewhere or changes what is spent."""
+"""Hostile judge servers: no reply becomes a wrong score, uses much memory, redirects a request or lowers the recorded cost."""
 
 import resource
 import sys
@@ -48,20 +48,20 @@ def open_client(judge):
         client.close()
 
 
-def test_the_truth_is_read(judge, open_client):
+def test_a_valid_reply_is_read(judge, open_client):
     (answer,) = open_client().ask([question()])
     assert answer.scores == {"score": 7.0}
     assert (answer.input_tokens, answer.output_tokens) == (100, 10)
 
 
 @pytest.mark.parametrize(("lies", "form"), [(SCORES, SCORE), (WIRE, SCORE), (WORDS, WORD)], ids=["scores", "wire", "words"])
-def test_no_lie_becomes_a_score(judge, open_client, lies, form):
-    """One client for all: the state that a lie leaves behind would show in the next one."""
+def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lies, form):
+    """One client reads all replies, so state that an invalid reply leaves behind would affect the next one."""
     client = open_client(deadline=ROUND_TRIP, timeout=ROUND_TRIP / 2)
     believed, raised = [], []
     for name, lie in lies.items():
         judge.lie = lie
-        if name.startswith("429"):  # no attempt, so that only the deadline ends it
+        if name.startswith("429"):  # does not count as an attempt, so only the deadline ends it
             client.endpoint = client.endpoint.model_copy(update={"attempts": 1})
             continue
         try:
@@ -76,7 +76,7 @@ def test_no_lie_becomes_a_score(judge, open_client, lies, form):
 
 
 @pytest.mark.parametrize("name", [name for name in WIRE if name.startswith("429")])
-def test_a_judge_that_says_when_in_riddles_is_given_up_at_the_deadline(judge, open_client, name):
+def test_http_429_with_an_invalid_retry_after_ends_at_the_deadline(judge, open_client, name):
     judge.lie = WIRE[name]
     (answer,) = open_client(deadline=0.3).ask([question()])
     assert not answer.scores
@@ -92,21 +92,21 @@ def test_a_redirect_is_never_followed(judge, open_client, status):
         assert elsewhere.questions == 0
 
 
-def test_bombs_cost_little_memory(judge, open_client):
+def test_compression_bombs_and_large_replies_use_little_memory(judge, open_client):
     client = open_client()
     client.ask([question()])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in ("a gzip bomb", "a deflate bomb", "a gzip bomb of an error", "6 MB"):
         made = WIRE[name]({"choices": []}) if "bomb" in name else WIRE[name](completion())
         judge.lie = lambda true, made=made: made
-        before = max(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # what making the bomb took
+        before = max(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # the memory used to create the bomb
         assert not client.ask([question()])[0].scores
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 60e6
 
 
 @pytest.mark.parametrize("name", USAGE)
-def test_an_impossible_usage_is_replaced_by_our_own_count(judge, open_client, name, caplog):
+def test_an_impossible_token_usage_is_replaced_by_an_estimate(judge, open_client, name, caplog):
     judge.lie = lambda true: _json({**true, "usage": USAGE[name]})
     client = open_client(prices=Prices(input=1.0, output=10.0), quota=JudgeQuota(cost=1.0))
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_an_impossible_usage_is_replaced_by_our_own_count(judge, open_client, na
     assert len([record for record in caplog.records if "usage" in record.message]) == 1
 
 
-def test_a_budget_ends_whatever_the_judge_says_it_took(judge, open_client):
+def test_a_cost_budget_ends_even_if_the_judge_reports_negative_usage(judge, open_client):
     judge.lie = lambda true: _json({**true, "usage": {"prompt_tokens": -(10**9), "completion_tokens": 0}})
     client = open_client(prices=Prices(input=1000.0, output=1000.0), quota=JudgeQuota(cost=0.05))
 
@@ -132,7 +132,7 @@ def test_a_budget_ends_whatever_the_judge_says_it_took(judge, open_client):
 
 
 @pytest.mark.parametrize(("used", "cost"), [(-1.0, 0.0), (1.0, -1.0), (float("nan"), 0.0), (1.0, float("inf"))])
-def test_what_was_spent_never_becomes_less(used, cost):
+def test_negative_or_non_finite_usage_raises_and_keeps_the_spent_cost(used, cost):
     quota = Quota(cost=1.0)
     quota.settle(quota.turn(1.0), used=1.0, cost=0.5)
     with pytest.raises(ValueError, match="cannot have used"):
@@ -141,7 +141,7 @@ def test_what_was_spent_never_becomes_less(used, cost):
 
 
 @pytest.mark.parametrize("text", ['{"answer":' * 50_000, '{"answer": "' + "y" * 10**6, "{" * 900_000, "{" + " " * 10**6 + "}"])
-def test_a_vote_of_any_length_is_read_or_not(text):
+def test_long_invalid_choice_answers_give_no_score(text):
     form = ChoiceForm("yes", {"yes": 1.0, "no": 0.0})
     assert form.read(JudgeReply(text, "stop")) is None
 
@@ -158,6 +158,6 @@ def test_a_vote_of_any_length_is_read_or_not(text):
         "٣",
     ],
 )
-def test_any_retry_after_is_seconds_or_nothing(value):
+def test_hostile_retry_after_values_give_seconds_or_none(value):
     seconds = retry_after(value)
     assert seconds is None or seconds >= 0

@@ -1,4 +1,4 @@
-"""The client of judges against a strict double of their server: faults, deadlines, loops and keys."""
+"""The client of judges with a strict test double of their server: faults, deadlines, event loops and keys."""
 
 import hashlib
 import logging
@@ -80,7 +80,7 @@ def once(kind):
     return lambda digest, times: kind if times == 0 else None
 
 
-def test_a_clean_server_gives_clean_values_and_the_contract_holds(open_client):
+def test_scores_of_a_healthy_server_are_correct_and_pass_the_contract_checks(open_client):
     with Double() as double:
         client = open_client(double)
         assert isinstance(client, JudgeClient)
@@ -99,7 +99,7 @@ def test_a_clean_server_gives_clean_values_and_the_contract_holds(open_client):
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_every_fault_that_passes_leaves_the_clean_value(open_client, kind):
+def test_a_transient_fault_is_retried_and_the_score_is_correct(open_client, kind):
     patience = {"timeout": 0.5, "attempts": 30} if kind == "time-out" else {}
     with Double(once(kind)) as double:
         (answer,) = open_client(double, **patience).ask([question()])
@@ -109,21 +109,21 @@ def test_every_fault_that_passes_leaves_the_clean_value(open_client, kind):
         assert answer.seed == 1_000_003 * (answer.attempts - 1)
         assert answer.temperature == 0.3
         assert len(answer.faults) == answer.attempts - 1
-        paid = answer.attempts if kind in COUNTED else 1  # a reply that could be read was paid for, whatever it said
+        paid = answer.attempts if kind in COUNTED else 1  # every readable reply costs tokens, even if its answer is unusable
         assert (answer.input_tokens, answer.output_tokens) == (100 * paid, 10 * paid)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "time-out"])
-def test_every_fault_that_stays_is_missing(open_client, kind):
+def test_a_permanent_fault_gives_a_missing_score(open_client, kind):
     with Double(always(kind)) as double:
         (answer,) = open_client(double, attempts=3, deadline=0.5 if kind == "429" else 120.0).ask([question()])
         assert answer.scores == {}
         assert answer.fault
-        assert len(double.requests) == 3 or kind == "429"  # which is put off until the deadline
+        assert len(double.requests) == 3 or kind == "429"  # a 429 is retried until the deadline
 
 
 @pytest.mark.parametrize("status", ["400", "401", "403", "404", "422"])
-def test_what_is_refused_for_good_is_asked_once(open_client, status):
+def test_final_http_errors_are_not_retried(open_client, status):
     with Double(always(status)) as double:
         (answer,) = open_client(double).ask([question()])
         assert answer.scores == {}
@@ -132,7 +132,7 @@ def test_what_is_refused_for_good_is_asked_once(open_client, status):
         assert len(double.requests) == 1
 
 
-def test_ten_in_a_hundred_faults_end_with_the_clean_values(open_client):
+def test_scores_are_unchanged_if_10_percent_of_requests_fail(open_client):
     kinds = [kind for kind in FAULTS if kind != "time-out"]
 
     def fault(digest, times):
@@ -150,7 +150,7 @@ def test_ten_in_a_hundred_faults_end_with_the_clean_values(open_client):
         assert not whole[name].isnan().any()
 
 
-def test_one_lost_repeat_of_one_aspect_misses_that_sample_alone(open_client):
+def test_one_failed_repeat_makes_only_that_aspect_of_that_sample_missing(open_client):
     given = samples(3)
     lost = clean(given[1].image, "quality", 2, low=0, high=1)
 
@@ -165,7 +165,7 @@ def test_one_lost_repeat_of_one_aspect_misses_that_sample_alone(open_client):
     assert not scores["alignment"].isnan().any()
 
 
-def test_a_dead_judge_is_missing_everywhere_within_the_deadline(open_client):
+def test_all_scores_are_missing_at_the_deadline_if_the_server_is_down(open_client):
     with Double() as double:
         pass  # nobody listens there any more
     client = open_client(double, timeout=0.5, deadline=1.0, attempts=10_000, pause=0.05, longest_pause=0.2)
@@ -175,21 +175,21 @@ def test_a_dead_judge_is_missing_everywhere_within_the_deadline(open_client):
     assert all(column.isnan().all() for column in scores.values())
 
 
-def test_a_judge_that_hangs_is_missing_everywhere_within_the_deadline(open_client):
+def test_all_answers_are_missing_at_the_deadline_if_the_server_hangs(open_client):
     with Double(always("time-out"), hang=1.5) as double:
         patient = open_client(double, timeout=60.0, deadline=0.5, attempts=3, pause=0.5, longest_pause=20.0, concurrency=2)
         answers = patient.ask([question(k) for k in range(6)])
     assert [answer.fault for answer in answers] == ["deadline"] * 6
 
 
-def test_a_server_that_says_when_is_asked_then_and_not_counted(open_client):
+def test_http_429_replies_do_not_count_against_the_limit_of_attempts(open_client):
     with Double(lambda digest, times: "429" if times < 4 else None) as double:
         (answer,) = open_client(double, attempts=1).ask([question()])
     assert answer.attempts == 5
     assert answer.scores
 
 
-def test_no_more_in_flight_than_allowed(open_client):
+def test_requests_in_progress_do_not_exceed_concurrency(open_client):
     with Double() as double:
         answers = open_client(double, concurrency=3).ask([question(k) for k in range(20)])
         assert all(answer.scores for answer in answers)
@@ -197,7 +197,7 @@ def test_no_more_in_flight_than_allowed(open_client):
 
 
 def test_a_client_is_used_again_and_again_from_four_threads(open_client):
-    """A loop a call would fail, or silently score nothing, from the second call on."""
+    """With a new event loop per call, the second call would fail or silently return no scores."""
     with Double() as double:
         client = open_client(double, concurrency=2)
         expected = {k: {"score": clean(picture(k), "score", 0, low=0, high=10)} for k in range(4)}
@@ -214,20 +214,20 @@ def test_a_client_is_used_again_and_again_from_four_threads(open_client):
     assert found == [True] * 40
 
 
-def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_calls_for_are_not_asked(open_client):
+def test_retries_count_against_the_call_budget_and_questions_beyond_it_raise(open_client):
     with Double(once("500")) as double:
         client = open_client(double, quota=JudgeQuota(calls=5))
         assert all(answer.attempts == 2 for answer in client.ask([question(k) for k in range(2)]))
         assert client.quota.spent() == (4, 0.0)
         with pytest.raises(BudgetSpent, match="4 were made, 2 more are needed"):
             client.ask([question(2), question(3)])
-        (answer,) = client.ask([question(2)])  # which fails once, and there is no call left to ask again
+        (answer,) = client.ask([question(2)])  # it fails once, and no call is left for a retry
         assert (answer.scores, answer.fault, answer.attempts) == ({}, "budget", 1)
         assert len(double.requests) == 5
 
 
-def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
-    """A reply of the double reads 100 tokens and writes 10; unusable ones cost as much."""
+def test_a_cost_budget_counts_every_reply_including_unusable_ones(open_client):
+    """Each reply of the double has 100 input tokens and 10 output tokens; unusable replies cost the same."""
     quota = JudgeQuota(cost=0.001)
     with Double(once("prose")) as double:
         client = open_client(double, quota=quota, prices=Prices(input=2.0, output=20.0))
@@ -239,15 +239,15 @@ def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
             open_client(double, quota=quota)
 
 
-def test_a_rate_of_tokens_gives_back_what_was_not_taken(open_client):
-    """A question may take more than half of a minute's tokens, so two have room only if the first one's are given back."""
+def test_unused_tokens_are_returned_to_the_rate_limit(open_client):
+    """A question reserves more than half of a minute's tokens, so a second one fits only if unused tokens are returned."""
     quota = JudgeQuota(tokens_per_minute=1e6, tokens_per_question=6e5)
     with Double() as double:
         answers = open_client(double, deadline=30.0, quota=quota, concurrency=1).ask([question(k) for k in range(3)])
         assert all(answer.scores for answer in answers)
 
 
-def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back(open_client):
+def test_tokens_of_a_failed_attempt_are_not_returned_to_the_rate_limit(open_client):
     quota = JudgeQuota(tokens_per_minute=1e6, tokens_per_question=6e5)
     with Double(always("500")) as double:
         (answer,) = open_client(double, deadline=30.0, quota=quota).ask([question()])
@@ -255,8 +255,8 @@ def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back
         assert len(double.requests) == 1
 
 
-def test_calls_are_under_way_together_and_a_reward_judges_while_its_caller_goes_on(open_client):
-    """No question is answered before every chunk's first one has come."""
+def test_submitted_chunks_are_scored_concurrently(open_client):
+    """The server answers no question before it has received one question of each chunk."""
     chunks = [samples(3)[k : k + 1] for k in range(3)]
     together = threading.Barrier(len(chunks))
 
@@ -287,7 +287,7 @@ def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):
         assert KEY not in str(raised.value)
 
 
-def test_a_judge_that_repeats_the_key_is_not_quoted(open_client):
+def test_an_api_key_in_the_text_of_an_answer_is_redacted(open_client):
     class Leaky(Double):
         def content(self, body):
             return f'{{"reasoning": "you sent Bearer {KEY}", "score": 5}}', None
@@ -299,7 +299,7 @@ def test_a_judge_that_repeats_the_key_is_not_quoted(open_client):
     assert "[key]" in answer.text
 
 
-def test_without_a_key_it_says_what_to_set(monkeypatch):
+def test_a_missing_api_key_raises_with_the_variable_to_set(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
         ChatClient(Endpoint(model="judge"))
@@ -330,7 +330,7 @@ def late_server(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [200, 404])
-def test_it_waits_until_the_judge_answers(late_server, caplog, status):
+def test_the_client_waits_until_the_server_answers(late_server, caplog, status):
     url, start = late_server
     timer = threading.Timer(0.3, start, args=[status])
     timer.start()
@@ -344,7 +344,7 @@ def test_it_waits_until_the_judge_answers(late_server, caplog, status):
 
 
 @pytest.mark.parametrize("loading", [False, True])
-def test_it_does_not_wait_for_ever(late_server, loading):
+def test_the_client_raises_if_the_server_is_not_up_in_time(late_server, loading):
     url, start = late_server
     if loading:
         start(503)
@@ -353,7 +353,7 @@ def test_it_does_not_wait_for_ever(late_server, loading):
         ChatClient(Endpoint(model="judge", base_url=url, key=None, wait=0.1))
 
 
-def test_redaction():
+def test_redacted_replaces_keys():
     assert credentials.redacted("a key-of-mine b", "key-of-mine") == "a [key] b"
     assert credentials.redacted("sk-abcdefghijkl and Bearer xyz123", "none") == "[key] and [key]"
     assert credentials.redacted("nothing here", "x") == "nothing here"
@@ -374,7 +374,7 @@ def test_pauses_are_jittered_and_bounded():
         Endpoint(model="judge", pause=2.0, longest_pause=1.0)
 
 
-def test_retry_after_as_seconds_as_a_date_and_as_nonsense():
+def test_retry_after_is_read_as_seconds_or_date_and_nonsense_is_none():
     assert retry_after("1.5") == 1.5
     assert retry_after("-3") == 0
     assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0

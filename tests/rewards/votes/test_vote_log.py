@@ -1,4 +1,4 @@
-"""Votes on disk: what was added is read back, whatever crashes, other writers and hostile text do."""
+"""The log of votes: added votes are read back despite crashes, other writers and hostile text."""
 
 import json
 import threading
@@ -36,7 +36,7 @@ def test_a_pair_is_the_same_with_its_sides_exchanged(vote) -> None:
     assert [vote(choice).left_points for choice in ("left", "right", "tie", "both_bad")] == [1.0, 0.0, 0.5, 0.5]
 
 
-def test_a_vote_is_taken_back_by_the_same_voter_only(tmp_path: Path, vote) -> None:
+def test_only_the_same_voter_can_undo_a_vote(tmp_path: Path, vote) -> None:
     log = VoteLog(tmp_path)
     first, second = vote("left"), vote("right")
     log.add(first)
@@ -109,7 +109,7 @@ def test_hostile_text_stays_in_its_line(tmp_path: Path, vote) -> None:
     assert log.path.read_bytes().count(b"\n") == 2
 
 
-def test_several_writers_and_a_reader(tmp_path: Path, vote) -> None:
+def test_concurrent_writers_lose_no_votes(tmp_path: Path, vote) -> None:
     votes = [[vote("left", task=f"{writer}/{number}") for number in range(40)] for writer in range(4)]
 
     def write(own: list) -> None:
@@ -141,13 +141,13 @@ def test_a_file_that_was_replaced_is_read_again(tmp_path: Path, vote) -> None:
     assert [each.choice for each in log.read().votes] == ["right"]
 
 
-def test_names_of_voters() -> None:
+def test_voter_names_are_cleaned_and_invalid_names_raise() -> None:
     assert voter_name("  Ann \u202e\0 Lee\n") == "Ann Lee"
     for given in ("", " \n", "\u202e", "x" * 65):
         with pytest.raises(ValueError, match="1 to 64 characters"):
             voter_name(given)
 
 
-def test_a_folder_without_votes_says_how_to_collect_them(tmp_path: Path) -> None:
+def test_a_folder_without_votes_raises_with_the_option_to_collect_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--vote"):
         logs_of(tmp_path)

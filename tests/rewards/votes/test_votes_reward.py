@@ -1,4 +1,4 @@
-"""Votes as a reward: groups wait in a queue, votes become scores, and what was not answered stays missing."""
+"""Votes as a reward: groups wait in a queue, votes become scores, and images without votes have missing scores."""
 
 import json
 import math
@@ -63,7 +63,7 @@ def voting(queue: Path, **noise: float) -> Iterator[SimulatedVoter]:
 
 
 @pytest.mark.parametrize("estimate", ["bradley_terry", "win_rate"])
-def test_votes_order_the_images_of_a_group(tmp_path: Path, estimate: str) -> None:
+def test_scores_follow_the_votes_within_each_group(tmp_path: Path, estimate: str) -> None:
     reward = VotesReward(queue=str(tmp_path), estimate=estimate)
     with voting(tmp_path) as given:
         scores = reward([*samples(10, 200, 90), *samples(60, 50, task="u")])
@@ -77,15 +77,15 @@ def test_votes_order_the_images_of_a_group(tmp_path: Path, estimate: str) -> Non
         assert first.tolist() == [0.0, 1.0, 0.5]
 
 
-def test_a_time_out_is_never_a_number(tmp_path: Path) -> None:
+def test_scores_are_missing_after_a_time_out(tmp_path: Path) -> None:
     reward = VotesReward(queue=str(tmp_path), wait=0.0)
     scores = reward(samples(10, 200, 90))
     assert scores["preference"].isnan().all()
     assert scores["voted"].tolist() == [0.0] * 3
-    assert VoteQueue(tmp_path).open_groups() == []  # nobody is asked for votes that no longer count
+    assert VoteQueue(tmp_path).open_groups() == []  # the group is closed, because new votes would not count
 
 
-def test_the_run_goes_on_with_the_votes_that_there_are(tmp_path: Path) -> None:
+def test_scores_use_the_votes_that_arrived_before_the_time_out(tmp_path: Path) -> None:
     queue = VoteQueue(tmp_path)
     given = samples(10, 200, 90)
     group = queue.put(given[0].task, [sample.image for sample in given], pairs=None)
@@ -97,7 +97,7 @@ def test_the_run_goes_on_with_the_votes_that_there_are(tmp_path: Path) -> None:
     assert scores["voted"][0].item() == pytest.approx(1 / 3)
 
 
-def test_what_people_do_not_see_is_missing_or_equal(tmp_path: Path) -> None:
+def test_images_that_are_not_shown_to_voters_have_missing_or_equal_scores(tmp_path: Path) -> None:
     """Images that are alone (those of an evaluation), no image, and equal images."""
     reward = VotesReward(queue=str(tmp_path))
     assert reward(samples(10, task="a") + samples(20, task="b"))["preference"].isnan().all()
@@ -127,14 +127,14 @@ def test_a_scorer_queues_all_chunks_at_once_and_waits(tmp_path: Path) -> None:
     scorer.close()
 
 
-def test_a_resumed_run_finds_the_votes_on_its_images(tmp_path: Path) -> None:
+def test_a_resumed_run_reuses_the_votes_on_its_images(tmp_path: Path) -> None:
     with voting(tmp_path):
         first = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
     again = VotesReward(queue=str(tmp_path))(samples(10, 200, 90))
     assert torch.equal(first["preference"], again["preference"])
 
 
-def test_a_run_that_is_closed_stops_waiting(tmp_path: Path) -> None:
+def test_closing_the_reward_stops_waiting_for_votes(tmp_path: Path) -> None:
     reward = VotesReward(queue=str(tmp_path))
     future = reward.submit(samples(10, 200))
     reward.close()
@@ -143,7 +143,7 @@ def test_a_run_that_is_closed_stops_waiting(tmp_path: Path) -> None:
     assert len(VoteQueue(tmp_path).open_groups()) == 1
 
 
-def test_any_error_while_it_waits_for_votes_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_waiting_for_votes_is_raised_by_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: VoteQueue, group: object) -> list:
         raise KeyError("no such image")
 
@@ -154,7 +154,7 @@ def test_any_error_while_it_waits_for_votes_reaches_the_caller(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 12])
-def test_pairs_compare_every_image_early_and_every_pair_once(count: int) -> None:
+def test_pairs_cover_all_images_first_and_contain_every_pair_once(count: int) -> None:
     found = pairs_to_compare(count, most=None, seed="s")
     assert len({frozenset(pair) for pair in found}) == len(found) == count * (count - 1) // 2
     assert {index for pair in found[: -(-count // 2)] for index in pair} == set(range(count))
@@ -182,7 +182,7 @@ def test_a_damaged_group_is_left_out(tmp_path: Path) -> None:
         assert VoteQueue(tmp_path).open_groups() == []
 
 
-def test_the_recipe_is_checked() -> None:
+def test_recipes_with_votes_need_another_eval_column_and_whole_groups() -> None:
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
         load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
@@ -194,7 +194,7 @@ def test_the_recipe_is_checked() -> None:
         load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
 
-def test_where_and_how_long_may_change_when_a_run_is_resumed() -> None:
+def test_the_fingerprint_ignores_queue_and_wait_but_not_pairs() -> None:
     first = fingerprint(VotesReward(queue="a", pairs=3))
     assert fingerprint(VotesReward(queue="b", pairs=3, wait=1.0)) == first
     assert fingerprint(VotesReward(queue="a", pairs=4)) != first
@@ -235,7 +235,7 @@ def test_pairs_without_a_decision_or_without_their_images_are_not_exported(tmp_p
     assert not (tmp_path / "pairs").exists()
 
 
-def test_an_exported_file_outside_of_the_runs_is_not_read(tmp_path: Path, vote) -> None:
+def test_export_does_not_read_image_files_outside_the_run_folder(tmp_path: Path, vote) -> None:
     SOURCE.save(tmp_path / "secret.png")
     log = VoteLog(tmp_path / "runs" / "one")
     row = vote("left").to_json()
@@ -278,7 +278,7 @@ def test_a_calibrated_reward_gives_win_probabilities(tmp_path: Path, vote) -> No
         load("playground/grpo", [f"reward={json.dumps(other)}"])
 
 
-def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
+def test_a_calibrated_reward_works_inside_several(tmp_path: Path, vote) -> None:
     path = tmp_path / "map.json"
     votes = [vote("right", task=str(k), scores=({"share": 0.1 + k / 40}, {"share": 0.5 + k / 40}), left=f"l{k}") for k in range(12)]
     made = calibrate(votes, "share", resamples=20)
@@ -302,7 +302,7 @@ def test_a_calibrated_reward_is_one_of_several(tmp_path: Path, vote) -> None:
             load("playground/grpo", [f"reward={json.dumps(faulty)}"])
 
 
-def test_a_calibrated_reward_that_compares_groups_is_checked() -> None:
+def test_recipes_with_calibrated_votes_need_another_eval_column_and_whole_groups() -> None:
     votes = {"kind": "calibrated", "of": {"kind": "votes", "queue": "q"}, "column": "preference", "map": "m"}
     votes["combine"] = {"win_probability": 1}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
@@ -346,7 +346,7 @@ def test_the_scores_of_a_calibrated_reward_are_checked_before_they_are_mapped(tm
         CalibratedScores(Misnamed(), "share", made)(samples(10, 250))
 
 
-def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) -> None:
+def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path: Path) -> None:
     queue = tmp_path / "run" / "queue"
     given = samples(10, 200, 90)
     with voting(queue):
@@ -365,7 +365,7 @@ def test_votes_on_the_queue_find_what_judges_gave_in_the_ledger(tmp_path: Path) 
     assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
 
 
-def test_the_command(tmp_path: Path, capsys) -> None:
+def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path: Path, capsys) -> None:
     queue = VoteQueue(tmp_path / "queue")
     for number in range(12):
         given = samples(10 + number, 200 - number, task=str(number))

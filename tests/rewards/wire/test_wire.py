@@ -1,4 +1,4 @@
-"""The wire: what arrives is what was sent, to the bit, in every form; what cannot be read is refused."""
+"""The wire format: samples arrive bitwise as they were sent, in every form; unreadable bodies are rejected."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def same(a: Image.Image | None, b: Image.Image | None) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: ImageEncoding) -> None:
+def test_all_fields_of_a_sample_arrive_bitwise(form: BodyForm, encoding: ImageEncoding) -> None:
     task = full_task()
     sent = [
         Sample(task, picture(5)),
@@ -72,14 +72,14 @@ def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: Image
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA", "CMYK"])
-def test_other_modes_arrive_as_a_judge_would_convert_them(mode: str, encoding: ImageEncoding) -> None:
+def test_other_image_modes_arrive_converted_to_rgb(mode: str, encoding: ImageEncoding) -> None:
     image = picture(0).convert(mode)
     (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image.convert("RGB"))
 
 
-def test_profiles_and_rotations_are_left_behind() -> None:
+def test_exif_rotation_and_icc_profile_do_not_change_the_pixels() -> None:
     image = picture(0, size=(8, 4))
     image.info["exif"] = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
     image.info["icc_profile"] = b"profile"
@@ -88,7 +88,7 @@ def test_profiles_and_rotations_are_left_behind() -> None:
     assert same(sample.image, image)
 
 
-def test_a_picture_too_long_for_webp_still_arrives() -> None:
+def test_an_image_too_wide_for_webp_still_arrives() -> None:
     image = picture(0, size=(16400, 1))
     (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
     assert isinstance(sample, Sample)
@@ -102,14 +102,14 @@ def test_a_group_sends_its_source_once() -> None:
 
 
 @pytest.mark.parametrize(("meta", "says"), [({"x": float("nan")}, "NaN or infinity"), ({"x": (1, 2)}, r"meta\.x: .*plain JSON")])
-def test_a_meta_that_is_not_json_is_the_callers_mistake(meta: dict[str, object], says: str) -> None:
+def test_meta_that_is_not_json_raises(meta: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         pack([Sample(Task(id="a", instruction="b", meta=meta), None)], ["0"], encoding="raw")
 
 
 @settings(max_examples=60)
 @given(document=st.dictionaries(st.text(), st.integers()), blobs=st.lists(st.binary(max_size=70000), max_size=20))
-def test_any_bytes_come_through_every_form(document: dict[str, int], blobs: list[bytes]) -> None:
+def test_any_bytes_round_trip_in_every_body_form(document: dict[str, int], blobs: list[bytes]) -> None:
     for form in FORMS:
         body, kind = encode_body(json.dumps(document).encode(), blobs, form)
         parsed, pictures = decode_body(body, kind)
@@ -119,7 +119,7 @@ def test_any_bytes_come_through_every_form(document: dict[str, int], blobs: list
 
 @settings(max_examples=300)
 @given(kind=st.sampled_from(["multipart/form-data; boundary=b", "application/msgpack", "application/json"]), data=st.data())
-def test_whatever_comes_is_read_or_refused(kind: str, data: st.DataObject) -> None:
+def test_corrupted_bodies_are_decoded_or_raise_a_request_error(kind: str, data: st.DataObject) -> None:
     body, true_kind = encode_body(
         b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)]
     )
@@ -138,7 +138,7 @@ def _short(kind: str) -> str:
     return {"multipart": "mu", "application/msgpack": "ms", "application/json": "js"}.get(kind.partition("/form")[0], "mu")
 
 
-def test_a_general_msgpack_reader_reads_ours_and_ours_reads_its_writing() -> None:
+def test_msgpack_bodies_are_compatible_with_the_msgpack_package() -> None:
     msgpack = pytest.importorskip("msgpack")
     blobs = [b"", b"a" * 200, b"b" * 70000]
     body, kind = encode_body(b'{"x":1}', blobs, "msgpack")
@@ -148,7 +148,7 @@ def test_a_general_msgpack_reader_reads_ours_and_ours_reads_its_writing() -> Non
     assert [bytes(blob) for blob in pictures] == blobs
 
 
-def test_httpx_writes_a_multipart_that_we_read() -> None:
+def test_multipart_bodies_written_by_httpx_are_decoded() -> None:
     import httpx
 
     files = {"batch": (None, b'{"x":1}', "application/json"), "picture-0": ("a.png", b"\r\n--\x00", "image/png")}

@@ -18,18 +18,18 @@ def reply(**mass: float) -> JudgeReply:
     return JudgeReply("", "length", first={word: math.log(share) for word, share in mass.items()})
 
 
-def test_yes_is_its_share_of_the_legal_mass():
+def test_the_yes_score_is_its_share_of_the_probability_of_allowed_words():
     found = YES.read(reply(yes=0.6, no=0.2, maybe=0.15))
     assert found == {"yes": pytest.approx(0.75)}
 
 
-def test_spellings_of_a_word_are_one():
+def test_probabilities_of_spellings_of_a_word_are_summed():
     first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1)}
     assert YES.read(JudgeReply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6))
-def test_a_digit_is_the_expectation_of_its_distribution(weights):
+def test_the_digit_score_is_the_expected_value_of_the_digits(weights):
     total = sum(weights)
     found = DIGITS.read(JudgeReply("", "length", first={str(k): math.log(weight / total) for k, weight in enumerate(weights)}))
     assert found["digit"] == pytest.approx(sum(k * weight for k, weight in enumerate(weights)) / total / 5)
@@ -48,11 +48,11 @@ def test_a_digit_is_the_expectation_of_its_distribution(weights):
         {"5": -math.inf, "4": -math.inf},
     ],
 )
-def test_no_distribution_over_legal_words_is_no_score(first):
+def test_invalid_distributions_over_allowed_words_give_no_score(first):
     assert DIGITS.read(JudgeReply("5", "length", first=first)) is None
 
 
-def test_a_refusal_is_no_score():
+def test_refused_or_truncated_replies_give_no_score():
     assert YES.read(JudgeReply("yes", "stop", refused=True, first={"yes": 0.0})) is None
     form = ScoresForm({"score": Scale(0, 10)})
     assert form.read(JudgeReply('{"score": 7}', "stop")) == {"score": 7.0}
@@ -61,7 +61,7 @@ def test_a_refusal_is_no_score():
     assert form.read(JudgeReply('{"score": 7}', "")) is None
 
 
-def test_the_schema_has_the_reasoning_first_and_nothing_else():
+def test_the_schema_starts_with_reasoning_and_allows_only_the_scores():
     form = ScoresForm({"a": Scale(0, 1), "b": Scale(0, 10, whole=True)})
     schema = form.schema()
     assert list(schema["properties"]) == schema["required"] == ["reasoning", "a", "b"]
@@ -74,13 +74,13 @@ def test_the_schema_has_the_reasoning_first_and_nothing_else():
 @pytest.mark.parametrize(
     ("values", "mass"), [({"yes": 1.0}, 0.5), ({"yes": 1.0, " YES": 0.0}, 0.5), ({"yes": 1.0, "no": 0.0}, 0.0)]
 )
-def test_words_that_are_none_are_refused(values, mass):
+def test_invalid_words_or_min_mass_raise(values, mass):
     with pytest.raises(ValueError, match=r"words|min_mass"):
         WordForm("x", values, mass)
 
 
 @pytest.mark.parametrize("text", ["yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }'])
-def test_a_vote_is_the_word_alone(text):
+def test_a_choice_is_read_if_the_answer_is_only_the_word(text):
     assert VOTE.read(JudgeReply(text, "stop")) == {"yes": 1.0}
 
 
@@ -92,16 +92,16 @@ def test_a_vote_is_the_word_alone(text):
         *('{"yes": 1}', "{}"),
     ],
 )
-def test_what_is_no_vote_is_nothing(text):
+def test_other_answers_to_a_choice_give_no_score(text):
     assert VOTE.read(JudgeReply(text, "stop")) is None
 
 
-def test_a_vote_that_was_cut_or_refused_is_nothing():
+def test_truncated_or_refused_choice_answers_give_no_score():
     assert VOTE.read(JudgeReply("yes", "length")) is None
     assert VOTE.read(JudgeReply("yes", "stop", refused=True)) is None
 
 
-def test_a_vote_is_asked_for_as_one_of_its_words():
+def test_a_choice_form_lists_its_words_in_choices_and_schema():
     assert VOTE.choices() == ("no", "yes")
     assert VOTE.schema()["properties"] == {"answer": {"type": "string", "enum": ["no", "yes"]}}
     assert YES.choices() == ScoresForm({"score": Scale(0, 10)}).choices() == ()

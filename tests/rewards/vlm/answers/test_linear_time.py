@@ -58,7 +58,7 @@ SHAPES = shapes()
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
-def test_time_grows_with_the_length_and_no_faster(part: int) -> None:
+def test_reading_time_grows_at_most_linearly_with_the_length(part: int) -> None:
     slow, grown = [], []
     for shape in SHAPES[part::4]:
         long = seconds(text_of(shape, 4 * SIZE))
@@ -98,8 +98,8 @@ def recording(function, used: set[str]):
     return recorded
 
 
-def test_no_pattern_of_the_reader_has_a_repeat_without_a_limit(monkeypatch) -> None:
-    """Those in the modules' names, and those that reading makes on the way."""
+def test_regular_expressions_of_the_parser_have_no_unbounded_repeats(monkeypatch) -> None:
+    """Patterns of the modules, and patterns that are compiled while an answer is read."""
     used: set[str] = set()
     modules = [importlib.import_module(f"{answers.__name__}.{each.name}") for each in pkgutil.iter_modules(answers.__path__)]
     for module in modules:
@@ -122,6 +122,6 @@ def test_no_pattern_of_the_reader_has_a_repeat_without_a_limit(monkeypatch) -> N
     assert [pattern for pattern in used - allowed if unbounded(_parser.parse(pattern))] == []
 
 
-def test_a_bounded_pattern_matches_what_it_did() -> None:
+def test_bounded_limits_repeats_and_squeezed_shortens_runs_of_white_space() -> None:
     assert bounded(r"a*b+?[*+]\*\+c{2,}") == r"a{0,500}b{1,500}?[*+]\*\+c{2,500}"
     assert squeezed("a" + " " * 32 + "b" + " " * 33 + "c\n" + " " * 40 + "d" + "\n" * 40 + "e") == "a" + " " * 32 + "b c\nd\n\ne"

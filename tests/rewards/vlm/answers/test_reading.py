@@ -1,4 +1,4 @@
-"""The reader of judges' answers: a corpus labelled by hand, and strings that nobody would write."""
+"""The parser of judges' answers: a corpus labelled by hand, and random texts."""
 
 import json
 import math
@@ -20,7 +20,7 @@ KINDS = {
     *("thousands", "two fractions", "other digits", "percentages", "TeX", "negative", "scientific", "tool calls", "nested JSON"),
     *("delimiters", "trailing commas", "JSON after a colon"),
     *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
-    *("traps", "seldom"),  # made to mislead; forms that are seldom met, from which the reader may abstain
+    *("traps", "seldom"),  # texts made to mislead the parser; rare forms, which it need not read
 }
 FORMS = [
     {"score": Scale(0, 10)},
@@ -106,7 +106,7 @@ def asked(row):
 
 
 def check(found, scales):
-    """What is read is a number on its scale for each name, or nothing."""
+    """Check that the result is None, or one number on its scale for each name."""
     if found is None:
         return
     assert set(found) == set(scales)
@@ -116,7 +116,7 @@ def check(found, scales):
         assert not scales[name].whole or value == int(value)
 
 
-def test_the_corpus():
+def test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read():
     outcomes = Counter()
     wrong = []
     for row in CORPUS:
@@ -135,7 +135,7 @@ def test_the_corpus():
     assert outcomes["valued and read"] >= 0.95 * valued, outcomes  # abstaining from everything would be easy
 
 
-def test_nothing_is_clamped_or_rescaled():
+def test_scores_are_never_clamped_or_rescaled():
     assert read_scores("11", {"score": Scale(0, 10)}) is None
     assert read_scores("7/10", {"score": Scale(0, 5)}) is None
     assert read_scores("7/10", {"score": Scale(0, 100)}) is None
@@ -144,12 +144,12 @@ def test_nothing_is_clamped_or_rescaled():
     assert read_scores('{"score": -0.5}', {"score": Scale(-1, 1)}) == {"score": -0.5}
 
 
-def test_no_thought_is_an_answer():
+def test_scores_inside_think_tags_are_ignored():
     assert read_scores("<think>Score: 9</think>", {"score": Scale(0, 10)}) is None
     assert read_scores("<think>Score: 9</think>\nScore: 2", {"score": Scale(0, 10)}) == {"score": 2}
 
 
-def test_too_long_or_too_deep_is_no_answer():
+def test_too_long_or_too_deeply_nested_answers_give_no_score():
     assert read_scores("a. " * LONGEST + "Score: 7", {"score": Scale(0, 10)}) is None
     for text in (
         "[" * 15000,
@@ -165,26 +165,26 @@ def test_too_long_or_too_deep_is_no_answer():
 
 @given(st.text(max_size=80), st.sampled_from(FORMS))
 @settings(max_examples=300)
-def test_any_text_is_read_or_not(text, scales):
+def test_any_text_gives_valid_scores_or_none(text, scales):
     check(read_scores(text, scales), scales)
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.sampled_from(FORMS))
 @settings(max_examples=500)
-def test_any_text_of_an_answers_pieces_is_read_or_not(text, scales):
+def test_any_combination_of_answer_pieces_gives_valid_scores_or_none(text, scales):
     check(read_scores(text, scales), scales)
 
 
 @given(st.floats(0, 10).map(lambda value: round(value, 2)))
 @settings(max_examples=50)
-def test_what_a_typed_answer_says_is_read_exactly(value):
+def test_the_score_of_a_json_answer_is_read_exactly(value):
     assert read_scores(json.dumps({"reasoning": 'a "9" of 10: {"score": 3}', "score": value}), {"score": Scale(0, 10)}) == {
         "score": value
     }
 
 
 @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_fuzzed(count):
+def test_fuzzed_texts_give_valid_scores_or_none(count):
     draw = random.Random(20)
     texts = [row["text"] for row in CORPUS]
     for _ in range(count):
@@ -208,6 +208,6 @@ def test_fuzzed(count):
 @pytest.mark.parametrize(
     ("low", "high", "whole"), [(1, 1, False), (2, 1, False), (0, float("inf"), False), (float("nan"), 1, False), (0, 2.5, True)]
 )
-def test_a_scale_that_is_none_is_refused(low, high, whole):
+def test_an_invalid_scale_raises(low, high, whole):
     with pytest.raises(ValueError, match="scale"):
         Scale(low, high, whole)
