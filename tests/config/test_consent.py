@@ -157,11 +157,19 @@ def test_commands_reject_code_named_by_a_recipe_or_run_without_consent(
     assert not project.ran
 
 
-def test_a_report_of_a_received_run_does_not_import_its_reward(project: Project) -> None:
+def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
     from retouch.report.page import write_report
 
-    folder = project.run_folder()
+    with consent.allowing(["stranger"]):
+        assert cli.main(["train", str(project.recipe)]) == 0
+    folder = Path("runs", "theirs")
+    project.forget()
     write_report(folder)
+    capsys.readouterr()
+    assert cli.main(["ledger", str(folder)]) == 0
+    assert "stranger:Zero" in capsys.readouterr().out
     assert not project.ran
 
 
@@ -366,7 +374,8 @@ def test_modules_in_the_current_folder_are_not_imported_in_place_of_packages(pro
     command = [sys.executable, "-P", "-m", "retouch.cli"]
     told = ["doctor", "recipes/quickstart.jsonnet", "--set", 'trackers=["wandb", "trackio"]', "--device", "cpu"]
     for words in (told, ["launch", "--nproc", "1", *told]):
-        subprocess.run([*command, *words], env=environment, capture_output=True, timeout=300)
+        done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+        assert f"torch         {torch.__version__}" in done.stdout, done.stderr
     assert not list(project.folder.glob("*.ran"))
 
 

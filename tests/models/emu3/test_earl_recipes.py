@@ -29,7 +29,12 @@ COMPLEX = ["magicbrush", "aurora-AG", "aurora-kubric", "ss2", "vismin", "human-e
 LISTS = {"s": ["omniedit"], "c": COMPLEX, "sc": ["omniedit", *COMPLEX]}
 COEFFICIENTS = [0.13, 6.0, 6.0, 0.7, 1.55, 3.7, 11.0]
 PUBLISHED = "sft_s__rl_sc-published"
-REWARDS = ("viescore", "ground_score", "sqrt(viescore_pqxground_score)")
+REWARDS = {
+    "viescore": {"combine.overall": 1.0},
+    "ground_score": {"combine.ground": 1.0},
+    "sqrt(viescore_pqxground_score)": {"combine": "sqrt(viescore_pqxground_score)"},
+}
+"""What the reward's ``combine`` contains for each value of the source's option."""
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +126,7 @@ def test_each_final_reward_loads_with_the_v1_url_of_the_judge(
     file.write_text(f"local e = import 'lib/earl.libsonnet'; e.rl(start='sft_s', data=e.data.s, final='{final}')")
     found = leaves(load(file).document()["reward"])
     assert {value for path, value in found.items() if path.endswith("base_url")} == {"http://judge:4877/v1"}
-    assert found.get("combine", {"overall": 1.0, "ground": 1.0}) in ({"overall": 1.0, "ground": 1.0}, final)
+    assert {path: value for path, value in found.items() if path.startswith("combine")} == REWARDS[final]
 
 
 def test_unset_environment_variable_raises_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from vllm_double import GENERATE, Double, at_first, serving
 
 
 @contextmanager
-def served(folder, kind="qwen2.5", **double):
+def served(folder, kind="qwen2.5", *, patience=0.2, **double):
     """A policy whose weights all train, and the double behind it."""
     writer = tiny_writers.writer(kind, train="full", stop=tiny_writing.STOPS)
     twin = Double(copy.deepcopy(writer.module), dev_mode=True, **double)
     with serving(twin) as url:
-        yield served_models.policy(writer, url, folder, patience=0.2, max_mismatch=1e-3), twin
+        yield served_models.policy(writer, url, folder, patience=patience, max_mismatch=1e-3), twin
 
 
 def batch(step=0):
@@ -108,11 +108,11 @@ def test_missing_development_endpoints_fail_in_the_doctor_and_in_the_rollout(tmp
             policy.rollout(batch())
 
 
-def test_full_weights_do_not_depend_on_the_servers_adapters(tmp_path):
-    with served(tmp_path) as (policy, twin):
-        policy.limits = policy.limits.model_copy(update={"patience": 60.0})
-        twin.fault = at_first("forgets its adapters")
+def test_temporary_faults_of_a_server_with_full_weights_are_retried(tmp_path):
+    with served(tmp_path, patience=60.0) as (policy, twin):
+        twin.fault = at_first("503", "reset")
         assert off(policy.rollout(batch())) < 1e-4
+        assert twin.fault(GENERATE) is None
 
 
 def test_image_tokens_are_sampled_with_full_weights_and_the_plugin(tmp_path, monkeypatch):
