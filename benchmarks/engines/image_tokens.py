@@ -36,7 +36,7 @@ def main() -> None:
     batch = Batch(
         seed=0,
         step=0,
-        tasks=tuple(tiny_models.task(str(k), "make it red", tiny_models.picture(k, 2 * SIDE, 2 * SIDE)) for k in numbers),
+        tasks=tuple(tiny_models.task(str(k), "make it red", tiny_models.image(k, 2 * SIDE, 2 * SIDE)) for k in numbers),
         group_ids=numbers,
         group=tuple(k for k in numbers for _ in range(SAMPLES)),
         slot=tuple(range(SAMPLES)) * GROUPS,

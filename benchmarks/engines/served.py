@@ -33,11 +33,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         served_models.save_writer(here / "model")
-        with vllm_server.running(here / "model", here / "server", *vllm_server.LORA) as server:
+        with vllm_server.running(here / "model", here / "server", *vllm_server.LORA_FLAGS) as server:
             policy = served_models.policy(
                 served_models.writer(here / "model"), server.url, here / "run", sampling={"max_new_tokens": LONGEST}
             )
-            tiny_writers.move(policy.module)
+            tiny_writers.perturb(policy.module)
             report(policy)
             policy.engine.close()
 

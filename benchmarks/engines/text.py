@@ -45,7 +45,7 @@ def measured(width: int, stops: int) -> list[float]:
     writer = tiny_writers.writer(
         "qwen2.5", stop=tiny_writing.STOPS[:stops], text=shape | {"num_key_value_heads": max(1, width // 64)}
     )
-    batch = tiny_writing.batch(tiny_writers.tasks(GROUPS, pictures=False), SIZE)
+    batch = tiny_writing.batch(tiny_writers.tasks(GROUPS, with_images=False), SIZE)
     ways = (lambda: cached(writer, batch), lambda: generated(writer, batch), lambda: batched(writer, batch))
     rounds = [[rate(way) for way in ways] for _ in range(ROUNDS + 1)][1:]
     return [statistics.median(each) for each in zip(*rounds, strict=True)]

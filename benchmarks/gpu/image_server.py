@@ -114,7 +114,7 @@ def _double(model: Any, port: int) -> Iterator[None]:
         double = importlib.import_module("sglang_double")
     finally:
         sys.path.remove(str(SUPPORT))
-    with double.serving(double.twin(model), port=port):
+    with double.serving(double.double_of(model), port=port):
         yield
 
 

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from judge_double import FAULTS, KEY, Double, picture_of  # noqa: E402
+from judge_double import FAULTS, KEY, Double, judged_pixels  # noqa: E402
 
 KINDS = [kind for kind in FAULTS if kind != "time-out"]  # a time-out would dominate the measured time
 LAST = 10
@@ -34,7 +34,7 @@ class Redness(Double):
     """A judge whose score is the red channel's share of the sum of all channels."""
 
     def content(self, body: dict[str, Any]) -> tuple[str, None]:
-        pixels = picture_of(body["messages"][-1]["content"][-1])
+        pixels = judged_pixels(body["messages"][-1]["content"][-1])
         return json.dumps({"reasoning": "", "alignment": round(sum(pixels[::3]) / max(sum(pixels), 1), 6)}), None
 
 

@@ -46,11 +46,11 @@ def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.O
     """Resume the run after every ``every``-th fault whose name matches the regular expression ``only``."""
     import_models()
 
-    whole, base = faults.six_steps(out, "whole"), faults.six_steps(out, "base")
+    whole, base = faults.six_step_recipe(out, "whole"), faults.six_step_recipe(out, "base")
     assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
-    assert in_fork(lambda: faults.train_and_die(base), out / "base.log") == -9, (out / "base.log").read_text()
+    assert in_fork(lambda: faults.train_until_killed(base), out / "base.log") == -9, (out / "base.log").read_text()
     for number, fault in enumerate([name for name in faults.FAULTS if re.search(only, name)][::every]):
-        made = faults.six_steps(out, f"fault-{number}")
+        made = faults.six_step_recipe(out, f"fault-{number}")
         shutil.copytree(base.folder, made.folder, symlinks=True)
         recipe = (made.folder / "recipe.json").read_text().replace('"base"', f'"{made.name}"')
         (made.folder / "recipe.json").write_text(recipe)

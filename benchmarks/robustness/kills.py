@@ -66,13 +66,13 @@ def main() -> int:
     kills = runs = wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary)
-        whole = faults.six_steps(out, "whole")
+        whole = faults.six_step_recipe(out, "whole")
         began = time.monotonic()
         assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
         length = time.monotonic() - began
         cold = {round(index * arguments.kills / max(1, arguments.cold)) for index in range(arguments.cold)}
         while kills < arguments.kills:
-            made, log = faults.six_steps(out, f"run-{runs}"), out / f"run-{runs}.log"
+            made, log = faults.six_step_recipe(out, f"run-{runs}"), out / f"run-{runs}.log"
             mine, printed = 0, ""
             for _ in range(8):
                 if kills < arguments.kills:
@@ -82,7 +82,7 @@ def main() -> int:
                     printed += log.read_text()
             code = in_fork(lambda made=made: faults.train(made), log)
             printed += log.read_text()
-            same = code == 0 and faults.bits(made.folder, faults.ALL) == faults.bits(whole.folder, faults.ALL)
+            same = code == 0 and faults.file_hashes(made.folder, faults.ALL) == faults.file_hashes(whole.folder, faults.ALL)
             bad = not same or "Traceback" in printed
             runs, wrong = runs + 1, wrong + bad
             verdict = "same bits" if not bad else f"WRONG: exit {code}: {printed[-300:]}"

@@ -38,16 +38,16 @@ Body = bytes | Callable[[], bytes | Iterator[bytes]]
 
 def payloads() -> Iterator[tuple[str, Body, dict[str, str]]]:
     """The name, the body (or a function that makes it) and the headers of each request."""
-    for name, image in {**hostile.PICTURES, **series.DAMAGED}.items():
+    for name, image in {**hostile.PICTURES, **series.DAMAGED_IMAGES}.items():
         body, kind = encode_body(json.dumps(hostile.batch()).encode(), [image], "multipart")
         yield f"image: {name}", body, {"Content-Type": kind}
-    for name, document in {**hostile.DOCUMENTS, **series.WRONG}.items():
+    for name, document in {**hostile.DOCUMENTS, **series.WRONG_DOCUMENTS}.items():
         text = document if isinstance(document, bytes) else json.dumps(document).encode()
-        body, kind = encode_body(text, [hostile.GOOD], "multipart")
+        body, kind = encode_body(text, [hostile.VALID_PNG], "multipart")
         yield f"document: {name}", body, {"Content-Type": kind}
     for name, (make, headers) in hostile.BODIES.items():
         yield f"body: {name}", make, headers
-    for name, (body, headers) in series.BROKEN.items():
+    for name, (body, headers) in series.BROKEN_BODIES.items():
         yield f"body: {name}", body, headers
 
 

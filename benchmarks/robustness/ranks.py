@@ -23,7 +23,7 @@ def main() -> int:
     arguments = parser.parse_args()
     wrong = count = 0
     with tempfile.TemporaryDirectory() as out:
-        whole = faults.undisturbed(Path(out))
+        whole = faults.run_without_faults(Path(out))
         for fault in faults.FAULTS:
             if not re.search(arguments.only, fault):
                 continue

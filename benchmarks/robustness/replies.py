@@ -34,7 +34,7 @@ def counts() -> Counts:
 
 
 def _descriptions(counted: Counts) -> None:
-    for name, lie in lying_server.INFO_LIES.items():
+    for name, lie in lying_server.WRONG_INFOS.items():
         counted.cases += 1
         with bad_server.bad_server("none", info=lie) as server:
             try:
@@ -52,8 +52,8 @@ def _descriptions(counted: Counts) -> None:
 def _scores(counted: Counts) -> None:
     samples = samples_of(4)
     true = [digest_score(sample) for sample in samples]
-    now: dict[str, bad_server.Kind] = {"lie": "none"}
-    kinds = {**lying_server.REPLY_LIES, **{kind: kind for kind in bad_server.KINDS}}
+    now: dict[str, bad_server.FaultKind] = {"lie": "none"}
+    kinds = {**lying_server.WRONG_REPLIES, **{kind: kind for kind in bad_server.ALL_FAULTS}}
     with bad_server.bad_server(lambda: now["lie"]) as server:
         for name, kind in kinds.items():
             counted.cases += 1
@@ -72,7 +72,7 @@ def _answers(counted: Counts) -> None:
     forms = (ScoresForm({"score": Scale(0, 10)}), WordForm("yes", {"yes": 1.0, "no": 0.0}))
     tables = ((lying_judge.SCORES, forms[0]), (lying_judge.WIRE, forms[0]), (lying_judge.WORDS, forms[1]))
     quick = {"key": None, "timeout": 10.0, "deadline": 2.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
-    with lying_judge.lying_judge() as judge, lying_judge.lying_judge() as elsewhere:
+    with lying_judge.faulty_judge() as judge, lying_judge.faulty_judge() as elsewhere:
         client = ChatClient(Endpoint(model="judge", base_url=judge.url, **quick))
         for table, form in tables:
             for name, lie in table.items():
@@ -83,22 +83,22 @@ def _answers(counted: Counts) -> None:
             _ask(counted, client, judge, f"redirect {status}", lambda true, s=status: lying_judge.Reply(b"", s, target), truth)
         for name, usage in lying_judge.USAGE.items():
             counted.cases += 1
-            judge.lie = lambda true, usage=usage: lying_judge._json({**true, "usage": usage})
+            judge.make_reply = lambda true, usage=usage: lying_judge._json({**true, "usage": usage})
             (answer,) = client.ask([truth])
             if not 1 <= answer.input_tokens < 1000 or not 1 <= answer.output_tokens <= 1100:
                 counted.wrong += 1
                 counted.notes.append(f"believed: a usage of {name}")
         counted.wrong += elsewhere.questions
-        judge.lie = lying_judge._json
+        judge.make_reply = lying_judge._json
         counted.lost += client.ask([truth])[0].scores != {"score": 7.0}
         client.close()
 
 
 def _ask(
-    counted: Counts, client: ChatClient, judge: lying_judge.LyingJudge, name: str, lie: lying_judge.Lie, question: Question
+    counted: Counts, client: ChatClient, judge: lying_judge.FaultyJudge, name: str, lie: lying_judge.ReplyMaker, question: Question
 ) -> None:
     counted.cases += 1
-    judge.lie = lie
+    judge.make_reply = lie
     try:
         (answer,) = client.ask([question])
     except Exception as error:  # noqa: BLE001  (counted as a traceback)

@@ -35,7 +35,7 @@ FAULTS = ("kill", "kill", "pause", "full disk", "kill a replica", "nothing")
 
 def judged_by(out: Path, name: str, urls: list[str]) -> "faults.Recipe":
     """The recipe of a run whose reward is served at ``urls``, with many retries and a checkpoint after each step."""
-    document = faults.six_steps(out, name).document()
+    document = faults.six_step_recipe(out, name).document()
     patience = {"timeout": 3.0, "deadline": 300.0, "attempts": 50, "retry_share": 1.0, "batch": 2}
     document["reward"] = {"kind": "remote", "endpoints": urls, "columns": {"score": [0, 1]}, "combine": {"score": 1}, **patience}
     document["checkpoints"] |= {"every": 1}
@@ -99,7 +99,7 @@ def main() -> int:
         while time.monotonic() - began < 60 * arguments.minutes:
             made = judged_by(out, f"lap-{laps}", urls)
             bad = lap(made, out / f"lap-{laps}.log", server, draw, counted)
-            if not bad and faults.bits(made.folder, faults.ALL) != faults.bits(whole.folder, faults.ALL):
+            if not bad and faults.file_hashes(made.folder, faults.ALL) != faults.file_hashes(whole.folder, faults.ALL):
                 bad = "other bits"
             laps, wrong = laps + 1, wrong + bool(bad)
             print(f"lap {laps:3d}  {'same bits' if not bad else 'WRONG: ' + bad}  {dict(counted)}", flush=True)

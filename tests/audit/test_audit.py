@@ -37,7 +37,7 @@ def recipe(out: Path) -> Recipe:
     return load("recipes/playground/grpo.jsonnet", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def attempt(sample_of: Any, *key: int) -> Image.Image:
+def noisy_mix(sample_of: Any, *key: int) -> Image.Image:
     """An image between the source and the target, with noise."""
     draw = np.random.default_rng(key)
     source, target = (np.asarray(image, dtype=float) for image in (sample_of.images[0], sample_of.target))
@@ -67,7 +67,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
         ledger.attach(judge, since=0)
         for batch in training:
             samples = [
-                Sample(batch.tasks[group], attempt(batch.tasks[group], batch.step, group, slot))
+                Sample(batch.tasks[group], noisy_mix(batch.tasks[group], batch.step, group, slot))
                 for group, slot in zip(batch.group, batch.slot, strict=True)
             ]
             if batch.step == 1:
@@ -75,27 +75,27 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
             judge.for_split("train")(batch, samples).result()
             if batch.step == 1:
                 scores = judge(samples)
-                kept = [
+                run_all_images = [
                     SampleRecord(sample=sample, group=0, slot=slot, scores={}, reward=scores.rewards[slot].item())
                     for slot, sample in enumerate(samples[:4])
                 ]
-                folder.write_samples(2, "group", kept)
-        pictures = [Sample(task, attempt(task, 77, number)) for number, task in enumerate(heldout.tasks)]
+                folder.write_samples(2, "group", run_all_images)
+        pictures = [Sample(task, noisy_mix(task, 77, number)) for number, task in enumerate(heldout.tasks)]
         judge.for_split("heldout", 0)(heldout, pictures).result()
         judge.close()
     return folder.root
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_all_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stored all images."""
-    return judge_run(recipe(tmp_path_factory.mktemp("kept")), keep_images=True)
+    return judge_run(recipe(tmp_path_factory.mktemp("run_all_images")), keep_images=True)
 
 
 @pytest.fixture(scope="module")
-def unkept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_logged_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that stored only the images of its logged samples, as every run does."""
-    return judge_run(recipe(tmp_path_factory.mktemp("unkept")), keep_images=False)
+    return judge_run(recipe(tmp_path_factory.mktemp("run_logged_images")), keep_images=False)
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def column(run: Path, name: str, split: str = "train") -> list[float]:
     return [sample.scores[name] for sample in LedgerView.open(run).samples if sample.split == split]
 
 
-def test_the_summary_lists_samples_steps_images_and_judges(kept, unkept, ask):
-    found = ask(kept)
+def test_the_summary_lists_samples_steps_images_and_judges(run_all_images, run_logged_images, ask):
+    found = ask(run_all_images)
     assert {split: each["samples"] for split, each in found["samples"].items()} == {"heldout": 6, "train": 24}
     train = found["samples"]["train"]
     assert (train["steps"], train["without_image"], train["stored_images"]) == ([1, 3], 1, 23)
@@ -125,7 +125,7 @@ def test_the_summary_lists_samples_steps_images_and_judges(kept, unkept, ask):
     (judge,) = found["judges"]
     assert (judge["about"]["kind"], judge["since"]) == ("playground", 0)
     assert (found["asked"], found["cost"]) == ([], None)
-    few = ask(unkept, "cost")["samples"]
+    few = ask(run_logged_images, "cost")["samples"]
     assert (few["train"]["stored_images"], few["train"]["steps_with_images"], few["heldout"]["stored_images"]) == (3, [2], 0)
 
 
@@ -152,20 +152,20 @@ def test_an_unknown_cost_is_none_and_not_zero(tmp_path, ask):
     assert ask(run, "--prices", "1,1")["cost"] == pytest.approx(1100 / 1e6)
 
 
-def test_rescore_with_the_same_judge_gives_the_same_scores(kept, ask):
-    again = ask(kept, "rescore", "playground", "--name", "twin")
+def test_rescore_with_the_same_judge_gives_the_same_scores(run_all_images, ask):
+    again = ask(run_all_images, "rescore", "playground", "--name", "twin")
     assert (again["samples"], again["judged"], again["without_image"]) == (30, 29, 1)
-    for sample in LedgerView.open(kept).samples:
+    for sample in LedgerView.open(run_all_images).samples:
         if sample.image:
             first = [sample.scores[name] for name in PlaygroundReward.columns]
             assert np.array_equal(first, [sample.scores[f"twin:{name}"] for name in PlaygroundReward.columns], equal_nan=True)
-    assert ask(kept, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
+    assert ask(run_all_images, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
 
 
-def test_rescore_with_another_judge_scores_each_stored_image_once(kept, ask, monkeypatch):
-    ask(kept, "rescore", "share:red", "--split", "train", "--steps", "1:2")
-    shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
-    rows = [sample for sample in LedgerView.open(kept).samples if "share-red:share" in sample.scores]
+def test_rescore_with_another_judge_scores_each_stored_image_once(run_all_images, ask, monkeypatch):
+    ask(run_all_images, "rescore", "share:red", "--split", "train", "--steps", "1:2")
+    shown = {image_hash(Image.open(path)): path for path in (run_all_images / "pictures").rglob("*.png")}
+    rows = [sample for sample in LedgerView.open(run_all_images).samples if "share-red:share" in sample.scores]
     assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
     assert len(rows) == 15
     for sample in rows:
@@ -178,38 +178,38 @@ def test_rescore_with_another_judge_scores_each_stored_image_once(kept, ask, mon
         return {"share": torch.ones(len(samples))}
 
     monkeypatch.setattr(ShareReward, "__call__", count)
-    assert ask(kept, "rescore", "share:red", "--split", "train")["judged"] == 23
+    assert ask(run_all_images, "rescore", "share:red", "--split", "train")["judged"] == 23
     assert len(asked) == 8  # those of step 3
 
 
-def test_rescore_scores_samples_with_missing_scores_again(kept, ask, monkeypatch):
+def test_rescore_scores_samples_with_missing_scores_again(run_all_images, ask, monkeypatch):
     asked = []
 
-    def half(self, samples):
+    def half_missing(self, samples):
         asked.extend(samples)
         return {"share": torch.tensor([0.5 if row % 2 or len(asked) > 16 else torch.nan for row in range(len(samples))])}
 
-    monkeypatch.setattr(ShareReward, "__call__", half)
+    monkeypatch.setattr(ShareReward, "__call__", half_missing)
     words = ["rescore", "share:red", "--name", "broken", "--steps", "1:2", "--split", "train"]
-    ask(kept, *words)
-    known = [sample.scores["broken:share"] for sample in LedgerView.open(kept).samples if "broken:share" in sample.scores]
+    ask(run_all_images, *words)
+    known = [sample.scores["broken:share"] for sample in LedgerView.open(run_all_images).samples if "broken:share" in sample.scores]
     assert len(asked) == 15 + 8
     assert len(known) == 15
     assert not np.isnan(known).any()
 
 
-def test_rescore_rejects_a_name_that_another_reward_uses(kept, ask, capsys):
-    ask(kept, "rescore", "share:green", "--name", "mine", "--steps", "3")
-    assert cli.main(["ledger", str(kept), "rescore", "photos:red", "--name", "mine"]) == 2
+def test_rescore_rejects_a_name_that_another_reward_uses(run_all_images, ask, capsys):
+    ask(run_all_images, "rescore", "share:green", "--name", "mine", "--steps", "3")
+    assert cli.main(["ledger", str(run_all_images), "rescore", "photos:red", "--name", "mine"]) == 2
     assert "scores of another reward" in capsys.readouterr().err
 
 
-def test_without_keep_images_only_images_of_stored_samples_are_rescored(unkept, ask, capsys):
-    again = ask(unkept, "rescore", "playground", "--split", "train")
+def test_without_keep_images_only_images_of_stored_samples_are_rescored(run_logged_images, ask, capsys):
+    again = ask(run_logged_images, "rescore", "playground", "--split", "train")
     assert (again["judged"], again["steps"], again["without_image"]) == (3, [2], 21)
-    rows = [sample for sample in LedgerView.open(unkept).samples if "playground:overall" in sample.scores]
+    rows = [sample for sample in LedgerView.open(run_logged_images).samples if "playground:overall" in sample.scores]
     assert all(sample.scores["playground:overall"] == sample.scores["overall"] for sample in rows)
-    assert cli.main(["ledger", str(unkept), "rescore", "playground", "--split", "heldout"]) == 2
+    assert cli.main(["ledger", str(run_logged_images), "rescore", "playground", "--split", "heldout"]) == 2
     assert "keep_images" in capsys.readouterr().err
 
 
@@ -221,9 +221,9 @@ def test_an_image_file_with_the_wrong_content_is_not_rescored(tmp_path, ask):
     assert (again["judged"], again["without_image"]) == (28, 2)
 
 
-def test_agree_reports_the_rank_correlations_of_the_two_columns(kept, ask):
-    found = ask(kept, "agree", "IF", "PQ", "--split", "train")
-    a, b = (torch.tensor(column(kept, name)) for name in ("IF", "PQ"))
+def test_agree_reports_the_rank_correlations_of_the_two_columns(run_all_images, ask):
+    found = ask(run_all_images, "agree", "IF", "PQ", "--split", "train")
+    a, b = (torch.tensor(column(run_all_images, name)) for name in ("IF", "PQ"))
     group = torch.arange(24) // 4
     assert found["spearman"] == pytest.approx(agreement.spearman(a, b))
     assert found["kendall"] == pytest.approx(agreement.kendall(a, b))
@@ -232,9 +232,9 @@ def test_agree_reports_the_rank_correlations_of_the_two_columns(kept, ask):
     assert found["samples"] == 24
 
 
-def test_worst_sorts_samples_by_rank_difference_and_names_their_images(kept, ask):
-    found = ask(kept, "worst", "IF", "IP", "--split", "train", "--top", "24")
-    a, b = (torch.tensor(column(kept, name)) for name in ("IF", "IP"))
+def test_worst_sorts_samples_by_rank_difference_and_names_their_images(run_all_images, ask):
+    found = ask(run_all_images, "worst", "IF", "IP", "--split", "train", "--top", "24")
+    a, b = (torch.tensor(column(run_all_images, name)) for name in ("IF", "IP"))
     apart = (agreement.ranks(a) - agreement.ranks(b)).abs() / 23
     assert [each["rank_difference"] for each in found] == pytest.approx(sorted(apart.tolist(), reverse=True))
     first = found[0]
@@ -242,18 +242,18 @@ def test_worst_sorts_samples_by_rank_difference_and_names_their_images(kept, ask
     for each in found:
         if each["sha256"]:
             assert image_hash(Image.open(each["file"])) == each["sha256"]
-    assert len(ask(kept, "worst", "IF", "IP", "--top", "5")) == 5
+    assert len(ask(run_all_images, "worst", "IF", "IP", "--top", "5")) == 5
 
 
-def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(kept, ask, tmp_path):
-    rows = [sample for sample in LedgerView.open(kept).samples if sample.split == "train" and sample.image][:6]
+def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(run_all_images, ask, tmp_path):
+    rows = [sample for sample in LedgerView.open(run_all_images).samples if sample.split == "train" and sample.image][:6]
     rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
     scores = torch.tensor([sample.scores["overall"] for sample in rows])
     wanted = agreement.spearman(scores, torch.tensor(rated))
-    shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
+    shown = {image_hash(Image.open(path)): path for path in (run_all_images / "pictures").rglob("*.png")}
     files = {
         "sha256": [f"{sample.image}," for sample in rows],
-        "image": [f"{shown[sample.image].relative_to(kept)}," for sample in rows],
+        "image": [f"{shown[sample.image].relative_to(run_all_images)}," for sample in rows],
         "step,group,slot": [f"{sample.step},{sample.group},{sample.slot}," for sample in rows],
     }
     for header, about in files.items():
@@ -262,7 +262,7 @@ def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(kept,
         # Two more ratings of the first image do not change its mean.
         lines += [f"{about[0]}{rated[0] - 1}", f"{about[0]}{rated[0] + 1}"]
         file.write_text("\n".join([f"{header},rating", *lines]) + "\n")
-        found = ask(kept, "agree", "overall", "--ratings", file)
+        found = ask(run_all_images, "agree", "overall", "--ratings", file)
         assert found["columns"] == ["overall", "rating"]
         assert (found["samples"], found["spearman"]) == (6, pytest.approx(wanted))
 
@@ -285,10 +285,10 @@ def test_ratings_identify_images_by_hash_by_file_or_by_step_group_and_slot(kept,
         (b"sha256,rating,note\nabc,3,caf\xe9\n", "ratings.csv is not UTF-8 text"),
     ],
 )
-def test_an_invalid_ratings_file_is_rejected_with_the_reason(kept, tmp_path, capsys, text, says):
+def test_an_invalid_ratings_file_is_rejected_with_the_reason(run_all_images, tmp_path, capsys, text, says):
     file = tmp_path / "ratings.csv"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    assert cli.main(["ledger", str(kept), "agree", "overall", "--ratings", str(file)]) == 2
+    assert cli.main(["ledger", str(run_all_images), "agree", "overall", "--ratings", str(file)]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -302,8 +302,8 @@ def test_an_invalid_ratings_file_is_rejected_with_the_reason(kept, tmp_path, cap
         (["rescore", "share:red", "--name", "../x"], "cannot be a name"),
     ],
 )
-def test_invalid_arguments_of_ledger_commands_are_rejected_with_the_reason(kept, capsys, words, says):
-    assert cli.main(["ledger", str(kept), *words]) == 2
+def test_invalid_arguments_of_ledger_commands_are_rejected_with_the_reason(run_all_images, capsys, words, says):
+    assert cli.main(["ledger", str(run_all_images), *words]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -316,12 +316,12 @@ def test_ledger_files_of_all_ranks_are_merged_and_later_scores_replace_earlier_o
     run = judge_run(recipe(tmp_path), keep_images=False)
     training, _ = batches(recipe(tmp_path))
     batch = training[2]
-    half = batch.take(slice(4, 8))  # the second group, as another rank would score it
+    half_missing = batch.take(slice(4, 8))  # the second group, as another rank would score it
     with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
         judge = RewardScorer(PlaygroundReward(), {"overall": 1.0})
         ledger.attach(judge, since=0)
-        judge.for_split("train")(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
-        judge.for_split("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
+        judge.for_split("train")(half_missing, [Sample(half_missing.tasks[0], half_missing.tasks[0].target)] * 4).result()
+        judge.for_split("train", 3)(half_missing, [Sample(half_missing.tasks[0], half_missing.tasks[0].target)] * 4).result()
         judge.close()
     view = LedgerView.open(run)
     assert [file.name for file in view.files] == ["ledger.sqlite", "ledger.rank1.sqlite"]
@@ -343,10 +343,10 @@ def test_rescore_is_rejected_if_the_data_of_the_recipe_have_changed(tmp_path, ca
     assert "use the data of the run" in capsys.readouterr().err
 
 
-HONEST, POISON = '{"gpt": 0.5}', '{"gpt": 1e999}'
+FINITE, INFINITE = '{"gpt": 0.5}', '{"gpt": 1e999}'
 
 
-def poisoned(run: Path) -> Path:
+def add_infinite_scores(run: Path) -> Path:
     """Adds three answers and three samples to the ledger; one of each has an infinite score."""
     path = ledger_path(run, 0)
     with closing(Database(path)) as database:
@@ -355,13 +355,13 @@ def poisoned(run: Path) -> Path:
         )
         with database.writing() as connection:
             for k in range(3):
-                row = ("train", k, 0, 0, f"t{k}", f"{k:064x}", None, "gpt, typed", POISON if k == 1 else HONEST, 1.0, 1.0)
+                row = ("train", k, 0, 0, f"t{k}", f"{k:064x}", None, "gpt, typed", INFINITE if k == 1 else FINITE, 1.0, 1.0)
                 connection.execute(f"INSERT INTO samples VALUES (?{', ?' * 10})", row)
-            connection.execute("UPDATE answers SET scores = ? WHERE content = 'c1'", (POISON,))
+            connection.execute("UPDATE answers SET scores = ? WHERE content = 'c1'", (INFINITE,))
     return run
 
 
-def in_use(run: Path) -> tuple[list[int], list[str]]:
+def steps_and_answers(run: Path) -> tuple[list[int], list[str]]:
     """The steps with scores, and the contents whose stored answers are not discarded."""
     with closing(Database(ledger_path(run, 0))) as database, database.reading() as connection:
         steps = [step + 1 for (step,) in connection.execute("SELECT step FROM samples ORDER BY step")]
@@ -380,12 +380,12 @@ def in_use(run: Path) -> tuple[list[int], list[str]]:
     ],
 )
 def test_expel_discards_the_selected_scores_and_keeps_the_recorded_calls(tmp_path, ask, words, steps, contents):
-    run = poisoned(tmp_path)
+    run = add_infinite_scores(tmp_path)
     before = ask(run, "cost")["asked"]
     ask(run, "expel", *words, "--dry-run")
-    assert in_use(run) == ([1, 2, 3], ["c0", "c1", "c2"])
+    assert steps_and_answers(run) == ([1, 2, 3], ["c0", "c1", "c2"])
     found = ask(run, "expel", *words)
-    assert in_use(run) == (steps, contents)
+    assert steps_and_answers(run) == (steps, contents)
     assert (len(found["samples"]), len(found["answers"])) == (3 - len(steps), 3 - len(contents))
     after = ask(run, "cost")["asked"]
     assert [each["calls"] for each in after] == [each["calls"] for each in before]
@@ -394,20 +394,20 @@ def test_expel_discards_the_selected_scores_and_keeps_the_recorded_calls(tmp_pat
 
 def test_expel_with_judge_and_steps_finds_the_answers_for_samples_of_those_steps(tmp_path, ask):
     """The samples of a reward that calls a judge store the fingerprint of the reward, which differs from that of the judge."""
-    run = poisoned(tmp_path)
+    run = add_infinite_scores(tmp_path)
     with closing(Database(ledger_path(run, 0))) as database, database.writing() as connection:
         connection.execute("UPDATE samples SET judge = 'a reward'")
     found = ask(run, "expel", "--judge", "gpt, typed", "--steps", "2:3")
     assert (len(found["samples"]), len(found["answers"])) == (0, 2)
-    assert in_use(run) == ([1, 2, 3], ["c0"])
+    assert steps_and_answers(run) == ([1, 2, 3], ["c0"])
 
 
 def test_a_stored_answer_with_an_infinite_score_is_never_recalled(tmp_path):
-    with closing(Database(ledger_path(poisoned(tmp_path), 0))) as database:
+    with closing(Database(ledger_path(add_infinite_scores(tmp_path), 0))) as database:
         assert set(AnswerCache(database).recall(["c0", "c1", "c2"])) == {"c0", "c2"}
 
 
 def test_expel_rejects_an_image_that_is_not_a_hash_and_changes_nothing(tmp_path, capsys):
-    assert cli.main(["ledger", str(poisoned(tmp_path)), "expel", "--image", "%"]) == 2
+    assert cli.main(["ledger", str(add_infinite_scores(tmp_path)), "expel", "--image", "%"]) == 2
     assert "hexadecimal" in capsys.readouterr().err
-    assert in_use(tmp_path)[0] == [1, 2, 3]
+    assert steps_and_answers(tmp_path)[0] == [1, 2, 3]

@@ -190,7 +190,7 @@ class JudgedSuite(Suite):
         return VieScore(judge=require_judge(self, judge))
 
 
-def coloured(folder: Path) -> Path:
+def write_judged_images(folder: Path) -> Path:
     """The images of ``JudgedSuite``."""
     folder.mkdir()
     for row in range(30):
@@ -201,7 +201,7 @@ def coloured(folder: Path) -> Path:
 def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    images = coloured(tmp_path / "images")
+    images = write_judged_images(tmp_path / "images")
     with Double() as server:
         monkeypatch.setenv("DOUBLE_KEY", KEY)
         monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
@@ -228,7 +228,7 @@ def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_
 def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requested_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coloured(tmp_path / "images")
+    write_judged_images(tmp_path / "images")
     faulty = {"on": True}
     kinds: dict[str, str] = {}
 

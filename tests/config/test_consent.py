@@ -68,10 +68,10 @@ class Project:
             recipe = load(self.recipe)
         folder = RunFolder(self.folder / "received")
         folder.write_recipe(recipe.document())
-        self.forget()
+        self.remove_traces()
         return folder.root
 
-    def forget(self) -> None:
+    def remove_traces(self) -> None:
         sys.modules.pop("stranger", None)
         for trace in self.folder.glob("*.ran"):
             trace.unlink()
@@ -165,7 +165,7 @@ def test_the_report_and_the_ledger_of_a_received_run_are_read_without_its_reward
     with consent.allowing(["stranger"]):
         assert cli.main(["train", str(project.recipe)]) == 0
     folder = Path("runs", "theirs")
-    project.forget()
+    project.remove_traces()
     write_report(folder)
     capsys.readouterr()
     assert cli.main(["ledger", str(folder)]) == 0
@@ -233,12 +233,12 @@ def test_remembered_consent_does_not_apply_to_another_file(
 ) -> None:
     consent.remember(parse(evaluate(project.recipe), allow_imports=["stranger"]).document())
     document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
-    project.forget()
+    project.remove_traces()
     parse(document)
     elsewhere = tmp_path / "download"
     elsewhere.mkdir()
     (elsewhere / "stranger.py").write_text(REWARD)
-    project.forget()
+    project.remove_traces()
     monkeypatch.chdir(elsewhere)
     sys.path[:] = [entry for entry in sys.path if Path(entry) != project.folder]
     with pytest.raises(ValueError, match="a recipe may import only modules that you have named"):
@@ -278,9 +278,9 @@ def test_the_consent_question_contains_no_control_characters(project: Project, m
 
 def test_a_run_trained_with_consent_is_opened_without_further_consent(project: Project) -> None:
     assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger"]) == 0
-    project.forget()
+    project.remove_traces()
     assert cli.main(["eval", "runs/theirs"]) == 0
-    project.forget()
+    project.remove_traces()
     _, step = open_target("runs/theirs", ["eval.tasks=2"])
     assert step == 1
     assert cli.main(["doctor", "theirs.jsonnet"]) == 2  # no consent was stored for the recipe itself

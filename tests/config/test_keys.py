@@ -29,7 +29,7 @@ SECRET = "sk-0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
-def nothing_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def missing_bindings_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of the user's bindings, which does not exist."""
     monkeypatch.delenv("RETOUCH_KEYS")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -187,9 +187,9 @@ def test_a_binding_of_the_user_replaces_the_default_address_of_the_provider(monk
             keys.require_bound("OPENAI_API_KEY", url)
 
 
-def test_bindings_are_read_from_the_users_file_too(nothing_bound: Path) -> None:
-    nothing_bound.parent.mkdir()
-    nothing_bound.write_text('A_KEY = "https://a.example:8443"\nB_KEY = ["https://b.example", "http://127.0.0.1:8000"]\n')
+def test_bindings_are_read_from_the_users_file_too(missing_bindings_file: Path) -> None:
+    missing_bindings_file.parent.mkdir()
+    missing_bindings_file.write_text('A_KEY = "https://a.example:8443"\nB_KEY = ["https://b.example", "http://127.0.0.1:8000"]\n')
     keys.require_bound("A_KEY", "https://a.example:8443/v1")
     keys.require_bound("B_KEY", "http://127.0.0.1:8000/v1")
     with pytest.raises(ValueError, match=r"B_KEY is not sent to https://a\.example:8443"):
@@ -230,9 +230,9 @@ def test_binding_files_below_the_current_folder_are_not_read(
 
 
 @pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
-def test_an_invalid_bindings_file_raises_with_its_name(nothing_bound: Path, text: str) -> None:
-    nothing_bound.parent.mkdir()
-    nothing_bound.write_text(text)
+def test_an_invalid_bindings_file_raises_with_its_name(missing_bindings_file: Path, text: str) -> None:
+    missing_bindings_file.parent.mkdir()
+    missing_bindings_file.write_text(text)
     with pytest.raises(ValueError, match=r"keys\.toml"):
         keys.require_bound("A_KEY", "https://a.example")
 

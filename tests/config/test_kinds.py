@@ -32,11 +32,11 @@ class Circle(Shape):
     centre: tuple[int, ...] = (0, 0)
 
 
-class Mine(Shape):
+class Custom(Shape):
     side: Count = 1
 
 
-class Stranger(Section):
+class OtherSection(Section):
     side: Count = 1
 
 
@@ -64,17 +64,17 @@ def imported(name: str, **args: object) -> dict[str, object]:
 
 
 def test_the_kind_selects_the_class_in_single_list_and_optional_fields() -> None:
-    drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Mine", side=3)], "under": None})
+    drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Custom", side=3)], "under": None})
     assert drawing.shape == Circle(kind="disc", radius=2, centre=(1, 2))
-    assert drawing.more == (Mine(side=3),)
+    assert drawing.more == (Custom(side=3),)
 
 
 def test_a_document_with_kinds_parses_to_the_same_section() -> None:
-    drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Mine", side=3)], "under": imported("Mine")})
+    drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Custom", side=3)], "under": imported("Custom")})
     document = drawing.model_dump(mode="json")
-    assert document["more"] == [imported("Mine", side=3)]
+    assert document["more"] == [imported("Custom", side=3)]
     assert read(document) == drawing
-    assert SHAPES.document(Mine(side=3)) == imported("Mine", side=3)
+    assert SHAPES.document(Custom(side=3)) == imported("Custom", side=3)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_a_document_with_kinds_parses_to_the_same_section() -> None:
         ({"kind": "circle", "radius": 0}, "shape.radius: should be greater than or equal to 1, not 0"),
         (3, "shape: should be an object with a kind, not 3"),
         ({"kind": [], "radius": 1}, r"shape.kind: \[\] is not one of 'circle', 'disc', 'import'"),
-        (imported("Mine", side=0), "shape.args.side: should be greater than or equal to 1, not 0"),
-        (imported("Mine", sides=1), r"shape.args.sides: unknown key; did you mean shape.args.side\?"),
-        (imported("Stranger"), "shape: .*Stranger is no shape: derive the class from .*Shape"),
+        (imported("Custom", side=0), "shape.args.side: should be greater than or equal to 1, not 0"),
+        (imported("Custom", sides=1), r"shape.args.sides: unknown key; did you mean shape.args.side\?"),
+        (imported("OtherSection"), "shape: .*OtherSection is no shape: derive the class from .*Shape"),
         (imported("Nobody"), "shape: .* has no class Nobody"),
         ({"kind": "import", "class": "no_such_module_of_mine:Thing"}, "there is no module no_such_module_of_mine"),
     ],

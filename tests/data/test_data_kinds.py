@@ -37,7 +37,7 @@ class Numbers(DataSource):
         return DataSets(_tasks(range(4)), _tasks(range(1 if self.shared else 4, 6)))
 
 
-class Changing(Numbers):
+class NonDeterministic(Numbers):
     """Builds different tasks each time."""
 
     made: ClassVar[list[int]] = []
@@ -58,7 +58,7 @@ class SharesItsSecondImages(Numbers):
         )
 
 
-class Wrong(Numbers):
+class MissingTargets(Numbers):
     """Declares targets that its tasks do not have."""
 
     def contents(self) -> TaskContents:
@@ -119,8 +119,8 @@ def test_check_data_source_accepts_valid_sources_and_rejects_faulty_ones() -> No
     check_data_source(PlaygroundData(count=8, complexity={1: 1.0, 2: 1.0}))
     for source, message in (
         (Numbers(shared=True), "ids of training tasks"),
-        (Changing(), "the tasks differ"),
-        (Wrong(), "contents says target True"),
+        (NonDeterministic(), "the tasks differ"),
+        (MissingTargets(), "contents says target True"),
         (SharesItsSecondImages(), r"held-out tasks have the source images of training tasks: \['n/5'\]"),
     ):
         with pytest.raises(AssertionError, match=message):

@@ -256,7 +256,7 @@ def test_checking_with_processes_gives_the_same_reports_as_with_threads(tmp_path
     assert [index for index, report in alone if report.problems] == [0, 150, 299]
 
 
-class Deadly:
+class KillsReader:
     """Rows that kill the process that reads them."""
 
     problems = ()
@@ -276,7 +276,7 @@ PARENT = os.getpid()
 def test_a_killed_worker_process_raises_with_the_probable_cause(monkeypatch):
     monkeypatch.setattr(examination, "available_cpus", lambda: 2)
     with pytest.raises(ValueError, match="was killed, probably because the memory was used up"):
-        list(examine_all(Deadly(), range(300), max_pixels=10, decode=range(300)))
+        list(examine_all(KillsReader(), range(300), max_pixels=10, decode=range(300)))
 
 
 def test_a_long_check_logs_its_progress_and_the_remaining_time(tmp_path, monkeypatch, caplog):

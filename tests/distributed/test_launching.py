@@ -214,7 +214,7 @@ time.sleep(60)
 """
 
 
-def _told(tmp_path: Path) -> list[int]:
+def _logged_pids(tmp_path: Path) -> list[int]:
     """The processes of both ranks and their children."""
     _wait_for_both(tmp_path, "ready")
     return [int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()[:2]]
@@ -222,7 +222,7 @@ def _told(tmp_path: Path) -> list[int]:
 
 def test_ranks_and_their_children_die_with_a_killed_launcher(tmp_path: Path) -> None:
     with launched(PARENT, tmp_path) as launcher:
-        processes = _told(tmp_path)
+        processes = _logged_pids(tmp_path)
         launcher.kill()
     assert [process for process in processes if _alive(process)] == []
 
@@ -230,7 +230,7 @@ def test_ranks_and_their_children_die_with_a_killed_launcher(tmp_path: Path) -> 
 def test_retouch_ranks_die_with_the_launcher_even_if_the_guardian_was_killed(tmp_path: Path) -> None:
     code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\n" + PARENT
     with launched(code, tmp_path) as launcher:
-        processes = _told(tmp_path)
+        processes = _logged_pids(tmp_path)
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
         (guardian,) = {int(child) for child in children} - set(processes)
         os.kill(guardian, signal.SIGKILL)

@@ -92,14 +92,14 @@ def step(made):
     made.step(1e-3)
 
 device = torch.device("pretend:0")
-with several_devices.Machine():
+with several_devices.SimulatedDevices():
     module = nn.Linear(8, 8).to(device)
     made, resumed = (ReplicatedStepper(module, Ranks(device=device), moments="cpu") for _ in range(2))
     step(made)
     step(made)
     resumed.load({name: tensor.cpu() for name, tensor in made.state().items()})
     step(resumed)
-    print(json.dumps([sorted(several_devices.lies_on([*each.state().values()])) for each in (made, resumed)]))
+    print(json.dumps([sorted(several_devices.devices_of([*each.state().values()])) for each in (made, resumed)]))
 """
 
 

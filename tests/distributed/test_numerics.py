@@ -16,7 +16,7 @@ from retouch.distributed.placement import set_numerics
 from retouch.models.common.parts import without_tf32
 from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.recipe.recipe import parse
-from tiny_models import picture
+from tiny_models import image
 from tiny_recipes import SMALL
 from warm_python import python
 
@@ -27,7 +27,7 @@ def allowed() -> list[bool]:
     return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
 
 
-def noting(forward: Callable[..., Any], seen: list[list[bool]]) -> Callable[..., Any]:
+def record_settings(forward: Callable[..., Any], seen: list[list[bool]]) -> Callable[..., Any]:
     def noted(*inputs: Any, **options: Any) -> Any:
         seen.append(allowed())
         return forward(*inputs, **options)
@@ -62,8 +62,8 @@ def test_tf32_follows_the_recipe_and_is_off_in_the_image_tokenizer(monkeypatch: 
             assert allowed() == [False, False]
         seen: list[list[bool]] = []
         vq = tiny_emu3.module().model.vqmodel
-        monkeypatch.setattr(vq.encoder, "forward", noting(vq.encoder.forward, seen))
-        Emu3ImageTokenizer(vq, tiny_emu3.SIZE).encode([picture(0, *tiny_emu3.SIZE)])
+        monkeypatch.setattr(vq.encoder, "forward", record_settings(vq.encoder.forward, seen))
+        Emu3ImageTokenizer(vq, tiny_emu3.SIZE).encode([image(0, *tiny_emu3.SIZE)])
         assert seen == [[False, False]]
         assert allowed() == [True, True]
     finally:

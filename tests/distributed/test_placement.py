@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tiny_writer_runs
-from image_levels import ROUNDING, encode, levels_apart
+from image_levels import ROUNDING, encode, max_level_difference
 from retouch.assembly.assembly import assemble
 from retouch.assembly.phases import copies_in_cpu_memory
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
@@ -28,7 +28,7 @@ from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")
-REWARD = {"kind": "import", "class": "placed_run:Told", "combine": {"share": 1}}
+REWARD = {"kind": "import", "class": "placed_run:RecordsDevice", "combine": {"share": 1}}
 
 
 def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -43,20 +43,20 @@ def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) ->
     return found
 
 
-HERE = {"policy": "cpu", "renderer": "cpu", "reward": "cpu"}
-APART = {"policy": "pretend:0", "renderer": "pretend:1", "reward": "pretend:2"}
+ON_CPU = {"policy": "cpu", "renderer": "cpu", "reward": "cpu"}
+ON_THREE_DEVICES = {"policy": "pretend:0", "renderer": "pretend:1", "reward": "pretend:2"}
 
 
 @pytest.mark.parametrize("encoder", ["frozen", pytest.param("policy", marks=pytest.mark.slow)])
 def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, writer: Path, encoder: str) -> None:
     changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
-    alone = step(tmp_path, writer, HERE, **changes)
-    apart = step(tmp_path, writer, APART, **changes)
+    alone = step(tmp_path, writer, ON_CPU, **changes)
+    apart = step(tmp_path, writer, ON_THREE_DEVICES, **changes)
     assert apart["written"] == alone["written"]
-    assert levels_apart(apart["pictures"], alone["pictures"]) <= ROUNDING
+    assert max_level_difference(apart["encoded_images"], alone["encoded_images"]) <= ROUNDING
     assert apart["loss"] == pytest.approx(alone["loss"], abs=1e-6)
     assert apart["gradient"] == pytest.approx(alone["gradient"], rel=1e-4)
-    assert len(alone["pictures"]) == 8
+    assert len(alone["encoded_images"]) == 8
     assert alone["gradient"] > 0
     places = {name: apart[name] for name in ("policy", "renderer", "drawn_on", "reward", "gradients")}
     assert places == {
@@ -69,10 +69,10 @@ def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, wri
 
 
 def test_offloaded_renderer_runs_on_the_policy_device_and_returns_to_the_cpu(tmp_path: Path, writer: Path) -> None:
-    shared = step(tmp_path, writer, {**dict.fromkeys(HERE, "pretend:0"), "offload": True})
+    shared = step(tmp_path, writer, {**dict.fromkeys(ON_CPU, "pretend:0"), "offload": True})
     assert shared["renderer"] == ["cpu"]
     assert shared["drawn_on"] == ["pretend:0"]
-    assert levels_apart(shared["pictures"], step(tmp_path, writer, HERE)["pictures"]) <= ROUNDING
+    assert max_level_difference(shared["encoded_images"], step(tmp_path, writer, ON_CPU)["encoded_images"]) <= ROUNDING
 
 
 # Offloaded weights
@@ -121,7 +121,7 @@ def test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora(tmp_pa
     shutil.copytree(playground_weights(), editor)
     for file in ("model.safetensors", "config.json"):
         shutil.copy(writer / file, editor / "text_encoder" / file)
-    pictures = []
+    encoded_images = []
     for train in ({"kind": "lora", "rank": 4, "alpha": 8}, {"kind": "full"}):
         changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "policy__train": train}
         parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
@@ -135,10 +135,10 @@ def test_frozen_encoder_with_the_writers_weights_is_shared_only_with_lora(tmp_pa
             for parameter in parts.copies.parameters.values():
                 parameter.add_(0.3)
         drawn = run.renderer([batch.tasks[k] for k in batch.group], trajectory)
-        pictures.append(encode(drawn))
+        encoded_images.append(encode(drawn))
         parts.judge.close()
-    assert len(pictures[0]) == 8
-    assert levels_apart(*pictures) <= ROUNDING
+    assert len(encoded_images[0]) == 8
+    assert max_level_difference(*encoded_images) <= ROUNDING
 
 
 @pytest.mark.parametrize("encoder", ["policy", "frozen"])
@@ -151,11 +151,11 @@ def test_shared_encoder_weights_use_one_storage(tmp_path: Path, writer: Path, en
     parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
     image_model: Any = parts.image_model
     written, drawn = parts.model.module, [image_model.module, image_model.latents.vae]
-    assert held([written, *parts_of(image_model)]) == held([written, *drawn]) == held([written]) + held(drawn)
+    assert bytes_of([written, *parts_of(image_model)]) == bytes_of([written, *drawn]) == bytes_of([written]) + bytes_of(drawn)
     parts.judge.close()
 
 
-def held(modules: list[nn.Module]) -> int:
+def bytes_of(modules: list[nn.Module]) -> int:
     """Bytes of the storages of all their weights, each once."""
     storages = [weight.untyped_storage() for module in modules for weight in module.parameters()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -9,9 +9,9 @@ from retouch.distributed.ranks import lost_contact
 
 
 def check(fault: str, out: Path) -> rank_faults.Outcome:
-    found = rank_faults.outcome(fault, out, rank_faults.undisturbed(out))
+    found = rank_faults.outcome(fault, out, rank_faults.run_without_faults(out))
     assert not found.wrong, found
-    assert found.seconds < rank_faults.BOUND
+    assert found.seconds < rank_faults.MAX_SECONDS
     return found
 
 

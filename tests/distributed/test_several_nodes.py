@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from folder_faults import WEIGHTS, bits, six_steps
+from folder_faults import WEIGHTS, file_hashes, six_step_recipe
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 
 pytestmark = pytest.mark.slow
 RANK_TIMEOUT = 20
-BOUND = 180  # seconds: the time-out of a rank, torchrun's own wait for its ranks, and a slow machine
+MAX_SECONDS = 180  # seconds: the time-out of a rank, torchrun's own wait for its ranks, and a slow machine
 
 
-def started(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+def start_process(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RETOUCH_RANK_TIMEOUT": str(RANK_TIMEOUT)}
     with log.open("wb") as printed:
         return subprocess.Popen(
@@ -35,15 +35,15 @@ def agents(made: Recipe, out: Path) -> "list[subprocess.Popen[bytes]]":
         port = found.getsockname()[1]
     where = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return [
-        started(
-            ["-m", "torch.distributed.run", *where, "--node-rank", str(node), "-m", "retouch.cli", "train", written(made)],
+        start_process(
+            ["-m", "torch.distributed.run", *where, "--node-rank", str(node), "-m", "retouch.cli", "train", write_recipe(made)],
             out / f"{made.name}-node-{node}.log",
         )
         for node in range(2)
     ]
 
 
-def written(made: Recipe) -> str:
+def write_recipe(made: Recipe) -> str:
     file = made.folder.with_name(f"{made.name}.json")
     file.write_text(made.model_dump_json())
     return str(file)
@@ -60,7 +60,7 @@ def ranks_of(agent: int) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
 
 
-def lives(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -73,19 +73,19 @@ def logs(out: Path) -> str:
 
 def test_two_nodes_match_one_bitwise_and_one_resumes_after_a_node_is_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        one = six_steps(tmp_path, "one")
-        launcher = started(["-m", "retouch.cli", "launch", "--nproc", "4", written(one)], tmp_path / "one.log")
+        one = six_step_recipe(tmp_path, "one")
+        launcher = start_process(["-m", "retouch.cli", "launch", "--nproc", "4", write_recipe(one)], tmp_path / "one.log")
         stack.callback(end, launcher)
         assert launcher.wait(600) == 0, logs(tmp_path)
 
-        two = six_steps(tmp_path, "two")
+        two = six_step_recipe(tmp_path, "two")
         both = agents(two, tmp_path)
         for agent in both:
             stack.callback(end, agent)
         assert [agent.wait(600) for agent in both] == [0, 0], logs(tmp_path)
-        assert bits(two.folder, (*WEIGHTS, "metrics.jsonl")) == bits(one.folder, (*WEIGHTS, "metrics.jsonl"))
+        assert file_hashes(two.folder, (*WEIGHTS, "metrics.jsonl")) == file_hashes(one.folder, (*WEIGHTS, "metrics.jsonl"))
 
-        lost = six_steps(tmp_path, "lost")
+        lost = six_step_recipe(tmp_path, "lost")
         both = agents(lost, tmp_path)
         for agent in both:
             stack.callback(end, agent)
@@ -96,12 +96,12 @@ def test_two_nodes_match_one_bitwise_and_one_resumes_after_a_node_is_lost(tmp_pa
         assert len(ranks) == 4
         both[1].kill()  # the agent alone: its ranks must notice
         began = time.monotonic()
-        while (any(map(lives, ranks)) or both[0].poll() is None) and time.monotonic() - began < 2 * BOUND:
+        while (any(map(is_running, ranks)) or both[0].poll() is None) and time.monotonic() - began < 2 * MAX_SECONDS:
             time.sleep(0.05)
-        assert time.monotonic() - began < BOUND, logs(tmp_path)
+        assert time.monotonic() - began < MAX_SECONDS, logs(tmp_path)
         assert both[0].returncode != 0
 
-        launcher = started(["-m", "retouch.cli", "launch", "--nproc", "4", written(lost)], tmp_path / "again.log")
+        launcher = start_process(["-m", "retouch.cli", "launch", "--nproc", "4", write_recipe(lost)], tmp_path / "again.log")
         stack.callback(end, launcher)
         assert launcher.wait(600) == 0, logs(tmp_path)
-        assert bits(lost.folder, (*WEIGHTS, "metrics.jsonl")) == bits(one.folder, (*WEIGHTS, "metrics.jsonl"))
+        assert file_hashes(lost.folder, (*WEIGHTS, "metrics.jsonl")) == file_hashes(one.folder, (*WEIGHTS, "metrics.jsonl"))

@@ -47,7 +47,7 @@ def test_sharded_steps_match_replicated_steps(stepped: list[dict[str, Any]]) -> 
             assert shared == pytest.approx(plain, rel=1e-4)
             assert plain > 0.05  # so it was clipped
         assert found["moved"] > 1e-2
-        assert found["apart"] < 1e-4
+        assert found["distance"] < 1e-4
         assert found["same_state_names"]
         assert found["state_apart"] < 1e-4
 
@@ -68,9 +68,9 @@ def test_sharded_state_resumes_bitwise_and_loads_into_a_replicated_stepper(stepp
     for found in stepped:
         assert found["resumed"]
         assert found["renewed"]
-        shared, plain, apart = found["handed_over"]
+        shared, plain, distance = found["handed_over"]
         assert plain == pytest.approx(shared, rel=1e-4)
-        assert apart < 1e-4
+        assert distance < 1e-4
 
 
 def test_copies_of_sharded_weights_are_swapped_and_averaged(stepped: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
-MADE = (  # by commands that the pages name
+GENERATED = (  # by commands that the pages name
     "docs/results.md",
     "docs/pictures/enhancer.png",
     "docs/pictures/quickstart.png",
@@ -99,7 +99,7 @@ def make_table(folder: Path, columns: dict[str, str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A working directory with every file of the page, importable as for `retouch`; everything is undone afterwards."""
     folder = tmp_path_factory.mktemp("own")
     for name, text in FILES.items():
@@ -125,7 +125,7 @@ def module(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(words_of(command)[:3]))
-def test_commands_of_the_your_own_page_succeed(workplace: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_your_own_page_succeed(page_folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = os.environ["RETOUCH_ALLOW_IMPORTS"]
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     said = io.StringIO()
@@ -149,11 +149,11 @@ def test_the_your_own_page_has_commands_for_its_recipes_and_its_reward() -> None
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".jsonnet")])
-def test_recipes_of_the_your_own_page_load(workplace: Path, name: str) -> None:
+def test_recipes_of_the_your_own_page_load(page_folder: Path, name: str) -> None:
     assert load(name).name == Path(name).stem.replace("_", "-").replace("my-recipe", "my-model")
 
 
-def test_data_of_the_your_own_page_give_the_documented_tasks(workplace: Path) -> None:
+def test_data_of_the_your_own_page_give_the_documented_tasks(page_folder: Path) -> None:
     recipe = load("recipes/photos.jsonnet", ["data.path=my_photos"])
     sets = build_sets(recipe, recipe.data, size=None)
     tasks = {task.instruction: task for tasks in (sets.train, sets.heldout) for task in tasks}
@@ -169,7 +169,7 @@ def test_data_of_the_your_own_page_give_the_documented_tasks(workplace: Path) ->
     assert {task.text for tasks in (prompts.train, prompts.heldout) for task in tasks} == {None, "open"}
 
 
-def test_the_tests_of_the_your_own_page_pass(workplace: Path) -> None:
+def test_the_tests_of_the_your_own_page_pass(page_folder: Path) -> None:
     found = [made for name, made in vars(module("test_mine")).items() if name.startswith("test_")]
     assert len(found) == 5
     for test in found:
@@ -199,7 +199,7 @@ def test_the_reward_of_the_lora_guide_passes_the_contract_checks(tmp_path: Path,
 # All pages
 
 
-def complaint(command: str) -> str | None:
+def command_error(command: str) -> str | None:
     """The error message for a command that does not exist, or None; a command that is only mentioned needs no arguments."""
     tool, *words = shlex.split(command, comments=True)
     if tool == "make":
@@ -218,7 +218,7 @@ def complaint(command: str) -> str | None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_command_exists(page: Path) -> None:
-    assert {command: found for command in commands(page) if (found := complaint(command))} == {}
+    assert {command: found for command in commands(page) if (found := command_error(command))} == {}
 
 
 def test_commands_that_do_not_exist_are_detected(tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_commands_that_do_not_exist_are_detected(tmp_path: Path) -> None:
     page.write_text("`retouch conjure`, `retouch.types`, `makefile`, `make test` or:\n\n```sh\nA=1 make gold  # from lead\n```\n")
     found = list(commands(page))
     assert found == ["make gold  # from lead", "retouch conjure", "make test"]
-    assert [complaint(command) is None for command in found] == [False, False, True]
-    assert complaint("retouch train --hastily recipe.jsonnet") is not None
+    assert [command_error(command) is None for command in found] == [False, False, True]
+    assert command_error("retouch train --hastily recipe.jsonnet") is not None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -245,7 +245,7 @@ def test_every_link_resolves(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_is_named_exists(page: Path) -> None:
     named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|benchmarks|recipes|src)/[\w./-]+\.\w+)", page.read_text())
-    assert [name for name in named if name not in MADE and not (ROOT / name).is_file()] == []
+    assert [name for name in named if name not in GENERATED and not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize(("page", "least"), [("architecture.md", 30), ("security.md", 10)])
@@ -299,8 +299,8 @@ def test_the_recipes_page_lists_every_key() -> None:
         assert key in ("kind", "mode") or f"| `{key}` |" in text, key
 
 
-TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
-CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLE))
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLESHOOTING))
 
 
 def test_every_key_that_troubleshooting_names_exists() -> None:
@@ -320,7 +320,7 @@ def test_every_metric_that_troubleshooting_names_is_written() -> None:
 
 
 def test_the_out_of_memory_error_in_troubleshooting_matches_the_raised_one() -> None:
-    shown = next(block["text"] for block in BLOCK.finditer(TROUBLE) if "does not fit" in block["text"])
+    shown = next(block["text"] for block in BLOCK.finditer(TROUBLESHOOTING) if "does not fit" in block["text"])
     first, advice = shown.splitlines()
     recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
     with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(recipe, lambda: "update"):

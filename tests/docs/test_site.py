@@ -17,7 +17,7 @@ import retouch
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-MADE = {"index.md", "contributing.md", "source-tree.md"}
+GENERATED = {"index.md", "contributing.md", "source-tree.md"}
 """Pages that `docs/site_hooks.py` makes of files outside docs/."""
 
 
@@ -33,7 +33,7 @@ def listed(nav: list[dict[str, object]]) -> Iterator[str]:
 def test_the_navigation_lists_every_page_once() -> None:
     pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
     entries = list(listed(CONFIG["nav"]))
-    assert sorted(entries) == sorted(pages | MADE)
+    assert sorted(entries) == sorted(pages | GENERATED)
 
 
 def test_the_api_reference_has_every_public_name() -> None:

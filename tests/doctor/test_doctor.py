@@ -379,7 +379,7 @@ def test_headline_tags_without_held_out_tasks_are_a_failure() -> None:
     assert finding.status == "ok"
 
 
-class Unsure:
+class NoScore:
     """A reward whose score is always missing."""
 
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
@@ -396,17 +396,17 @@ def test_check_scoring_scores_a_source_image_and_reports_faulty_rewards(monkeypa
     assert good.text.endswith("for an unedited source image")
     assert "not tested" in check_scoring(recipe, None).text
     monkeypatch.setitem(
-        sys.modules, "judges", SimpleNamespace(Unsure=Unsure, __spec__=SimpleNamespace(submodule_search_locations=None))
+        sys.modules, "judges", SimpleNamespace(NoScore=NoScore, __spec__=SimpleNamespace(submodule_search_locations=None))
     )
-    wrong = check_scoring(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overal":1}}'), sets)
+    wrong = check_scoring(small('reward={"kind":"import","class":"judges:NoScore","combine":{"overal":1}}'), sets)
     assert wrong.status == "FAILED"
     assert "'overal'" in wrong.text
-    unsure = check_scoring(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
+    unsure = check_scoring(small('reward={"kind":"import","class":"judges:NoScore","combine":{"overall":1}}'), sets)
     assert unsure.status == "FAILED"
     assert "overall missing" in unsure.text
 
 
-class Placed:
+class RecordsDevice:
     """A reward that notes where it was built."""
 
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
@@ -435,15 +435,15 @@ def test_reward_is_built_on_the_device_of_the_run_if_it_exists(
     changes: list[str], gpus: int, mps: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If this machine lacks the device, the reward is built on one that it has."""
-    module = SimpleNamespace(Placed=Placed, __spec__=SimpleNamespace(submodule_search_locations=None))
+    module = SimpleNamespace(RecordsDevice=RecordsDevice, __spec__=SimpleNamespace(submodule_search_locations=None))
     monkeypatch.setitem(sys.modules, "judges", module)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-    Placed.built.clear()
-    found = check_scoring(small(*changes, 'reward={"kind":"import","class":"judges:Placed","combine":{"overall":1}}'), None)
+    RecordsDevice.built.clear()
+    found = check_scoring(small(*changes, 'reward={"kind":"import","class":"judges:RecordsDevice","combine":{"overall":1}}'), None)
     assert found.status == "ok"
-    assert Placed.built == [torch.device(place)]
+    assert RecordsDevice.built == [torch.device(place)]
 
 
 @pytest.mark.parametrize("column", ["preference", "win_probability"])

@@ -22,7 +22,7 @@ from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 TOKENS = 10_000
 log = logging.getLogger(__name__)
 BLOCKS = ("--max-num-seqs", "64", "--block-size", "32", "--num-gpu-blocks-override", "80")
@@ -36,8 +36,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    served = served_models.save_image_tokens(folder)
-    flags = (*vllm_server.LORA, "--max-num-batched-tokens", "96", *BLOCKS, "--logits-processors", PLUGIN)
+    served = served_models.save_emu3_for_server(folder)
+    flags = (*vllm_server.LORA_FLAGS, "--max-num-batched-tokens", "96", *BLOCKS, "--logits-processors", PLUGIN)
     with vllm_server.running(served, tmp_path_factory.mktemp("server"), *flags, runner=2) as found:
         yield found
 
@@ -53,9 +53,9 @@ def test_all_served_image_tokens_follow_the_grammar(server, folder, tmp_path):
     """Also with chunked prefill, and for requests that are preempted and resumed."""
     editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
     tiny_models.make_trainable(editor.module, "lora", PretrainedLanguageModel.lora_targets)
-    tiny_writers.move(editor.module)
+    tiny_writers.perturb(editor.module)
     policy = served_models.policy(editor, server.url, tmp_path, sampling={"max_new_tokens": LONGEST})
-    tasks = tuple(tiny_models.task(f"t{k}", "make it red " * k, tiny_models.picture(k, 24, 24)) for k in range(8))
+    tasks = tuple(tiny_models.task(f"t{k}", "make it red " * k, tiny_models.image(k, 24, 24)) for k in range(8))
     with policy.engine._connect() as client:
         before, tokens, step, largest = preemptions(client), 0, 0, 0.0
         while tokens < TOKENS:
@@ -72,7 +72,7 @@ def test_requests_without_a_grammar_are_not_changed(server, folder, tmp_path):
     editor = load_emu3(folder, size=(24, 24), prefill=DRAW, grammar=False, dtype=torch.float32, device="cpu")
     tiny_models.make_trainable(editor.module, "lora", PretrainedLanguageModel.lora_targets)
     policy = served_models.policy(editor, server.url, tmp_path, sampling={"max_new_tokens": 8})
-    trajectory = policy.rollout(tiny_writing.batch((tiny_models.task("a", "red", tiny_models.picture(0, 24, 24)),), 4))
+    trajectory = policy.rollout(tiny_writing.batch((tiny_models.task("a", "red", tiny_models.image(0, 24, 24)),), 4))
     assert (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max() < 1e-3
 
 

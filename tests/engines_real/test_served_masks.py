@@ -13,13 +13,13 @@ from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.server import query_sampling, query_server
 from vllm_double import Double
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    served_models.save_text(found)
+    served_models.save_language_model(found)
     return found
 
 
@@ -32,13 +32,13 @@ def double(folder, **options):
 
 
 def test_log_probabilities_match_with_the_returned_top_k_and_top_p_mask(folder, tmp_path):
-    with vllm_server.running(folder, tmp_path, *vllm_server.LORA, "--return-sampling-mask", runner=2) as server:
+    with vllm_server.running(folder, tmp_path, *vllm_server.LORA_FLAGS, "--return-sampling-mask", runner=2) as server:
         assert like_vllm.differences(server.url, double(folder, sampling_mask=True), like_vllm.MASK) == []
         for sampling in ({"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}):
             policy = served_models.policy(
                 served_models.writer(folder), server.url, tmp_path / str(len(sampling)), sampling=sampling
             )
-            tiny_writers.move(policy.module)
+            tiny_writers.perturb(policy.module)
             trajectory = policy.rollout(batch())
             assert (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max() < 1e-4
             kept = (trajectory.support >= 0).sum(-1)
@@ -51,8 +51,8 @@ def test_log_probabilities_match_with_the_returned_top_k_and_top_p_mask(folder, 
 
 def test_a_server_with_raw_log_probabilities_is_rejected(folder, tmp_path):
     """This server also returns no mask and has no development endpoints."""
-    with vllm_server.running(folder, tmp_path, *vllm_server.LORA, "--logprobs-mode", "raw_logprobs") as server:
-        exchanges = (*like_vllm.ALWAYS, *like_vllm.ADAPTERS, *like_vllm.NO_DEVELOPMENT)
+    with vllm_server.running(folder, tmp_path, *vllm_server.LORA_FLAGS, "--logprobs-mode", "raw_logprobs") as server:
+        exchanges = (*like_vllm.ALL_SERVERS, *like_vllm.ADAPTERS, *like_vllm.NO_DEVELOPMENT)
         assert like_vllm.differences(server.url, double(folder, processed=False, max_lora_rank=32), exchanges) == []
         policy = served_models.policy(served_models.writer(folder), server.url, tmp_path / "run")
         with policy.engine._connect() as client:
@@ -63,7 +63,7 @@ def test_a_server_with_raw_log_probabilities_is_rejected(folder, tmp_path):
 
 
 def test_a_server_without_scale_out_and_runtime_lora_is_rejected(folder, tmp_path):
-    with vllm_server.running(folder, tmp_path, *vllm_server.LORA, scale_out=False, runtime_lora=False) as server:
+    with vllm_server.running(folder, tmp_path, *vllm_server.LORA_FLAGS, scale_out=False, runtime_lora=False) as server:
         exchanges = (*like_vllm.NO_SCALE_OUT, *like_vllm.NO_RUNTIME_LORA)
         assert like_vllm.differences(server.url, double(folder, scale_out=False, runtime_lora=False), exchanges) == []
         policy = served_models.policy(served_models.writer(folder), server.url, tmp_path / "run")

@@ -18,14 +18,14 @@ from retouch.policies.engines.server import query_sampling, query_server
 from retouch.policies.engines.sleep_mode import frees_memory, is_asleep
 from vllm_double import Double
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("model")
-    served_models.save_text(found)
+    served_models.save_language_model(found)
     return found
 
 
@@ -39,7 +39,7 @@ def batch(step=0):
     return tiny_writing.batch(served_models.tasks(images=False), 4, step=step)
 
 
-def off(trajectory):
+def gap(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
 
 
@@ -47,7 +47,7 @@ def test_the_test_double_answers_like_the_real_server(server, folder):
     double = Double(
         Qwen2ForCausalLM.from_pretrained(folder).eval(), max_num_seqs=16, max_model_len=512, has_lora=False, dev_mode=True
     )
-    exchanges = (*like_vllm.ALWAYS, *like_vllm.NO_ADAPTERS, *like_vllm.DEVELOPMENT)
+    exchanges = (*like_vllm.ALL_SERVERS, *like_vllm.NO_ADAPTERS, *like_vllm.DEVELOPMENT)
     assert like_vllm.differences(server.url, double, exchanges) == []
 
 
@@ -56,7 +56,7 @@ def test_every_update_is_reloaded_and_stale_weights_raise(server, folder, tmp_pa
     optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=0.05)
     for step in range(3):
         trajectory = policy.rollout(batch(step))
-        assert off(trajectory) < 1e-3
+        assert gap(trajectory) < 1e-3
         advantages = torch.tensor([1.0, -1.0] * 6)
         found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch(step), trajectory, advantages))
         for name, parameter in tiny_policies.trained(policy).items():
@@ -73,12 +73,12 @@ def test_a_failed_reload_raises_and_the_next_one_succeeds(server, folder, tmp_pa
     wanted = policy.rollout(batch())
     publisher = policy.engine._weights
     save, publisher._save = publisher._save, lambda folder: None
-    tiny_writers.move(policy.module)
+    tiny_writers.perturb(policy.module)
     with pytest.raises(EngineFault, match=r"did not load the weights .*HTTP 500"):
         policy.rollout(batch())
     publisher._save = save
     again = policy.rollout(batch())
-    assert off(again) < 1e-3
+    assert gap(again) < 1e-3
     assert not torch.equal(again.ids, wanted.ids)
 
 
@@ -87,22 +87,22 @@ def test_weights_of_another_client_are_replaced(server, folder, tmp_path):
     policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path)
     wanted = policy.rollout(batch())
     other = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path / "other")
-    tiny_writers.move(other.module)
+    tiny_writers.perturb(other.module)
     other.rollout(batch())
     again = policy.rollout(batch())
     assert torch.equal(again.ids, wanted.ids)
-    assert off(again) < 1e-4
+    assert gap(again) < 1e-4
 
 
 def test_a_server_sleeps_between_rollouts(server, folder, tmp_path):
     """On a CPU it keeps its memory, and everything else is as on a GPU: while it is asleep, it answers no request to generate."""
     policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3, sleep=True)
     for step in range(2):
-        assert off(policy.rollout(batch(step))) < 1e-3
+        assert gap(policy.rollout(batch(step))) < 1e-3
         with policy.engine._connect() as client:
             assert is_asleep(client)
             assert not frees_memory(client)
-        tiny_writers.move(policy.module, key=step)
+        tiny_writers.perturb(policy.module, key=step)
     policy.engine.close()
     with policy.engine._connect() as client:
         assert not is_asleep(client)

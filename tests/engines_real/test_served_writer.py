@@ -23,7 +23,7 @@ from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.types import Needs, Slice
 
-pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
 
 
@@ -36,15 +36,15 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
-    with vllm_server.running(folder, tmp_path_factory.mktemp("server"), *vllm_server.LORA) as found:
+    with vllm_server.running(folder, tmp_path_factory.mktemp("server"), *vllm_server.LORA_FLAGS) as found:
         yield found
 
 
-def everything(trajectory):
+def all_actions(trajectory):
     return Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
 
 
-def off(trajectory):
+def gap(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs()
 
 
@@ -54,12 +54,12 @@ def test_served_completions_match_the_distribution_of_the_policy(server, folder,
     policy = served_models.policy(
         served_models.writer(folder), server.url, tmp_path, sampling={"temperature": temperature, "max_new_tokens": 12}
     )
-    tiny_writers.move(policy.module)
+    tiny_writers.perturb(policy.module)
     batch = tiny_writing.batch(served_models.tasks(), 4)
     trajectory = policy.rollout(batch)
-    assert off(trajectory).max() < 1e-4
+    assert gap(trajectory).max() < 1e-4
     assert len(set(trajectory.lengths.tolist())) > 2
-    evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+    evaluation = policy.evaluate(trajectory, all_actions(trajectory), Needs())
     assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
     ended = trajectory.ids.gather(1, trajectory.lengths[:, None] - 1)[:, 0]
     stops = torch.isin(ended, torch.tensor(policy.model.stop))
@@ -74,7 +74,7 @@ def test_every_update_is_loaded_and_a_stale_adapter_raises(server, folder, tmp_p
     for step in range(3):
         batch = tiny_writing.batch(served_models.tasks(), 4, step=step)
         trajectory = policy.rollout(batch)
-        assert off(trajectory).max() < 1e-3
+        assert gap(trajectory).max() < 1e-3
         advantages = torch.tensor([1.0, -1.0] * 8)
         found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
         for name, parameter in tiny_policies.trained(policy).items():
@@ -84,7 +84,7 @@ def test_every_update_is_loaded_and_a_stale_adapter_raises(server, folder, tmp_p
         adapters = [card["id"] for card in json.loads(client.get("/v1/models"))["data"] if card["parent"] is not None]
         assert len(adapters) == 1
         policy.engine._weights.publish = lambda client: policy.engine._weights.served(adapters[0])
-        tiny_writers.move(policy.module, size=0.5)
+        tiny_writers.perturb(policy.module, size=0.5)
         with pytest.raises(EngineFault, match="off from the policy's own"):
             policy.rollout(tiny_writing.batch(served_models.tasks(), 4))
         policy.engine.close()

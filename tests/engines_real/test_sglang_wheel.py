@@ -168,7 +168,7 @@ def test_the_sglang_loader_reads_the_published_adapter(tmp_path):
     spec.loader.exec_module(theirs)
 
     policy = tiny_policies.policy("sd3")
-    tiny_policies.move(policy)
+    tiny_policies.perturb(policy)
     write_lora(policy.module, tmp_path, pipeline=None)
     written = tmp_path / "adapter_model.safetensors"
     config = theirs.load_peft_config(str(written))

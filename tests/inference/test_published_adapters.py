@@ -113,7 +113,7 @@ def test_adapter_blocks_are_renumbered_without_gaps(tmp_path: Path) -> None:
     assert [found[f"ip_adapter.{k}.to_v_ip.weight"][0, 0].item() for k in range(3)] == [3, 4, 10]
 
 
-class Evil:
+class MaliciousPickle:
     def __reduce__(self):
         return print, ("code ran",)
 
@@ -121,7 +121,7 @@ class Evil:
 def test_files_that_are_not_an_ip_adapter_raise_and_run_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     projection, attention = parts(transformer(1), tmp_path / "one")
     cases = [
-        ({"image_proj": Evil(), "ip_adapter": attention}, "contains more than numbers"),
+        ({"image_proj": MaliciousPickle(), "ip_adapter": attention}, "contains more than numbers"),
         ({"weights": attention}, "not an IP-Adapter; it should have image_proj and ip_adapter"),
         ({"image_proj": {"x": 3}, "ip_adapter": attention}, "image_proj should be a map of tensors"),
         ({"image_proj": {"layers.0.w": torch.zeros(1)}, "ip_adapter": attention}, "neither a linear layer nor an MLP"),

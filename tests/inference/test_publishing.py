@@ -41,7 +41,7 @@ def recipe(tmp_path: Path, **push: Any) -> Recipe:
     return parse({**SMALL, "out": str(tmp_path), "push": {"repo": REPO, **push}})
 
 
-def told(recipe: Recipe) -> str:
+def log_text(recipe: Recipe) -> str:
     return RunFolder(recipe.folder).log(0).read_text()
 
 
@@ -74,7 +74,7 @@ def test_push_to_hub_uploads_the_same_files_as_save_pretrained(tmp_path: Path, h
     made.push_to_hub(REPO)
     saved = {path.name for path in made.save_pretrained(tmp_path / "saved")}
     assert {path for _, path in hub.files} == saved
-    hub.refuses["/api/repos/create"] = 403
+    hub.statuses["/api/repos/create"] = 403
     with pytest.raises(ValueError, match="repo someone/else: the Hugging Face Hub refused it"):
         made.push_to_hub("someone/else")
 
@@ -94,17 +94,17 @@ def test_pushing_leaves_the_weights_of_the_run_bitwise_equal(tmp_path: Path, hub
 
 @pytest.mark.parametrize("part", ["/branch/", "/preupload/", "/commit/"])
 def test_a_failed_push_keeps_its_files_and_the_run_continues(tmp_path: Path, hub: Hub, part: str) -> None:
-    hub.refuses[part] = 403
+    hub.statuses[part] = 403
     pushing = recipe(tmp_path)
     assert run(pushing, fresh=False) == 0
     kept = pushing.folder / "push" / "step-000002"
-    assert f"hf upload {REPO} {kept} --revision step-000002" in told(pushing)
+    assert f"hf upload {REPO} {kept} --revision step-000002" in log_text(pushing)
     assert (kept / "adapter_model.safetensors").is_file()
     assert not hub.files
 
 
 def test_missing_write_access_to_the_hub_raises_before_the_first_step(tmp_path: Path, hub: Hub) -> None:
-    hub.refuses["/api/repos/create"] = 403
+    hub.statuses["/api/repos/create"] = 403
     with pytest.raises(ValueError, match=f"push.repo {REPO}: the Hugging Face Hub refused it"):
         run(recipe(tmp_path), fresh=False)
     assert not list(tmp_path.glob("*/metrics.jsonl"))
@@ -115,7 +115,7 @@ def test_without_token_nothing_is_pushed_and_the_log_reports_it(tmp_path: Path, 
     monkeypatch.setattr(publishing, "get_token", lambda: None)
     pushing = recipe(tmp_path)
     assert run(pushing, fresh=False) == 0
-    assert "push is off: there is no token" in told(pushing)
+    assert "push is off: there is no token" in log_text(pushing)
     assert not hub.private
     [finding] = check_push(pushing)
     assert (finding.status, "nothing will be pushed" in finding.text) == ("note", True)

@@ -23,7 +23,7 @@ Start = Callable[..., Path]
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("speaker")
-    tiny_writer_runs.save_speaker(folder)
+    tiny_writer_runs.save_language_model(folder)
     return folder
 
 
@@ -76,7 +76,7 @@ def test_open_writer_loads_the_trained_weights_of_a_run(enhancer: Path) -> None:
 
 def test_a_batch_with_images_gives_the_same_completions_as_single_calls(tmp_path: Path, writer: Path) -> None:
     write = retouch.open_writer(str(save(tmp_path, tiny_writer_runs.recipe(tmp_path, writer))))
-    seen = [[tiny_models.picture(k, 24, 24)] for k in range(3)]
+    seen = [[tiny_models.image(k, 24, 24)] for k in range(3)]
     alone = [write("make it red", images) for images in seen]
     assert write.many(["make it red"] * 3, seen) == alone
     with pytest.raises(ValueError, match="3 instructions, but images for 1"):
@@ -138,7 +138,7 @@ def test_a_list_with_source_images_gives_images_of_their_sizes(tmp_path: Path, w
     recipe = save(tmp_path, tiny_writer_runs.recipe(tmp_path, writer))
     rows = []
     for number, side in enumerate((24, 24, 48)):
-        tiny_models.picture(number, side, side).save(tmp_path / f"{number}.png")
+        tiny_models.image(number, side, side).save(tmp_path / f"{number}.png")
         rows.append({"instruction": f"make it red {number}", "image": f"{number}.png"})
     (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = ["sample", str(recipe), "--instructions", str(tmp_path / "list.jsonl"), "--out", str(tmp_path / "out")]

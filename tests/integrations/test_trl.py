@@ -23,7 +23,7 @@ from retouch.models.qwen_vl.model import QwenWriter
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import TooManyMissing
-from tiny_bridge import bridge, call
+from tiny_bridge import bridge, trl_call
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -38,7 +38,7 @@ THEIRS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarnin
 
 def test_images_are_rendered_from_completion_ids_and_not_from_text():
     function, spy = bridge()
-    assert call(function, [[7, 8, 2], [5], [6, 3], [2], []]) == [7.0, 5.0, 6.0, 9.0, 9.0]
+    assert trl_call(function, [[7, 8, 2], [5], [6, 3], [2], []]) == [7.0, 5.0, 6.0, 9.0, 9.0]
     ((_, outputs),) = spy.seen
     assert [output.ids for output in outputs] == [(7, 8), (5,), (6,), (), ()]
     assert [output.text for output in outputs] == ["7 8", "5", "6", "", ""]
@@ -47,15 +47,15 @@ def test_images_are_rendered_from_completion_ids_and_not_from_text():
 
 def test_only_one_final_end_token_is_removed_from_a_completion():
     function, spy = bridge()
-    call(function, [[7, 2, 8], [7, 2, 2]])
+    trl_call(function, [[7, 2, 8], [7, 2, 2]])
     assert [output.ids for output in spy.seen[0][1]] == [(7, 2, 8), (7, 2)]
 
 
 def test_a_reward_is_a_value_the_minimum_for_faults_or_none_for_missing_scores():
     metrics = {}
-    function, _ = bridge(unread=5, combine={"light": 2.0, "dark": 1.0}, max_missing=0.25)
+    function, _ = bridge(missing_at=5, combine={"light": 2.0, "dark": 1.0}, max_missing=0.25)
     # A value; the minima of the columns if the image could not be rendered; None if a score is missing.
-    assert call(function, [[7], [0], [5], [4]], log_metric=metrics.__setitem__) == [2 * 7 + 248, 2 * -1 + 0, None, 2 * 4 + 251]
+    assert trl_call(function, [[7], [0], [5], [4]], log_metric=metrics.__setitem__) == [2 * 7 + 248, 2 * -1 + 0, None, 2 * 4 + 251]
     assert metrics == {
         "reward/light": pytest.approx((7 - 1 + 4) / 3),
         "reward/dark": pytest.approx((248 + 0 + 250 + 251) / 4),
@@ -66,21 +66,21 @@ def test_a_reward_is_a_value_the_minimum_for_faults_or_none_for_missing_scores()
 
 def test_a_column_without_any_score_is_not_logged():
     metrics = {}
-    function, _ = bridge(unread=5, max_missing=1.0)
-    assert call(function, [[5]], log_metric=metrics.__setitem__) == [None]
+    function, _ = bridge(missing_at=5, max_missing=1.0)
+    assert trl_call(function, [[5]], log_metric=metrics.__setitem__) == [None]
     assert set(metrics) == {"reward/dark", "reward/missing_fraction", "reward/fault_fraction"}
 
 
 def test_too_many_missing_scores_raise():
-    function, _ = bridge(unread=5, max_missing=0.2)
+    function, _ = bridge(missing_at=5, max_missing=0.2)
     with pytest.raises(TooManyMissing, match="25% of the samples have no score, but max_missing allows only 20%"):
-        call(function, [[7], [6], [5], [4]])
+        trl_call(function, [[7], [6], [5], [4]])
 
 
 def test_noise_is_keyed_by_seed_step_and_task():
     function, spy = bridge(seed=4)
-    call(function, [[7]] * 4, names=["a", "a", "b", "b"], step=6)
-    call(function, [[7]] * 4, names=["b", "b", "a", "a"], step=7)
+    trl_call(function, [[7]] * 4, names=["a", "a", "b", "b"], step=6)
+    trl_call(function, [[7]] * 4, names=["b", "b", "a", "a"], step=7)
     first, second = ([output.key for output in outputs] for _, outputs in spy.seen)
     a, b = first[0][2], first[2][2]
     assert a != b
@@ -90,7 +90,7 @@ def test_noise_is_keyed_by_seed_step_and_task():
 
 def test_rows_of_a_group_share_one_task():
     function, spy = bridge()
-    call(function, [[7]] * 4, names=["a", "a", "b", "b"])
+    trl_call(function, [[7]] * 4, names=["a", "a", "b", "b"])
     tasks = spy.seen[0][0]
     assert [task.id for task in tasks] == ["a", "a", "b", "b"]
     assert (tasks[0] is tasks[1], tasks[2] is tasks[3]) == (True, True)

@@ -33,7 +33,7 @@ def twins():
     return twin_writers
 
 
-def trls(twins, pair, setting, folder):
+def trl_batch_and_gradient(twins, pair, setting, folder):
     """A batch as TRL generated and scored it, and the gradient of its loss."""
     trainer, kept = twins.trainer(pair, setting, seed=0, folder=str(folder))
     trainer.model.train()
@@ -78,7 +78,7 @@ def ours(twins, pair, batch):
 def test_the_gradient_on_a_batch_of_trl_equals_the_gradient_of_trl(twins, tmp_path):
     setting = twins.Setting("test", side=24, longest=12)
     pair = twins.twins(setting, seed=0, steps=1)
-    batch, rewards, theirs = trls(twins, pair, setting, tmp_path)
+    batch, rewards, theirs = trl_batch_and_gradient(twins, pair, setting, tmp_path)
     advantages = group_relative(torch.tensor(rewards), torch.arange(twins.ROWS) // twins.GROUP_SIZE, ddof=1, clip=None)
     assert torch.allclose(advantages, batch["advantages"], atol=1e-5)
     assert advantages.abs().max() > 1

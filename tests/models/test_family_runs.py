@@ -14,7 +14,7 @@ from peft import LoraConfig
 import tiny_flux2
 import tiny_models
 import tiny_qwen_image_2
-from family_runs import described, edits_of, lines_of, recipe_of
+from family_runs import description_of, metrics_rows, small_recipe, write_edits
 from measured_memory import measured_peak
 from published_plans import plan
 from retouch.assembly.model import lora_targets
@@ -107,12 +107,12 @@ def weights(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @every_family
 def test_adapter_trained_with_guidance_gives_equal_velocities_in_diffusers(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
-    made = recipe_of(tiny.model(weights), tmp_path, minibatches=2, learning_rate=tiny.learning_rate)
+    made = small_recipe(tiny.model(weights), tmp_path, minibatches=2, learning_rate=tiny.learning_rate)
     made["policy"]["gradient_checkpointing"] = True
     made["rollout"]["guidance_scale"] = 2.0
     recipe = parse(made)
     assert run(recipe, fresh=False) == 0
-    lines = lines_of(recipe)
+    lines = metrics_rows(recipe)
     assert len(lines) == 2
     assert all(line["policy/ratio_max_first"] <= 1e-5 < line["policy/ratio_max"] for line in lines)
     export_target(str(recipe.folder), to=tmp_path / "out")
@@ -141,10 +141,10 @@ def test_adapter_trained_with_guidance_gives_equal_velocities_in_diffusers(tiny:
 def test_editing_run_takes_a_step_and_memory_plan_counts_source_tokens(
     tiny: Tiny, more: dict[str, int], source_tokens: int, weights: Path, tmp_path: Path
 ) -> None:
-    made = recipe_of(tiny.model(weights, size=None, **more), tmp_path, steps=1)
-    recipe = parse(made | {"data": {"kind": "folder", "path": str(edits_of(tmp_path)), "held_out": 1}})
+    made = small_recipe(tiny.model(weights, size=None, **more), tmp_path, steps=1)
+    recipe = parse(made | {"data": {"kind": "folder", "path": str(write_edits(tmp_path)), "held_out": 1}})
     assert run(recipe, fresh=False) == 0
-    assert lines_of(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+    assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
     published = describe(parse(made | {"policy": {**made["policy"], "model": tiny.model(size=None)}}), None)
     assert published is not None
     assert footprint(recipe, published).tokens == 64**2 + source_tokens + 512
@@ -165,14 +165,14 @@ def test_playground_twin_keeps_the_algorithm_settings_of_the_full_recipe(tiny: T
 def test_unsupported_model_settings_raise_when_the_recipe_is_parsed(tiny: Tiny, tmp_path: Path) -> None:
     own = f"only .*'flux' .* has it, and this is '{tiny.kind}'"
     with pytest.raises(ValueError, match=rf"policy\.model\.guidance: unknown key; {own}"):
-        parse(recipe_of(tiny.model(guidance=3.5), tmp_path))
-    made = recipe_of(tiny.model(), tmp_path)
+        parse(small_recipe(tiny.model(guidance=3.5), tmp_path))
+    made = small_recipe(tiny.model(), tmp_path)
     made["policy"]["train"] = {"kind": "ip-adapter", "encoder": "playground"}
     with pytest.raises(ValueError, match=f"is for models of Flux and Qwen-Image, not for {tiny.kind}"):
         parse(made)
     if tiny.section.takes.images == (0, 0):
         with pytest.raises(ValueError, match=rf"policy\.model\.size: missing; {tiny.kind} has no source image"):
-            parse(recipe_of(tiny.model(size=None), tmp_path))
+            parse(small_recipe(tiny.model(size=None), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_unsupported_model_settings_raise_when_the_recipe_is_parsed(tiny: Tiny, 
     ids=[*FAMILIES, "z-image-base"],
 )
 def test_memory_is_planned_from_the_published_configuration(tiny: Tiny, path: str, tmp_path: Path) -> None:
-    recipe = parse(recipe_of(tiny.model(path=path), tmp_path))
+    recipe = parse(small_recipe(tiny.model(path=path), tmp_path))
     published = describe(recipe, None)
     assert published is not None
     found = footprint(recipe, published)
@@ -198,7 +198,7 @@ def test_memory_is_planned_from_the_published_configuration(tiny: Tiny, path: st
 
 @every_family
 def test_memory_plan_of_a_local_folder_counts_its_weights(tiny: Tiny, weights: Path, tmp_path: Path) -> None:
-    recipe = parse(recipe_of(tiny.model(weights), tmp_path))
+    recipe = parse(small_recipe(tiny.model(weights), tmp_path))
     in_folder = describe(recipe, weights)
     assert in_folder is not None
     model = recipe.policy.model.build(device=torch.device("cpu"))
@@ -219,13 +219,13 @@ def test_lora_count_matches_the_parameters_created_by_peft(tiny: Tiny) -> None:
     module.requires_grad_(False)
     module.add_adapter(LoraConfig(r=4, target_modules=list(targets)))
     trained = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-    assert lora_count(described(tiny.parts.transformer()), rank=4, targets=targets) == trained
+    assert lora_count(description_of(tiny.parts.transformer()), rank=4, targets=targets) == trained
 
 
 @every_editor
 def test_planned_rendering_memory_matches_the_measured_peak_on_cpu(tiny: Tiny) -> None:
     module, vae, family = tiny.parts.transformer(), tiny.parts.vae(), tiny.section(path=tiny.published)
-    parts = {"transformer": described(module), "vae": described(vae)}
+    parts = {"transformer": description_of(module), "vae": description_of(vae)}
     batch = ImageBatch(rows=2, size=(64, 96), source=(64, 64), sources=1, text=24, dtype=torch.float32)
     planned = {row.name: row.bytes for row in image_model_plan(family, parts, batch).phases}
     inputs = family.step_inputs(parts, batch)

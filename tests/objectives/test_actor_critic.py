@@ -21,7 +21,7 @@ WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01
 PPO = ActorCritic(actor=ACTOR, clip=0.2)
 
 
-def moved(head, key=0):
+def with_noise(head, key=0):
     """The head, with random numbers added to its weights."""
     random = torch.Generator().manual_seed(key)
     with torch.no_grad():
@@ -30,11 +30,11 @@ def moved(head, key=0):
     return head
 
 
-def drawing(family="sd3", *, head_key=0, **options):
+def denoising_policy(family="sd3", *, head_key=0, **options):
     policy = tiny.policy(family, **{"mode": "window", **options})
     conditioning = policy.model.encode(tiny.tasks(4))
     x = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(k) for k in range(4)])
-    policy.head = moved(LatentValues(channels_of(x), summary(conditioning), width=8, seed=0), head_key)
+    policy.head = with_noise(LatentValues(channels_of(x), summary(conditioning), width=8, seed=0), head_key)
     return policy
 
 
@@ -42,18 +42,18 @@ def writing(coefficient=0.0, **options):
     policy = tiny_writing.policy(**options)
     prompts = policy.model.encode(tiny_writers.tasks(1))
     features = policy.model.prefill(policy.module, prompts)[0].shape[1]
-    policy.head = moved(TokenValues(features, width=8, seed=0, coefficient=coefficient))
+    policy.head = with_noise(TokenValues(features, width=8, seed=0, coefficient=coefficient))
     return policy
 
 
 KERNELS = {
-    "sd3": (drawing, tiny.batch, ACTOR),
-    "edit": (lambda **options: drawing("edit", **options), tiny.batch, ACTOR),
+    "sd3": (denoising_policy, tiny.batch, ACTOR),
+    "edit": (lambda **options: denoising_policy("edit", **options), tiny.batch, ACTOR),
     "words": (writing, tiny_writing.batch, WORDS),
 }
 
 
-def told(policy, batch):
+def rewarded_minibatch(policy, batch):
     """A minibatch of a rollout with rewards, and the advantages and returns that follow from them."""
     trajectory = policy.rollout(batch)
     rewards = torch.linspace(-0.9, 0.9, len(batch))
@@ -97,7 +97,7 @@ def test_values_depend_only_on_the_state_before_each_action(kernel):
 
 
 def test_prompt_padding_does_not_change_the_input_of_the_value_head():
-    policy = drawing("edit")
+    policy = denoising_policy("edit")
     alone, together = (summary(policy.model.encode(tiny.tasks(count)))[0] for count in (1, 4))
     torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
 
@@ -119,9 +119,9 @@ def test_new_value_head_predicts_zero_and_is_initialized_from_its_seed(kernel):
 def test_loss_is_the_sum_of_policy_loss_and_value_loss(kernel):
     made, batch, actor = KERNELS[kernel]
     policy, batch = made(), batch()
-    minibatch = told(policy, batch)
-    moved(policy.head, key=1)
-    tiny.move(policy, 0.02)
+    minibatch = rewarded_minibatch(policy, batch)
+    with_noise(policy.head, key=1)
+    tiny.perturb(policy, 0.02)
     plain, alone = tiny.gradient(policy, actor, minibatch)
     objective = ActorCritic(actor=actor, clip=0.2)
     found, losses = tiny.gradient(policy, objective, minibatch)
@@ -142,7 +142,7 @@ def test_loss_is_the_sum_of_policy_loss_and_value_loss(kernel):
     )
 
 
-def heads_gradient(policy, minibatch, objective):
+def head_gradient(policy, minibatch, objective):
     loss = sum(loss.value for loss in objective.losses(policy, minibatch))
     return torch.autograd.grad(loss, list(policy.head.parameters()))
 
@@ -154,24 +154,24 @@ def test_value_head_gradient_is_independent_of_microbatch_size(kernel, microbatc
     gradients = []
     for size in (microbatch, 100):
         policy = made(microbatch=size)
-        minibatch = told(policy, batch())
-        moved(policy.head, key=1)
-        gradients.append(heads_gradient(policy, minibatch, ActorCritic(actor=actor, clip=0.2)))
+        minibatch = rewarded_minibatch(policy, batch())
+        with_noise(policy.head, key=1)
+        gradients.append(head_gradient(policy, minibatch, ActorCritic(actor=actor, clip=0.2)))
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
         assert b.abs().max() > 0
 
 
 def test_rows_with_zero_weight_do_not_affect_the_value_head_gradient():
-    policy, batch = drawing(), tiny.batch()
-    minibatch = told(policy, batch)
-    moved(policy.head, key=1)
+    policy, batch = denoising_policy(), tiny.batch()
+    minibatch = rewarded_minibatch(policy, batch)
+    with_noise(policy.head, key=1)
     missing = minibatch.weights.clone()
     missing[1] = 0
     spoilt = minibatch.returns.clone()
     spoilt[1] = 100.0
-    wanted = heads_gradient(policy, replace(minibatch, weights=missing), PPO)
-    found = heads_gradient(policy, replace(minibatch, weights=missing, returns=spoilt), PPO)
+    wanted = head_gradient(policy, replace(minibatch, weights=missing), PPO)
+    found = head_gradient(policy, replace(minibatch, weights=missing, returns=spoilt), PPO)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -179,13 +179,13 @@ def test_coefficient_scales_the_value_gradient_of_the_writer_but_not_of_the_head
     gradients, heads = [], []
     for coefficient in (0.0, 0.5, 1.0):
         policy = writing(coefficient)
-        minibatch = told(policy, tiny_writing.batch())
+        minibatch = rewarded_minibatch(policy, tiny_writing.batch())
         minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
-        moved(policy.head, key=1)
-        tiny.move(policy, 0.02)
+        with_noise(policy.head, key=1)
+        tiny.perturb(policy, 0.02)
         objective = ActorCritic(actor=WORDS.model_copy(update={"kl": NoKl()}))
         gradients.append(tiny.gradient(policy, objective, minibatch)[0])
-        heads.append(heads_gradient(policy, minibatch, objective))
+        heads.append(head_gradient(policy, minibatch, objective))
     assert all(part.abs().max() == 0 for part in gradients[0].values())
     assert max(part.abs().max() for part in gradients[2].values()) > 1e-4
     for name, whole in gradients[2].items():

@@ -14,7 +14,7 @@ ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0])
 @pytest.mark.parametrize("reference_weight", [0.0, 0.7])
 def test_loss_and_gradient_match_a_hand_written_sum(reference_weight):
     policy, batch = tiny.policy(train="lora"), tiny.batch()
-    tiny.move(policy)
+    tiny.perturb(policy)
     trajectory = policy.rollout(batch)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES, epoch=1)
     objective = AWM(reference_weight=reference_weight, samples=2, shift=2.0)
@@ -43,7 +43,7 @@ def test_gradient_is_independent_of_microbatch_size():
     batch, gradients = tiny.batch(), []
     for microbatch in (1, 3, 4):
         policy = tiny.policy(microbatch=microbatch)
-        tiny.move(policy)
+        tiny.perturb(policy)
         minibatch = tiny.minibatch(batch, policy.rollout(batch), ADVANTAGES)
         gradients.append(tiny.gradient(policy, AWM(reference_weight=0.3), minibatch)[0])
     for cut in gradients[:2]:
@@ -52,7 +52,7 @@ def test_gradient_is_independent_of_microbatch_size():
 
 def test_a_zero_advantage_has_no_gradient():
     policy, batch = tiny.policy(), tiny.batch()
-    tiny.move(policy)
+    tiny.perturb(policy)
     minibatch = tiny.minibatch(batch, policy.rollout(batch), torch.zeros(4))
     found, _ = tiny.gradient(policy, AWM(), minibatch)
     assert all(not slope.any() for slope in found.values())

@@ -18,7 +18,7 @@ THOUGHTS = (40, 2, 33, 5, 0, 38, 1, 36)  # letters of each row's thought
 MICROBATCH = 2
 
 
-class AsTheyCome:
+class Unordered:
     """The policy without ordering by length."""
 
     def __init__(self, policy):
@@ -32,10 +32,10 @@ class AsTheyCome:
 
 
 def tasks():
-    picture = tiny_models.picture(0, 16, 24)
+    picture = tiny_models.image(0, 16, 24)
     plain = tiny_models.task("plain", "make it red", picture)
     return tuple(
-        dataclasses.replace(plain, id=str(row), target=tiny_models.picture(row, 16, 24), meta={"thought": "a" * letters})
+        dataclasses.replace(plain, id=str(row), target=tiny_models.image(row, 16, 24), meta={"thought": "a" * letters})
         for row, letters in enumerate(THOUGHTS)
     )
 
@@ -75,7 +75,7 @@ def padded(policy, minibatch):
 def test_ordering_rows_by_length_reduces_padding_and_keeps_the_gradient(share):
     policy, minibatch = demonstrated(THINK, share=share)
     ordered, few = padded(policy, minibatch)
-    as_they_come, many = padded(AsTheyCome(policy), minibatch)
+    as_they_come, many = padded(Unordered(policy), minibatch)
     longest = max(float(gradient.abs().max()) for gradient in as_they_come.values())
     for name, gradient in ordered.items():
         assert (gradient - as_they_come[name]).abs().max() <= 1e-5 * max(1.0, longest), name
@@ -104,5 +104,5 @@ def test_rows_are_ordered_by_prompt_length_if_completions_have_equal_lengths():
     trajectory = policy.demonstrate(batch)
     assert len(set(trajectory.lengths.tolist())) == 1
     assert [THOUGHTS[row] for row in policy.order_by_length(trajectory).tolist()] == sorted(THOUGHTS)
-    few, many = (padded(each, dataclasses.replace(minibatch, trajectory=trajectory))[1] for each in (policy, AsTheyCome(policy)))
+    few, many = (padded(each, dataclasses.replace(minibatch, trajectory=trajectory))[1] for each in (policy, Unordered(policy)))
     assert few * 5 < many

@@ -23,7 +23,7 @@ def minibatch(policy, advantages=ADVANTAGES, batch=None):
 def pairs(count=3):
     """A batch of tasks with a chosen and a rejected image, 8 x 16 px."""
     tasks = tuple(
-        replace(task, chosen=tiny_models.picture(200 + k, 16, 8), rejected=tiny_models.picture(300 + k, 16, 8))
+        replace(task, chosen=tiny_models.image(200 + k, 16, 8), rejected=tiny_models.image(300 + k, 16, 8))
         for k, task in enumerate(tiny.tasks(count))
     )
     return tiny.batch(count, tasks=lambda count: tasks)
@@ -31,7 +31,7 @@ def pairs(count=3):
 
 def moved(**options):
     policy = tiny.policy(**options)
-    tiny.move(policy)
+    tiny.perturb(policy)
     return policy
 
 

@@ -13,13 +13,13 @@ from retouch.protocols import SupportsLosses
 ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 
 
-def pictures(moved=0.0, **options):
+def old_rollout(moved=0.0, **options):
     """A policy with old weights, a batch, and a trajectory with images of the old weights."""
     policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
     batch = tiny.batch()
     trajectory = policy.rollout(batch)
     if moved:
-        tiny.move(policy, moved)
+        tiny.perturb(policy, moved)
     return policy, batch, trajectory
 
 
@@ -48,7 +48,7 @@ def rows(policy, batch, trajectory, epoch=0):
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_nft_loss_matches_the_hand_written_formula(beta):
-    policy, batch, trajectory = pictures(moved=0.05)
+    policy, batch, trajectory = old_rollout(moved=0.05)
     _, losses = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
     goodness = [0.6, 0.45, 0.5, 1.0]
     wanted = sum(by_hand(*row, r, beta)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
@@ -66,7 +66,7 @@ def test_nft_loss_matches_the_hand_written_formula(beta):
     ],
 )
 def test_advantage_modes_match_the_published_code(used, goodness):
-    policy, batch, trajectory = pictures(moved=0.05)
+    policy, batch, trajectory = old_rollout(moved=0.05)
     objective = NFT(beta=0.5, advantage_clip=5.0, advantages=used)
     _, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, ADVANTAGES))
     wanted = sum(by_hand(*row, r, 0.5)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
@@ -77,7 +77,7 @@ def test_advantage_modes_match_the_published_code(used, goodness):
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(moved, beta):
     """dL/dv of a row by hand with constant widths, backpropagated through the velocity to the weights."""
-    policy, batch, trajectory = pictures(moved=moved)
+    policy, batch, trajectory = old_rollout(moved=moved)
     found, _ = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
     slopes = []
     for (velocity, old, x, x0, sigma), r in zip(rows(policy, batch, trajectory), [0.6, 0.45, 0.5, 1.0], strict=True):
@@ -101,7 +101,7 @@ def test_nft_gradient_matches_the_hand_written_formula_and_finite_differences(mo
 
 def test_zero_advantage_has_zero_gradient_if_the_policy_equals_the_old_policy():
     """v+ = v- = v_old, and the gradients of the two halves cancel."""
-    policy, batch, trajectory = pictures()
+    policy, batch, trajectory = old_rollout()
     found, losses = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [0.0] * 4))
     good, _ = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [5.0] * 4))
     assert tiny.distance(found, good) == pytest.approx(1.0, abs=1e-4)  # |0 - good| / |good|
@@ -116,7 +116,7 @@ def step(policy, objective, minibatch, size):
 
 
 def test_zero_advantage_moves_the_policy_towards_the_old_policy():
-    policy, batch, trajectory = pictures(moved=0.05)
+    policy, batch, trajectory = old_rollout(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, [0.0] * 4)
 
     def apart():
@@ -129,18 +129,18 @@ def test_zero_advantage_moves_the_policy_towards_the_old_policy():
 
 @pytest.mark.parametrize(("advantage", "nearer"), [(3.0, True), (-3.0, False)])
 def test_positive_advantage_moves_towards_the_images_and_negative_away_from_them(advantage, nearer):
-    policy, batch, trajectory = pictures()
+    policy, batch, trajectory = old_rollout()
 
-    def misses():
+    def denoising_errors():
         return [(x - sigma * velocity - x0).square().mean() for velocity, _, x, x0, sigma in rows(policy, batch, trajectory)]
 
-    before = sum(misses())
+    before = sum(denoising_errors())
     step(policy, NFT(), tiny.minibatch(batch, trajectory, [advantage] * 4), 1e-2)
-    assert (sum(misses()) < before) == nearer
+    assert (sum(denoising_errors()) < before) == nearer
 
 
 def test_gradient_adds_the_kl_to_the_reference_with_its_weight():
-    policy, batch, trajectory = pictures(moved=0.05)
+    policy, batch, trajectory = old_rollout(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
     plain, _ = tiny.gradient(policy, NFT(), minibatch)
     pulled, losses = tiny.gradient(policy, NFT(reference_weight=0.5), minibatch)
@@ -164,14 +164,14 @@ def test_gradient_is_independent_of_microbatch_size_and_number_of_actions(microb
         policy = tiny.policy(kind=kind, mode="window", train="full", copies=("old",), microbatch=size)
         trajectory = policy.rollout(batch)
         trajectory = replace(trajectory, outputs=tiny.policy(kind="ode", train="full").rollout(batch).outputs)
-        tiny.move(policy, 0.05)
+        tiny.perturb(policy, 0.05)
         gradients.append(tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
     assert tiny.distance(gradients[1], gradients[0]) < 1e-5
     assert tiny.distance(gradients[2], gradients[0]) < 1e-5
 
 
 def test_noise_draws_are_averaged_and_differ_between_epochs():
-    policy, batch, trajectory = pictures(moved=0.05)
+    policy, batch, trajectory = old_rollout(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
     one, (first,) = tiny.gradient(policy, NFT(), minibatch)
     two, losses = tiny.gradient(policy, NFT(samples=2), minibatch)
@@ -183,12 +183,12 @@ def test_noise_draws_are_averaged_and_differ_between_epochs():
 
 
 def test_old_policy_is_updated_with_the_decay_of_the_step():
-    policy, _, _ = pictures(moved=0.05)
+    policy, _, _ = old_rollout(moved=0.05)
     name, parameter = next(iter(tiny.trained(policy).items()))
     objective = NFT(old_decay=OldDecay(rate=0.1, max=0.25))
     old = policy.copies.copies["old"][name].clone()
     for taken, decay in [(1, 0.1), (2, 0.2), (3, 0.25), (50, 0.25)]:
-        tiny.move(policy, 0.05, key=taken)
+        tiny.perturb(policy, 0.05, key=taken)
         now = parameter.detach().clone()
         objective.after_step(policy, taken)
         old = decay * old + (1 - decay) * now

@@ -13,7 +13,7 @@ from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
-from token_policy import STOP, WORDS, TokenPolicy
+from token_policy import STOP, VOCABULARY_SIZE, TokenPolicy
 
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -25,12 +25,12 @@ def objective(surrogate="clip", **options):
     return PolicyGradient(**{"surrogate": surrogate, **bounds, **options})
 
 
-def words(key=0, moved=0.5):
+def changed_token_policy(key=0, moved=0.5):
     """A token policy whose weights changed after its rollout, the trajectory, and the minibatch."""
     policy, batch = TokenPolicy(), tiny.batch(seed=12)
     trajectory = policy.rollout(batch)
     assert trajectory.mask.sum(1).tolist() == [1, 3, 4, 1]  # unequal, so that using the mask of another row would be detected
-    tiny.move(policy, moved, key)
+    tiny.perturb(policy, moved, key)
     return policy, trajectory, tiny.minibatch(batch, trajectory, ADVANTAGES)
 
 
@@ -58,7 +58,7 @@ def by_hand(surrogate, trajectory, log_probs, dual=None):
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("key", range(3))
 def test_loss_and_gradient_match_hand_written_surrogates(surrogate, key):
-    policy, trajectory, minibatch = words(key)
+    policy, trajectory, minibatch = changed_token_policy(key)
     log_probs = policy._log_probs(trajectory.outputs)
     wanted = by_hand(surrogate, trajectory, log_probs)
     (slope,) = torch.autograd.grad(wanted, policy.module.table)
@@ -69,7 +69,7 @@ def test_loss_and_gradient_match_hand_written_surrogates(surrogate, key):
 
 
 def test_dual_clip_bounds_the_loss_of_actions_with_negative_advantage():
-    policy, trajectory, minibatch = words(moved=1.5)
+    policy, trajectory, minibatch = changed_token_policy(moved=1.5)
     log_probs = policy._log_probs(trajectory.outputs)
     _, losses = tiny.gradient(policy, objective(dual=1.5), minibatch)
     wanted = by_hand("clip", trajectory, log_probs, dual=1.5)
@@ -80,7 +80,7 @@ def test_dual_clip_bounds_the_loss_of_actions_with_negative_advantage():
 @pytest.mark.parametrize("surrogate", SURROGATES)
 @pytest.mark.parametrize("microbatch", [1, 3])
 def test_loss_metrics_and_gradient_are_independent_of_microbatch_size(surrogate, microbatch):
-    policy, _, minibatch = words()
+    policy, _, minibatch = changed_token_policy()
     policy.microbatch = 4
     whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
     policy.microbatch = microbatch
@@ -94,7 +94,7 @@ def test_loss_metrics_and_gradient_are_independent_of_microbatch_size(surrogate,
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_nan_log_probabilities_of_masked_actions_do_not_affect_gradient_or_metrics(surrogate):
-    policy, trajectory, minibatch = words()
+    policy, trajectory, minibatch = changed_token_policy()
     told = objective(surrogate, kl=Kl(kind="k3", weight=0.3))
     clean, _ = tiny.gradient(policy, told, minibatch)
     dirty = replace(trajectory, log_probs=trajectory.log_probs.masked_fill(~trajectory.mask, torch.nan))
@@ -104,7 +104,7 @@ def test_nan_log_probabilities_of_masked_actions_do_not_affect_gradient_or_metri
 
 
 def test_forced_tokens_and_tokens_after_the_end_have_zero_gradient():
-    policy, _, minibatch = words()
+    policy, _, minibatch = changed_token_policy()
     found, _ = tiny.gradient(policy, objective(), minibatch)
     assert found["table"][0].abs().max() == 0
     assert found["table"][1:, STOP].abs().max() == 0
@@ -113,7 +113,7 @@ def test_forced_tokens_and_tokens_after_the_end_have_zero_gradient():
 
 @pytest.mark.parametrize("weight", [0.1, 0.7])
 def test_the_kl_is_added_with_its_weight(weight):
-    policy, trajectory, minibatch = words()
+    policy, trajectory, minibatch = changed_token_policy()
     plain, _ = tiny.gradient(policy, objective(), minibatch)
     found, losses = tiny.gradient(policy, objective(kl=Kl(kind="k3", weight=weight)), minibatch)
     evaluation = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 5)), Needs(kl="k3"))
@@ -125,7 +125,7 @@ def test_the_kl_is_added_with_its_weight(weight):
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_the_entropy_is_subtracted_with_its_weight(surrogate):
-    policy, trajectory, minibatch = words()
+    policy, trajectory, minibatch = changed_token_policy()
     plain, _ = tiny.gradient(policy, objective(surrogate), minibatch)
     found, losses = tiny.gradient(policy, objective(surrogate, entropy_bonus=0.3), minibatch)
     chances = policy._logits(trajectory.outputs).softmax(-1)
@@ -137,17 +137,17 @@ def test_the_entropy_is_subtracted_with_its_weight(surrogate):
 
 def test_entropy_bonus_alone_makes_the_policy_uniform():
     """With advantages of 0 only the bonus has a gradient: the distributions at the sampled positions become uniform."""
-    policy, _, minibatch = words()
+    policy, _, minibatch = changed_token_policy()
     minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
     for _ in range(100):
         found, losses = tiny.gradient(policy, objective("reinforce", entropy_bonus=1.0), minibatch)
         with torch.no_grad():
             policy.module.table.sub_(10.0 * found["table"])
-    assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(WORDS), rel=1e-3)
+    assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(VOCABULARY_SIZE), rel=1e-3)
 
 
 def test_clip_fraction_kl_loss_and_ratio_metrics_match_hand_computed_values():
-    policy, trajectory, minibatch = words()
+    policy, trajectory, minibatch = changed_token_policy()
     _, losses = tiny.gradient(policy, objective(), minibatch)
     ratio = (policy._log_probs(trajectory.outputs) - trajectory.log_probs).detach().exp()[trajectory.mask]
     weights = minibatch.weights[trajectory.mask]
@@ -162,7 +162,7 @@ def test_clip_fraction_kl_loss_and_ratio_metrics_match_hand_computed_values():
 
 
 def test_clip_fraction_is_reported_for_cispo_and_not_for_reinforce():
-    policy, _, minibatch = words()
+    policy, _, minibatch = changed_token_policy()
     for told in (objective("reinforce"), PolicyGradient(surrogate="cispo", clip_high=0.3)):
         _, losses = tiny.gradient(policy, told, minibatch)
         assert ("policy/clip_fraction" in losses[0].sums) == (told.surrogate == "cispo")
@@ -211,7 +211,7 @@ def test_the_first_gradient_of_transitions_is_that_of_weighted_log_probabilities
 def test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means():
     policy, batch = tiny.policy(mode="window", keep_means=True), tiny.batch()
     trajectory = policy.rollout(batch)
-    tiny.move(policy)
+    tiny.perturb(policy)
     part = Slice(slice(1, 3), slice(1, 2))
     with torch.no_grad():
         evaluation = policy.evaluate(trajectory, part, Needs(log_ratio="norm"))
@@ -270,7 +270,7 @@ def test_gradient_of_transitions_is_independent_of_microbatch_size(mode, options
     for microbatch in (1, 3, 100):
         policy = tiny.policy(mode=mode, microbatch=microbatch, keep_means=True)
         trajectory = policy.rollout(batch)
-        tiny.move(policy, 0.02)
+        tiny.perturb(policy, 0.02)
         gradients.append(tiny.gradient(policy, objective(**options), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
     for cut in gradients[:2]:
         assert tiny.distance(cut, gradients[2]) < 1e-5

@@ -28,7 +28,7 @@ BOTH = SeveralRewards(rewards={"near": TARGET, "red": ShareReward()}, combine={"
 def made(objective, family="sd3", **options):
     """A policy whose weights differ from its reference, a batch, and the minibatch of its rollout."""
     policy = tiny.policy(family, kind="ode", objective=objective, **options)
-    tiny.move(policy)
+    tiny.perturb(policy)
     batch = tiny.batch()
     return policy, batch, tiny.minibatch(batch, policy.rollout(batch), [1.0, -2.0, 0.0, 5.0])
 
@@ -151,7 +151,7 @@ class Smooth(Bare):
         return torch.sigmoid(x).view(-1, 3, 1, 2)
 
 
-def of_the_matrix():
+def matrix_trajectory():
     """A trajectory in fp64 whose state before the second of three steps was kept, and a weight."""
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=random, dtype=torch.float64) for shape in ((2, 6), (6, 6)))
@@ -173,7 +173,7 @@ def of_the_matrix():
 
 @pytest.mark.parametrize("predicted", [False, True])
 def test_image_gradient_passes_gradcheck_in_fp64(predicted):
-    trajectory, weight = of_the_matrix()
+    trajectory, weight = matrix_trajectory()
 
     def images(weight):
         model = Smooth(weight)
@@ -183,7 +183,7 @@ def test_image_gradient_passes_gradcheck_in_fp64(predicted):
 
 
 def test_model_without_decode_tensors_raises_with_its_class_name() -> None:
-    trajectory, weight = of_the_matrix()
+    trajectory, weight = matrix_trajectory()
     model = Bare(weight)
     with pytest.raises(ValueError, match="Bare has no decode_tensors"):
         images_with_gradient(model, model.module, trajectory, slice(0, 2), predicted=False)
@@ -323,13 +323,13 @@ def test_draft_recipe_with_group_size_1_is_valid_and_round_trips() -> None:
 OTHER = {"kind": "share"}
 
 
-def of_several(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
+def two_rewards(other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     rewards = {"near": {"kind": "target"}, "other": other}
     return {"objective__reward": {"kind": "several", "rewards": rewards, "combine": {"near": 1}, **keys}}
 
 
 def test_recipe_with_several_rewards_and_clip_cosine_round_trips() -> None:
-    recipe = parse(changed(**of_several({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
+    recipe = parse(changed(**two_rewards({"kind": "clip", "path": "x"}, combine={"near/closeness": 1, "other/cosine": 2})))
     assert parse(recipe.document()) == recipe
 
 
@@ -351,15 +351,15 @@ def test_recipe_with_several_rewards_and_clip_cosine_round_trips() -> None:
             "objective.reward: combine: the loss differentiates a single",
         ),
         ({"objective__reward": {}}, "objective.reward.kind: missing: one of 'target', 'share', 'clip'"),
-        (of_several({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
-        (of_several(OTHER, combine="near * other"), "objective.reward: combine: a formula cannot be used here, because its roots"),
-        (of_several(OTHER, combine={}), "objective.reward: combine names no column"),
+        (two_rewards({"kind": "playground"}), "objective.reward: rewards.other: playground has no gradient in the image"),
+        (two_rewards(OTHER, combine="near * other"), "objective.reward: combine: a formula cannot be used here, because its roots"),
+        (two_rewards(OTHER, combine={}), "objective.reward: combine names no column"),
         (
-            of_several(OTHER, combine={"other/gone": 1}),
+            two_rewards(OTHER, combine={"other/gone": 1}),
             "'other/gone', but the reward has no such column; it has near/closeness, other/share",
         ),
-        (of_several({**OTHER, "combine": {"share": 1}}), "objective.reward: rewards.other: combine and max_missing belong to all"),
-        (of_several(OTHER, max_missing=0.5), "objective.reward: max_missing: the loss differentiates a single score"),
+        (two_rewards({**OTHER, "combine": {"share": 1}}), "objective.reward: rewards.other: combine and max_missing belong to all"),
+        (two_rewards(OTHER, max_missing=0.5), "objective.reward: max_missing: the loss differentiates a single score"),
         (
             {"rollout__transition": {"kind": "cps", "noise_level": 0.7}},
             "rollout.transition.kind: draft differentiates deterministic",

@@ -1,6 +1,6 @@
 """Asynchronous copies from the host: results are the same on a device that reads them as late as possible.
 
-The device is simulated. A ``Late`` copy shares the memory of its source, so if the host writes to the source
+The device is simulated. A ``DelayedTensor`` copy shares the memory of its source, so if the host writes to the source
 later, the device reads the new values.
 """
 
@@ -18,7 +18,7 @@ from retouch.policies.weights import WeightCopies
 CPU = torch.device("cpu")
 
 
-class Late(Tensor):
+class DelayedTensor(Tensor):
     """A tensor that reports a GPU as its device, in the memory of the host tensor that it copies."""
 
     @property
@@ -30,9 +30,9 @@ def late(self: Tensor, device: Any = None, dtype: Any = None, *, non_blocking: b
     """``Tensor.to`` for a device that is behind the host: it reads the source of an asynchronous copy only later."""
     if torch.device(device).type != "cuda":
         return _TO(self.as_subclass(Tensor), device, dtype, copy=True)
-    assert non_blocking == (type(self) is not Late), "only copies from the host are asynchronous"
+    assert non_blocking == (type(self) is not DelayedTensor), "only copies from the host are asynchronous"
     source = self if dtype in (None, self.dtype) else _TO(self, dtype)
-    return source.detach().as_subclass(Late)
+    return source.detach().as_subclass(DelayedTensor)
 
 
 _TO: Callable[..., Tensor] = Tensor.to
@@ -53,7 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return locked
 
 
-class Placed(WeightCopies):
+class CopiesOnGpu(WeightCopies):
     """Copies of weights that report a GPU as their device."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -65,20 +65,20 @@ class _Parameter:
     device, requires_grad = torch.device("cuda:0"), True
 
     def __init__(self, parameter: Tensor) -> None:
-        self.dtype, self.data = parameter.dtype, parameter.detach().clone().as_subclass(Late)
+        self.dtype, self.data = parameter.dtype, parameter.detach().clone().as_subclass(DelayedTensor)
 
     def detach(self) -> Tensor:
         return self.data
 
 
 def test_a_page_locked_reference_is_not_overwritten_while_it_is_copied(device: list[Tensor]) -> None:
-    copies = Placed(nn.Linear(3, 2))
+    copies = CopiesOnGpu(nn.Linear(3, 2))
     copies.snapshot("reference")
     assert len(device) == 2
     before = {name: tensor.clone() for name, tensor in copies.copies["reference"].items()}
     with copies.using("reference"):
         held = {name: parameter.data for name, parameter in copies.parameters.items()}
-    assert {type(tensor) for tensor in held.values()} == {Late}
+    assert {type(tensor) for tensor in held.values()} == {DelayedTensor}
     # The device has not read the copies yet when these happen:
     copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
     copies.snapshot("reference")
@@ -88,7 +88,7 @@ def test_a_page_locked_reference_is_not_overwritten_while_it_is_copied(device: l
 
 
 def test_using_the_reference_applies_the_loaded_values(device: list[Tensor]) -> None:
-    copies = Placed(nn.Linear(3, 2))
+    copies = CopiesOnGpu(nn.Linear(3, 2))
     copies.snapshot("reference")
     copies.load({name: torch.full_like(tensor, 9.0) for name, tensor in copies.state().items()})
     with copies.using("reference"):

@@ -18,7 +18,7 @@ def test_using_a_copy_restores_the_weights_bitwise_and_keeps_the_graph():
     policy, batch = tiny.policy(train="full"), tiny.batch()
     before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
     storage = {name: parameter.data_ptr() for name, parameter in policy.module.named_parameters()}
-    tiny.move(policy)
+    tiny.perturb(policy)
     moved = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
     trajectory = policy.rollout(batch)
     x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
@@ -102,7 +102,7 @@ def test_update_ema_is_decay_times_the_copy_plus_the_rest_of_the_weights(decay):
 @pytest.mark.parametrize("family", ["sd3", "edit"])
 def test_the_reference_of_a_lora_is_the_model_without_it(family):
     policy, batch = tiny.policy(family), tiny.batch()
-    tiny.move(policy)
+    tiny.perturb(policy)
     trajectory = policy.rollout(batch)
     x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from retouch.pretraining.build_text_to_image import build_text_to_image, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
 from retouch.pretraining.networks.text_to_image import TextToImageTraining, described
 from retouch.records.files import read_json
-from small_builds import three
+from small_builds import build_three
 
 TINY = {
     "text_to_image": TextToImageTraining(steps=2, batch=4, warmup=1),
@@ -29,7 +29,7 @@ TINY = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two builds of one seed, and one of another."""
     folder = tmp_path_factory.mktemp("built")
-    for scores in three(folder, partial(build_text_to_image, **TINY), measured_by=building):
+    for scores in build_three(folder, partial(build_text_to_image, **TINY), measured_by=building):
         assert 0 <= scores["right words, all overall"] <= 10
     return folder
 

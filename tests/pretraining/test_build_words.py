@@ -17,7 +17,7 @@ from retouch.pretraining.build_words import build_words
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
-from small_builds import three
+from small_builds import build_three
 
 TINY = {
     "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
@@ -29,7 +29,7 @@ TINY = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two builds of one seed, and one of another."""
     folder = tmp_path_factory.mktemp("built")
-    for scores in three(folder, partial(build_words, **TINY), measured_by=building):
+    for scores in build_three(folder, partial(build_words, **TINY), measured_by=building):
         assert 0 <= scores["all correctness"] <= 1
     return folder
 

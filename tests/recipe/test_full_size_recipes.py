@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from changed_recipes import different, values
+from changed_recipes import differing_paths, values
 from retouch.assembly.phases import build_sets
 from retouch.config.packaged import find, shipped
 from retouch.data.sources.prompts import read_prompts
@@ -122,9 +122,9 @@ def test_lora_targets_of_writer_recipes_are_the_four_attention_projections() -> 
 
 
 def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination() -> None:
-    assert different(WRITERS[0], WRITERS[1]) == {"name", "renderer.encoder"}
+    assert differing_paths(WRITERS[0], WRITERS[1]) == {"name", "renderer.encoder"}
     reward = {f"reward.combine.{column}" for column in ("alignment", "quality", "identity")} | {"reward.combine"}
-    assert different(WRITERS[1], WRITERS[2]) == {"name"} | reward
+    assert differing_paths(WRITERS[1], WRITERS[2]) == {"name"} | reward
     combined = values(load(WRITERS[2]).document())["reward.combine"]
     assert "identity" in combined
 
@@ -176,7 +176,7 @@ def test_the_published_enhancer_recipe_has_the_values_of_the_repository_of_syste
     assert {path: found[path] for path in wanted} == wanted
     changed = {"name", "steps", "epochs", "tasks_per_step", "eval.every", "samples.every", "checkpoints.every"}
     objective = {"objective.kl.kind", "objective.kl.weight", "objective.entropy_bonus"}
-    assert different(ENHANCER, PUBLISHED_ENHANCER) == changed | objective
+    assert differing_paths(ENHANCER, PUBLISHED_ENHANCER) == changed | objective
 
 
 def test_the_published_enhancer_recipe_accepts_the_bound_on_prompt_drift() -> None:
@@ -290,7 +290,7 @@ def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full: str, twi
         "objective",
         "optimizer",
     }
-    assert not {path for path in different(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
+    assert not {path for path in differing_paths(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
 
 
 PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-grpo-full-published.jsonnet"]

@@ -41,7 +41,7 @@ SHARE = {"kind": "share", "combine": {"share": 1}}
 PROMPTS = {"data": {"kind": "prompts", "path": "prompts.txt"}, "reward": SHARE}
 TRIPLETS = {"data": {"kind": "triplets", "path": "triplets"}, "reward": SHARE}
 
-changed, refusal = partial(changed_recipes.changed, BASE), partial(changed_recipes.refusal, BASE)
+changed, raised = partial(changed_recipes.changed, BASE), partial(changed_recipes.raised, BASE)
 
 
 def test_defaults_are_written_out_and_read_back() -> None:
@@ -128,7 +128,7 @@ def test_every_key_is_documented() -> None:
     ],
 )
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
-    assert line in refusal(**changes)
+    assert line in raised(**changes)
 
 
 def test_a_number_too_large_for_a_float_is_refused() -> None:
@@ -137,14 +137,14 @@ def test_a_number_too_large_for_a_float_is_refused() -> None:
 
 
 def test_all_errors_are_reported_together_without_pydantic_text() -> None:
-    lines = refusal(steps="many", polcy=1, rollout__num_steps=None)
+    lines = raised(steps="many", polcy=1, rollout__num_steps=None)
     assert {line.split(":")[0] for line in lines} == {"steps", "polcy", "rollout.num_steps"}
     assert not any("pydantic" in line or "http" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "../up", "", ".hidden", "a b"])
 def test_a_name_that_is_not_a_plain_folder_name_is_rejected(name: str) -> None:
-    assert refusal(name=name)[0].startswith("name: ")
+    assert raised(name=name)[0].startswith("name: ")
 
 
 ODE = {"kind": "ode"}
@@ -219,7 +219,7 @@ ODE = {"kind": "ode"}
     ],
 )
 def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
-    found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
+    found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
     assert found
     assert len(found[0].removeprefix(key)) > 30
 
@@ -310,7 +310,7 @@ def test_a_warm_up_is_a_number_of_steps_or_a_share_of_them() -> None:
         assert kept.warmup_of(45) == whole
         assert json.dumps(kept.model_dump(mode="json")["warmup_steps"]) == str(whole)
     assert parse(changed(steps=1, optimizer={"warmup_steps": 0.5})).document()["optimizer"]["warmup_steps"] == 0.5
-    (line,) = refusal(optimizer={"warmup_steps": 2.5})
+    (line,) = raised(optimizer={"warmup_steps": 2.5})
     assert line == "optimizer.warmup_steps: give a whole number of steps, or a share of the phase's steps below 1"
 
 

@@ -40,7 +40,7 @@ PAINTED = {
 DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}}
 CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
 
-changed, refusal = partial(changed_recipes.changed, BASE), partial(changed_recipes.refusal, BASE)
+changed, raised = partial(changed_recipes.changed, BASE), partial(changed_recipes.raised, BASE)
 
 
 def test_defaults_are_written_out_and_read_back() -> None:
@@ -83,12 +83,12 @@ def test_documents_of_recipes_without_a_writer_contain_no_renderer(name: str) ->
     ],
 )
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:
-    assert any(found.startswith(line) for found in refusal(**changes)), refusal(**changes)
+    assert any(found.startswith(line) for found in raised(**changes)), raised(**changes)
 
 
 def test_the_encoder_of_the_renderer_has_no_default() -> None:
     without = {key: value for key, value in BASE["renderer"].items() if key != "encoder"}
-    assert [line for line in refusal(renderer=without) if line.startswith("renderer.encoder: missing: The encoder of the dialogue")]
+    assert [line for line in raised(renderer=without) if line.startswith("renderer.encoder: missing: The encoder of the dialogue")]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_the_encoder_of_the_renderer_has_no_default() -> None:
     ],
 )
 def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:
-    found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
-    assert found, refusal(**changes)
+    found = [line for line in raised(**changes) if line.startswith(f"{key}: ")]
+    assert found, raised(**changes)
     assert len(found[0].removeprefix(key)) > 30
 
 

@@ -17,7 +17,7 @@ from retouch.records import ownership
 from retouch.records.folder import RunFolder, own
 from retouch.records.ownership import NotOwner, Owner, OwnerRecord, current_owner, read_record, shared_owner
 
-HOLDER = """
+OWNER_PROGRAM = """
 import sys, time
 from pathlib import Path
 from retouch.records.ownership import Owner
@@ -28,9 +28,9 @@ time.sleep(60)
 
 
 @contextmanager
-def held(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+def owned_elsewhere(folder: Path) -> Iterator["subprocess.Popen[str]"]:
     """Another process that owns the folder."""
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", OWNER_PROGRAM, str(folder)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "owned\n"
         try:
@@ -50,7 +50,7 @@ def write_record(folder: Path, **changes: str | int) -> OwnerRecord:
 
 
 def test_a_second_process_raises_and_names_the_owner(tmp_path: Path) -> None:
-    with held(tmp_path / "run") as other:
+    with owned_elsewhere(tmp_path / "run") as other:
         with pytest.raises(NotOwner, match=rf"in use by process {other.pid} on \S+, since 2.*--set name="):
             Owner(tmp_path / "run")
         record = current_owner(tmp_path / "run")
@@ -59,7 +59,7 @@ def test_a_second_process_raises_and_names_the_owner(tmp_path: Path) -> None:
 
 
 def test_a_killed_owner_owns_nothing(tmp_path: Path) -> None:
-    with held(tmp_path) as other:
+    with owned_elsewhere(tmp_path) as other:
         other.send_signal(signal.SIGKILL)
         other.wait()
         assert current_owner(tmp_path) is None
@@ -211,7 +211,7 @@ def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path: Path, m
         raise OSError(ownership.errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with held(tmp_path) as other:
+    with owned_elsewhere(tmp_path) as other:
         with pytest.raises(NotOwner, match=f"process {other.pid}"):
             Owner(tmp_path)
         other.kill()
@@ -221,7 +221,7 @@ def test_without_file_locks_a_running_process_keeps_its_folder(tmp_path: Path, m
 
 
 def test_fresh_does_not_rename_the_folder_of_a_living_run(tmp_path: Path) -> None:
-    with held(tmp_path / "run"), pytest.raises(NotOwner):
+    with owned_elsewhere(tmp_path / "run"), pytest.raises(NotOwner):
         own(tmp_path / "run", fresh=True, environment={})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

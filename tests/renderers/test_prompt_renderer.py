@@ -139,11 +139,11 @@ def tasks(count):
     return [tiny_models.task("a", "a cat")] * count
 
 
-def apart(a, b):
+def max_pixel_difference(a, b):
     return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).max()
 
 
-SAID = (
+COMPLETIONS = (
     "<think>what now</think>Enhanced prompt: a purple rabbit",
     "a green cat in soft light",
     "<think>a green cat",
@@ -154,22 +154,22 @@ SAID = (
 
 
 @pytest.fixture(scope="module")
-def acted():
-    """A rollout of a text-only writer over prompts, with the texts of ``SAID`` instead of its random completions."""
-    asked = tuple(replace(task, instruction=f"prompt {k}") for k, task in enumerate(tiny_writers.tasks(3, pictures=False)))
+def tasks_and_rollout():
+    """A rollout of a text-only writer over prompts, with the texts of ``COMPLETIONS`` instead of its random completions."""
+    asked = tuple(replace(task, instruction=f"prompt {k}") for k, task in enumerate(tiny_writers.tasks(3, with_images=False)))
     batch = tiny_writing.batch(asked)
-    rows, trajectory = tiny_editing.acted(tiny_writing.policy("qwen2.5"), batch)
-    said = tuple(replace(output, text=text, truncated=False) for output, text in zip(trajectory.outputs, SAID, strict=True))
+    rows, trajectory = tiny_editing.tasks_and_rollout(tiny_writing.policy("qwen2.5"), batch)
+    said = tuple(replace(output, text=text, truncated=False) for output, text in zip(trajectory.outputs, COMPLETIONS, strict=True))
     return rows, replace(trajectory, outputs=said)
 
 
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"batch": 2}], ids=str)
-def test_the_prompt_renderer_passes_the_contract_checks(kind, acted, options):
+def test_the_prompt_renderer_passes_the_contract_checks(kind, tasks_and_rollout, options):
     draws = renderer(kind[0], **options)
     assert isinstance(draws, Renderer)
     assert isinstance(draws.text_to_image, TextToImage)
-    check_renderer(draws, *acted)
-    assert [image is None for image in draws(*acted)] == [False, False, True, False, True, False]
+    check_renderer(draws, *tasks_and_rollout)
+    assert [image is None for image in draws(*tasks_and_rollout)] == [False, False, True, False, True, False]
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
@@ -187,32 +187,32 @@ def test_images_match_those_of_the_diffusers_pipeline(kind, guidance_scale):
     ).images
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.size == other.size == (40, 24)
-        assert apart(mine, other) <= 1  # rounding to 8 bits can differ by one level
+        assert max_pixel_difference(mine, other) <= 1  # rounding to 8 bits can differ by one level
         assert np.asarray(mine).std() > 5
 
 
-def test_a_wrapped_pipeline_renders_the_same_images_as_the_model(kind, acted):
+def test_a_wrapped_pipeline_renders_the_same_images_as_the_model(kind, tasks_and_rollout):
     model, pipe, options = kind
     given = {**options(4.0), "height": SIZE[0], "width": SIZE[1]}
     if "negative_prompt" in given:
         given["negative_prompt"] = [" "] * 2
     drawn = PipelineTextToImage(pipe, num_steps=STEPS, options=given)
     assert isinstance(drawn, TextToImage)
-    rows = acted[0][:2], acted[1].take(slice(0, 2))
+    rows = tasks_and_rollout[0][:2], tasks_and_rollout[1].take(slice(0, 2))
     by_pipeline, by_adapter = PromptSampler(drawn, config())(*rows), renderer(model)(*rows)
     for mine, other in zip(by_pipeline, by_adapter, strict=True):
-        assert apart(mine, other) <= 1
+        assert max_pixel_difference(mine, other) <= 1
 
 
-def test_a_wrapped_pipeline_passes_the_contract_checks(acted):
+def test_a_wrapped_pipeline_passes_the_contract_checks(tasks_and_rollout):
     model = sd3()
     options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
     drawn = PipelineTextToImage(sd3_pipeline(model), num_steps=STEPS, options=options)
-    check_renderer(PromptSampler(drawn, config(batch=3)), *acted)
+    check_renderer(PromptSampler(drawn, config(batch=3)), *tasks_and_rollout)
     assert not any(parameter.requires_grad for parameter in model.latents.vae.parameters())
     with torch.no_grad():
         next(model.module.parameters()).fill_(torch.nan)
-    assert PromptSampler(drawn, config())(*acted) == [None] * 6
+    assert PromptSampler(drawn, config())(*tasks_and_rollout) == [None] * 6
     with pytest.raises(ValueError, match=r"\['generator'\]: these are given to the pipeline row by row"):
         PipelineTextToImage(drawn.pipeline, num_steps=STEPS, options={"generator": None})
 
@@ -221,11 +221,11 @@ def test_images_depend_on_the_completion_and_not_on_the_task(kind):
     model, _, _ = kind
     draws = renderer(model)
     said = outputs("a red circle", "a red circle", "a blue square")
-    first = draws([tiny_models.task(str(k), word, tiny_models.picture(k)) for k, word in enumerate(("cat", "dog", "cat"))], said)
-    assert apart(first[0], first[1]) == 0
-    assert apart(first[0], first[2]) > 0
+    first = draws([tiny_models.task(str(k), word, tiny_models.image(k)) for k, word in enumerate(("cat", "dog", "cat"))], said)
+    assert max_pixel_difference(first[0], first[1]) == 0
+    assert max_pixel_difference(first[0], first[2]) > 0
     own = renderer(model, shared_noise=False)(tasks(3), said)
-    assert apart(own[0], own[1]) > 5
+    assert max_pixel_difference(own[0], own[1]) > 5
 
 
 def test_prompts_that_the_model_cannot_encode_are_not_rendered(kind):
@@ -244,10 +244,10 @@ def test_cut_off_completions_are_rendered_with_draw_and_none_with_fault(kind):
     assert renderer(model, cut_off="fault")(tasks(1), cut) == [None]
 
 
-def test_rendering_changes_no_weights_and_leaves_no_gradients(kind, acted):
+def test_rendering_changes_no_weights_and_leaves_no_gradients(kind, tasks_and_rollout):
     model, _, _ = kind
     before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
-    renderer(model)(*acted)
+    renderer(model)(*tasks_and_rollout)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.module.parameters())
 
@@ -257,8 +257,8 @@ def test_a_batch_size_of_0_raises(kind):
         renderer(kind[0], batch=0)
 
 
-def test_ignore_completions_renders_the_instruction_of_the_task(kind, acted):
-    rows, trajectory = acted
+def test_ignore_completions_renders_the_instruction_of_the_task(kind, tasks_and_rollout):
+    rows, trajectory = tasks_and_rollout
     draws = renderer(kind[0])
     asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
     wanted = draws(rows, replace(trajectory, outputs=tuple(asked)))

@@ -42,8 +42,8 @@ def policy(editor):
 
 
 @pytest.fixture(scope="module")
-def acted(policy):
-    return tiny_editing.acted(policy, tiny_editing.batch(tiny_editing.tasks()))
+def tasks_and_rollout(policy):
+    return tiny_editing.tasks_and_rollout(policy, tiny_editing.batch(tiny_editing.tasks()))
 
 
 def renderer(editor, encoder, *, sharded=False, cached=64, **options):
@@ -69,19 +69,19 @@ def pixels(image):
     return np.asarray(image).astype(int)
 
 
-def apart(a, b):
+def max_pixel_difference(a, b):
     return np.abs(pixels(a) - pixels(b)).max()
 
 
 @pytest.mark.parametrize("whose", ["frozen", "policy"])
 @pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_batch": 2, "batch": 1}], ids=str)
-def test_the_response_renderer_passes_the_contract_checks(editor, policy, acted, whose, options):
-    tasks, trajectory = acted
+def test_the_response_renderer_passes_the_contract_checks(editor, policy, tasks_and_rollout, whose, options):
+    tasks, trajectory = tasks_and_rollout
     assert any(output.truncated for output in trajectory.outputs)
     assert len({len(output.ids) for output in trajectory.outputs}) > 1
     emptied = (replace(trajectory.outputs[0], ids=(), text="", truncated=False), *trajectory.outputs[1:])
     broken = (*emptied[:-1], replace(emptied[-1], ids=(policy.model.image_token,)))
-    draws = renderer(editor, frozen(editor) if whose == "frozen" else tiny_editing.policys_own(policy), **options)
+    draws = renderer(editor, frozen(editor) if whose == "frozen" else tiny_editing.policy_encoder(policy), **options)
     assert isinstance(draws, Renderer)
     check_renderer(draws, tasks, replace(trajectory, outputs=broken))
     images = draws(tasks, replace(trajectory, outputs=broken))
@@ -97,7 +97,7 @@ def test_images_match_those_of_the_diffusers_edit_pipeline(made, monkeypatch, gu
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda given, ratio: real(area, ratio))
     editor = tiny_editing.editor(made, condition_area=area, source_area=area)
     draws = renderer(editor, frozen(editor), guidance_scale=guidance_scale)
-    trajectory, task = outputs(said), tiny_models.task("a", "make it red", tiny_models.picture(0, 40, 56))
+    trajectory, task = outputs(said), tiny_models.task("a", "make it red", tiny_models.image(0, 40, 56))
     (ours,) = draws([task], trajectory)
 
     contexts = [draws.editor.prepare(task)]
@@ -113,7 +113,7 @@ def test_images_match_those_of_the_diffusers_edit_pipeline(made, monkeypatch, gu
         generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (64, 64)
-    assert apart(ours, theirs) <= 1  # rounding to 8 bits can differ by one level
+    assert max_pixel_difference(ours, theirs) <= 1  # rounding to 8 bits can differ by one level
     assert pixels(ours).std() > 5
 
 
@@ -143,7 +143,7 @@ def test_text_to_image_renders_responses_like_the_diffusers_pipeline(made, guida
         generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (64, 48)
-    assert apart(ours, theirs) <= 1
+    assert max_pixel_difference(ours, theirs) <= 1
     assert pixels(ours).std() > 5
 
 
@@ -153,7 +153,7 @@ def test_a_writer_for_text_to_image_reads_the_same_tokens_as_the_renderer(made):
     batch = tiny_editing.batch([tiny_models.task("a", "a red cat"), tiny_models.task("b", "two dogs")])
     context = QwenResponses(model, frozen(model)).prepare(batch.tasks[0])
     assert torch.equal(policy.model.encode(batch.tasks[:1]).ids, context.prepared.tokens["input_ids"])
-    images = renderer(model, frozen(model))(*tiny_editing.acted(policy, batch))
+    images = renderer(model, frozen(model))(*tiny_editing.tasks_and_rollout(policy, batch))
     assert [image.size for image in images] == [(64, 48)] * 4
 
 
@@ -162,7 +162,7 @@ def test_images_of_several_sources_match_the_diffusers_edit_plus_pipeline(made, 
     monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", 64 * 64)
     editor = tiny_editing.editor(made, QwenImageEditPlus, condition_area=32 * 32, source_area=64 * 64, size=(32, 48))
     task, trajectory = (
-        tiny_models.task("a", "one on the other", tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32)),
+        tiny_models.task("a", "one on the other", tiny_models.image(0, 40, 56), tiny_models.image(1, 64, 32)),
         outputs((3, 200)),
     )
     draws = renderer(editor, frozen(editor))
@@ -181,22 +181,22 @@ def test_images_of_several_sources_match_the_diffusers_edit_plus_pipeline(made, 
         generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (48, 32)
-    assert apart(ours, theirs) <= 1
+    assert max_pixel_difference(ours, theirs) <= 1
 
 
 def test_noise_is_shared_within_a_group_and_differs_between_groups_and_steps(editor):
     task = tiny_editing.tasks()[0]
     drawn = outputs((65,), (65,), (66,))
     shared = renderer(editor, frozen(editor))([task] * 3, drawn)
-    assert apart(shared[0], shared[1]) == 0
-    assert apart(shared[0], shared[2]) > 0
+    assert max_pixel_difference(shared[0], shared[1]) == 0
+    assert max_pixel_difference(shared[0], shared[2]) > 0
     own = renderer(editor, frozen(editor), shared_noise=False)([task] * 3, drawn)
-    assert apart(own[0], own[1]) > 5
+    assert max_pixel_difference(own[0], own[1]) > 5
     later = SimpleNamespace(outputs=tuple(replace(each, key=(3, 6, 0, 0)) for each in drawn.outputs))
-    assert apart(shared[0], renderer(editor, frozen(editor))([task] * 3, later)[0]) > 5
+    assert max_pixel_difference(shared[0], renderer(editor, frozen(editor))([task] * 3, later)[0]) > 5
     others = renderer(editor, frozen(editor))([task] * 3, outputs((65,), (65,), (66,), groups=(0, 1, 1)))
-    assert apart(others[0], shared[0]) == 0
-    assert apart(others[1], shared[1]) > 5
+    assert max_pixel_difference(others[0], shared[0]) == 0
+    assert max_pixel_difference(others[1], shared[1]) > 5
 
 
 def test_completion_keys_are_seed_step_group_and_slot_of_the_batch(policy):
@@ -248,17 +248,17 @@ def test_negative_embeddings_are_cached_up_to_the_limit(editor):
     assert [image.tobytes() for image in draws(one, said)] == [image.tobytes() for image in fresh]
 
 
-def test_rendering_changes_neither_frozen_weights_nor_the_policy(made, editor, policy, acted):
+def test_rendering_changes_neither_frozen_weights_nor_the_policy(made, editor, policy, tasks_and_rollout):
     module = policy.model.module
     held = {"editor": made["transformer"], "vae": made["vae"], "frozen": made["text_encoder"], "policy": module}
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    draws = [renderer(editor, frozen(editor)), renderer(editor, tiny_editing.policys_own(policy))]
+    draws = [renderer(editor, frozen(editor)), renderer(editor, tiny_editing.policy_encoder(policy))]
     before = {name: {key: tensor.clone() for key, tensor in each.state_dict().items()} for name, each in held.items()}
     module.train()
-    wanted = [each(*acted) for each in draws]
+    wanted = [each(*tasks_and_rollout) for each in draws]
     assert all(each.training for each in module.modules())
     module.eval()
-    for first, second in zip(wanted, [each(*acted) for each in draws], strict=True):
+    for first, second in zip(wanted, [each(*tasks_and_rollout) for each in draws], strict=True):
         assert [image.tobytes() for image in first] == [image.tobytes() for image in second]
     for name, each in held.items():
         assert all(torch.equal(tensor, before[name][key]) for key, tensor in each.state_dict().items())
@@ -268,25 +268,25 @@ def test_rendering_changes_neither_frozen_weights_nor_the_policy(made, editor, p
         assert not any(parameter.requires_grad for parameter in held[name].parameters())
 
 
-def test_dropout_is_off_while_the_policy_reads(editor, acted):
+def test_dropout_is_off_while_the_policy_reads(editor, tasks_and_rollout):
     policy = tiny_editing.policy(editor)
     adapters = [part for name, part in policy.model.module.named_modules() if name.endswith("lora_dropout")]
     for part in adapters:
         part["default"] = torch.nn.Dropout(0.5)
-    draws = renderer(editor, tiny_editing.policys_own(policy))
+    draws = renderer(editor, tiny_editing.policy_encoder(policy))
     policy.model.module.eval()
-    quiet = draws(*acted)
+    quiet = draws(*tasks_and_rollout)
     policy.model.module.train()
-    assert [image.tobytes() for image in draws(*acted)] == [image.tobytes() for image in quiet]
+    assert [image.tobytes() for image in draws(*tasks_and_rollout)] == [image.tobytes() for image in quiet]
     assert adapters
 
 
-def test_a_policy_with_nan_weights_renders_no_images(editor, acted):
+def test_a_policy_with_nan_weights_renders_no_images(editor, tasks_and_rollout):
     policy = tiny_editing.policy(editor)
-    draws = renderer(editor, tiny_editing.policys_own(policy))
+    draws = renderer(editor, tiny_editing.policy_encoder(policy))
     with torch.no_grad():
         next(parameter for parameter in policy.model.module.parameters() if parameter.requires_grad).fill_(torch.nan)
-    assert draws(*acted) == [None] * 6
+    assert draws(*tasks_and_rollout) == [None] * 6
 
 
 def test_invalid_settings_raise(editor):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fake_run import write_run, write_start
-from html_check import Page, assert_needs_nothing, read
+from fake_run import write_new_run, write_run
+from html_check import Page, assert_self_contained, read
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture
 def started(tmp_path: Path) -> RunFolder:
-    return write_start(tmp_path / "started")
+    return write_new_run(tmp_path / "started")
 
 
 def page_of(folder: RunFolder) -> str:
@@ -48,7 +48,7 @@ def test_a_report_is_one_self_contained_file_with_all_sections(run: RunFolder) -
     path = write_report(run.root)
     assert path == run.root / "report.html"
     page = read(path.read_text(encoding="utf-8"))
-    assert_needs_nothing(page)
+    assert_self_contained(page)
     titles = [title for title in page.text["h2"] if title]
     assert titles == [
         "Reward",
@@ -121,7 +121,7 @@ def test_group_samples_are_sorted_by_reward_with_missing_scores_last(run: RunFol
 
 def test_the_report_of_a_run_without_steps_says_that_it_has_just_started(started: RunFolder) -> None:
     page = read(page_of(started))
-    assert_needs_nothing(page)
+    assert_self_contained(page)
     assert "has just started" in page.words
     assert page.all("img") == page.all("svg") == []
     assert page.words.count("yet") >= 5
@@ -143,7 +143,7 @@ def test_a_report_is_written_if_a_part_of_the_run_folder_is_missing(run: RunFold
     shutil.copytree(run.root, copy.root)
     where = copy.root / "samples" if part == "samples" else getattr(copy, part)
     shutil.rmtree(where) if where.is_dir() else where.unlink()
-    assert_needs_nothing(read(page_of(copy)))
+    assert_self_contained(read(page_of(copy)))
 
 
 def test_missing_damaged_or_outside_images_do_not_break_the_report(run: RunFolder, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_folder_that_is_not_a_run_raises(tmp_path: Path) -> None:
 
 def hostile_run(root: Path, word: str) -> RunFolder:
     """A run in which every text of external origin is ``word``."""
-    folder = write_start(root, name=word)
+    folder = write_new_run(root, name=word)
     big = Image.linear_gradient("L").resize((500, 300)).convert("RGB")
     for step in (0, 1):
         task = Task(id=word, instruction=word, images=(big,), tags={word: word})
@@ -183,22 +183,22 @@ def hostile_run(root: Path, word: str) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    return read(page_of(hostile_run(tmp_path_factory.mktemp("harmless"), "plain")))
+def plain_page(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return read(page_of(hostile_run(tmp_path_factory.mktemp("plain_page"), "plain")))
 
 
 @pytest.mark.parametrize("word", HOSTILE)
-def test_hostile_text_adds_no_elements_to_the_page(word: str, harmless: Page, tmp_path: Path) -> None:
+def test_hostile_text_adds_no_elements_to_the_page(word: str, plain_page: Page, tmp_path: Path) -> None:
     page = read(page_of(hostile_run(tmp_path / "hostile", word)))
-    assert_needs_nothing(page)
-    assert [name for name, _ in page.elements] == [name for name, _ in harmless.elements]
+    assert_self_contained(page)
+    assert [name for name, _ in page.elements] == [name for name, _ in plain_page.elements]
     printable = re.sub(r"[\x00-\x1f\ud83d]", "", word).split(",")[0]
     if printable:
         assert any(printable.strip() in text for text in page.text["p"])
 
 
-def test_large_images_are_reduced(harmless: Page) -> None:
-    page = harmless
+def test_large_images_are_reduced(plain_page: Page) -> None:
+    page = plain_page
     sizes = {Image.open(io.BytesIO(base64.b64decode((image["src"] or "").partition(",")[2]))).size for image in page.all("img")}
     assert sizes == {(384, 230), (208, 125)}
     assert {(image["width"], image["height"]) for image in page.all("img")} == {("500", "300")}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from fake_run import write_start
+from fake_run import write_new_run
 from html_check import Page, read
 from retouch.records.folder import RunFolder
 from retouch.records.samples import SampleRecord
@@ -14,18 +14,18 @@ from retouch.report.page import write_report
 from retouch.rewards.text.prompt_quality import prompt_quality
 from retouch.types import Sample, Task
 
-ASKED = "a scarlet disc at twelve"
+INSTRUCTION = "a scarlet disc at twelve"
 BEFORE = "<answer>red circle</answer>"
 AFTER = "Sure! Here is the prompt: red circle top middle, high quality"
 
 
 def run_of(root: Path, *, renderer: str | None) -> RunFolder:
     """A run with one held-out task before and after, and one training group."""
-    folder = write_start(root)
+    folder = write_new_run(root)
     kept = json.loads(folder.recipe.read_text())
     kept["recipe"] |= {} if renderer is None else {"renderer": {"kind": renderer}}
     folder.recipe.write_text(json.dumps(kept))
-    sample = Sample(Task(id="t", instruction=ASKED), Image.new("RGB", (24, 24)))
+    sample = Sample(Task(id="t", instruction=INSTRUCTION), Image.new("RGB", (24, 24)))
     for step, text in ((0, BEFORE), (9, AFTER)):
         shown = SampleRecord(sample=sample, group=0, slot=0, scores={"overall": 4.0}, reward=4.0, text=text)
         folder.write_samples(step, "heldout", [shown])
@@ -48,12 +48,12 @@ def prompts(tmp_path: Path) -> Page:
 
 def test_original_and_enhanced_prompts_are_shown_with_length_quality_and_reward(prompts: Page) -> None:
     words = prompts.words
-    assert words.count(ASKED) == 2
+    assert words.count(INSTRUCTION) == 2
     assert BEFORE in words
     assert AFTER in words
     assert words.count("4") >= 2
     first, last = (
-        f"5 → {count} words, prompt quality {prompt_quality(ASKED, prompt).total:.1f} of 5"
+        f"5 → {count} words, prompt quality {prompt_quality(INSTRUCTION, prompt).total:.1f} of 5"
         for count, prompt in ((2, "red circle"), (6, "red circle top middle, high quality"))
     )
     assert words.count(first) == 2  # before, and the group's first sample

@@ -21,7 +21,7 @@ PICTURE = Image.new("RGB", (2, 2))
 NAN = math.nan
 
 
-class Told:
+class ScoresFromMeta:
     """A reward that returns the scores in each task's meta."""
 
     def __init__(self, columns=COLUMNS):
@@ -39,7 +39,7 @@ def sample(name, a, b, note=0.0, image=PICTURE):
 
 @pytest.fixture
 def judge():
-    judge = RewardScorer(Told(), {"a": 0.1, "b": 2.0})
+    judge = RewardScorer(ScoresFromMeta(), {"a": 0.1, "b": 2.0})
     yield judge
     judge.close()
 
@@ -65,12 +65,12 @@ def test_a_diagnostic_never_makes_a_sample_missing(judge):
     assert judged.scores["note"].isnan().all()
     assert judged.rewards.item() == 3.0
     with pytest.raises(ValueError, match="'note', which is a diagnostic"):
-        RewardScorer(Told(), {"a": 1.0, "note": 0.5})
+        RewardScorer(ScoresFromMeta(), {"a": 1.0, "note": 0.5})
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.25, 1.0, NAN])] * 2, st.booleans()), min_size=1, max_size=6))
 def test_a_reward_is_missing_exactly_where_a_combined_column_is_missing(rows):
-    judge = RewardScorer(Told(), {"a": 1.0, "b": 1.0})
+    judge = RewardScorer(ScoresFromMeta(), {"a": 1.0, "b": 1.0})
     judged = judge([sample(str(k), a, b, image=PICTURE if drawn else None) for k, (a, b, drawn) in enumerate(rows)])
     judge.close()
     expected = [(a + b) if drawn else -1.0 for a, b, drawn in rows]
@@ -99,11 +99,11 @@ def test_an_infinite_score_raises_even_if_the_declared_range_is_infinite(wrong):
 
 
 def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
-    class Short(Told):
+    class Short(ScoresFromMeta):
         def __call__(self, samples):
             return {"a": torch.zeros(len(samples))}
 
-    class Long(Told):
+    class Long(ScoresFromMeta):
         def __call__(self, samples):
             return {name: torch.zeros(len(samples) + 1) for name in self.columns}
 
@@ -118,11 +118,11 @@ def test_a_column_that_is_absent_or_has_a_wrong_shape_raises():
 )
 def test_invalid_combine_raises_when_the_scorer_is_created(combine, says):
     with pytest.raises(ValueError, match=says):
-        RewardScorer(Told(), combine)
+        RewardScorer(ScoresFromMeta(), combine)
 
 
 def test_columns_outside_combine_do_not_affect_the_reward():
-    judge = RewardScorer(Told(), {"a": 1.0})
+    judge = RewardScorer(ScoresFromMeta(), {"a": 1.0})
     judged = judge([sample("x", 4.0, NAN)])
     assert judged.rewards.item() == 4.0
     assert judged.scores["b"].isnan().all()
@@ -138,7 +138,7 @@ def test_submitted_batches_return_in_order_and_futures_raise_their_errors(judge)
         judge.submit([sample("x", 11.0, 0.0)]).result()
 
 
-class Posted(Told):
+class AnswersOnCall(ScoresFromMeta):
     """Scores a submitted batch only when ``answer`` is called; ``posted`` are the submitted batches with their futures."""
 
     def __init__(self, columns=COLUMNS):
@@ -162,7 +162,7 @@ class Posted(Told):
 
 
 def test_an_async_reward_receives_all_batches_at_once_and_results_keep_their_order():
-    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(AnswersOnCall(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample(str(k), float(k), 0.0), sample("fault", 9.0, 0.0, image=None)]) for k in range(4)]
         judge.reward.wait_until_posted(4)
         assert [[each.task.id for each in samples] for samples, _ in judge.reward.posted] == [["0"], ["1"], ["2"], ["3"]]
@@ -176,7 +176,7 @@ def test_an_async_reward_receives_all_batches_at_once_and_results_keep_their_ord
 
 
 def test_errors_and_invalid_scores_of_an_async_reward_are_raised_by_the_future():
-    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(AnswersOnCall(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample("x", value, 0.0)]) for value in (11.0, 5.0, 6.0)]
         judge.reward.wait_until_posted(3)
         judge.reward.posted[1][1].set_exception(ValueError("gone"))
@@ -190,6 +190,6 @@ def test_errors_and_invalid_scores_of_an_async_reward_are_raised_by_the_future()
 
 
 def test_an_async_reward_is_not_called_for_a_batch_without_images():
-    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(AnswersOnCall(), {"a": 0.1})) as judge:
         assert judge.submit([sample("x", 1.0, 1.0, image=None)]).result().rewards.tolist() == [0.0]
         assert judge.reward.posted == []

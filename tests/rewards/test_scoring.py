@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from judge_double import KEY, Double, clean
+from judge_double import KEY, Double, expected_score
 from retouch import cli
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.rewards.playground.edit_judge import PlaygroundReward
@@ -46,7 +46,7 @@ def test_score_command_sends_files_to_the_judge_and_combines_its_columns(files: 
         told = ["make it red" in json.dumps(request["messages"]) for request in double.requests]
     assert sorted(told) == [False, True, True]
     said = json.loads(capsys.readouterr().out)
-    expected = {name: clean(RED, name, 0, low=0, high=1) for name in ("alignment", "quality", "identity")}
+    expected = {name: expected_score(RED, name, 0, low=0, high=1) for name in ("alignment", "quality", "identity")}
     assert said["scores"] == pytest.approx(expected, abs=1e-6)
     assert said["reward"] == pytest.approx((expected["alignment"] * expected["quality"]) ** 0.5, abs=1e-6)
 

@@ -11,7 +11,7 @@ import torch
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.worker import SideStream, WorkerThread
 from retouch.types import Column, Sample, Scores, Task
-from tiny_models import picture
+from tiny_models import image
 
 GPU = torch.device("cuda:1")
 
@@ -72,7 +72,7 @@ def test_devices_other_than_cuda_get_no_side_stream(device: Any, recorded: Recor
     assert recorded.events == []
 
 
-class Where:
+class RecordsStream:
     """A reward that notes the stream it is computed on."""
 
     columns: Mapping[str, Column] = {"x": Column(0.0, 1.0)}
@@ -88,9 +88,9 @@ class Where:
 
 @pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
 def test_the_scorer_computes_rewards_on_a_side_stream_only_on_cuda(device: torch.device, recorded: Recorded) -> None:
-    reward = Where(recorded)
+    reward = RecordsStream(recorded)
     scorer = RewardScorer(reward, {"x": 1.0}, device=device)
-    samples = [Sample(Task("a", "blue"), picture(0))]
+    samples = [Sample(Task("a", "blue"), image(0))]
     try:
         futures = [scorer.submit(samples) for _ in range(2)]
         assert [future.result(20).rewards.tolist() for future in futures] == [[0.0], [0.0]]

@@ -19,25 +19,25 @@ import httpx
 import pytest
 from PIL import Image
 
-from live_server import LIMITS, Live, body_of, host, live, samples_of
+from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import RequestError
 from retouch.serving.requests.connections import Connections
 from retouch.serving.requests.limits import Limits
 from retouch.serving.requests.log_rate import BoundedRate
 from retouch.serving.requests.memory import MemoryBudget
-from served_rewards import Digest, Gated
+from served_rewards import Digest, WaitsForFile
 
-TIGHT = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
+STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
 
 
 @pytest.fixture(scope="module")
-def tight() -> Iterator[Live]:
-    with live(host(Digest()), limits=TIGHT) as server:
+def strict() -> Iterator[LiveServer]:
+    with live(host(Digest()), limits=STRICT_LIMITS) as server:
         yield server
 
 
-def connect(server: Live) -> socket.socket:
+def connect(server: LiveServer) -> socket.socket:
     address = urlsplit(server.url)
     return socket.create_connection((address.hostname, address.port), timeout=20)
 
@@ -57,14 +57,14 @@ def status(reply: bytes) -> int:
     return int(reply.split(b" ", 2)[1]) if reply else 0
 
 
-def answers(server: Live, within: float = 5.0) -> bool:
+def answers(server: LiveServer, within: float = 5.0) -> bool:
     """Whether a client gets a page, over a connection of its own."""
     return httpx.get(f"{server.url}/livez", timeout=within).status_code == 200
 
 
 @pytest.mark.parametrize("start", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST /v1/score HTTP/1.1\r\n"])
-def test_incomplete_headers_end_the_connection_with_408(tight: Live, start: bytes) -> None:
-    with connect(tight) as connection:
+def test_incomplete_headers_end_the_connection_with_408(strict: LiveServer, start: bytes) -> None:
+    with connect(strict) as connection:
         connection.sendall(start)
         began = time.monotonic()
         reply = read_all(connection)
@@ -72,8 +72,8 @@ def test_incomplete_headers_end_the_connection_with_408(tight: Live, start: byte
         assert time.monotonic() - began < 10
 
 
-def test_slowly_sent_headers_do_not_extend_the_time_limit(tight: Live) -> None:
-    with connect(tight) as connection:
+def test_slowly_sent_headers_do_not_extend_the_time_limit(strict: LiveServer) -> None:
+    with connect(strict) as connection:
         stop = threading.Event()
 
         def drip() -> None:
@@ -94,30 +94,30 @@ def test_slowly_sent_headers_do_not_extend_the_time_limit(tight: Live) -> None:
             thread.join()
 
 
-def test_incomplete_second_request_on_a_connection_returns_408(tight: Live) -> None:
-    with connect(tight) as connection:
+def test_incomplete_second_request_on_a_connection_returns_408(strict: LiveServer) -> None:
+    with connect(strict) as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200")
         connection.sendall(b"GET /livez HTTP/1.1\r\nHo")
         assert status(read_all(connection)) == 408
 
 
-def test_server_answers_despite_many_slow_connections(tight: Live) -> None:
+def test_server_answers_despite_many_slow_connections(strict: LiveServer) -> None:
     """Ten times as many slow connections as ``max_connections``; complete requests are still answered."""
     with ExitStack() as stack:
-        for _ in range(10 * TIGHT.max_connections):
-            stack.enter_context(connect(tight)).sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
-        assert all(answers(tight) for _ in range(5))
+        for _ in range(10 * STRICT_LIMITS.max_connections):
+            stack.enter_context(connect(strict)).sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+        assert all(answers(strict) for _ in range(5))
 
 
 def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     body, kind = body_of(samples_of(1))
-    with live(host(Gated(str(gate))), limits=TIGHT) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
+    with live(host(WaitsForFile(str(gate))), limits=STRICT_LIMITS) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
         first = pool.submit(httpx.post, f"{server.url}/v1/score", content=body, headers=kind, timeout=60)
         while server.service.idle:
             time.sleep(0.01)
-        for _ in range(3 * TIGHT.max_connections):
+        for _ in range(3 * STRICT_LIMITS.max_connections):
             stack.enter_context(connect(server)).sendall(b"G")
         assert answers(server)
         gate.touch()
@@ -170,9 +170,9 @@ HEADERS: dict[str, Sequence[bytes]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_oversized_headers_are_rejected_early(tight: Live, name: str) -> None:
+def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> None:
     sent = 0
-    with connect(tight) as connection:
+    with connect(strict) as connection:
         try:
             for part in HEADERS[name]:
                 connection.sendall(part)
@@ -182,12 +182,12 @@ def test_oversized_headers_are_rejected_early(tight: Live, name: str) -> None:
         reply = read_all(connection)
     assert status(reply) in (0, 400, 404, 431)  # 0: reset, since it went on writing
     assert sent < 20e6
-    assert answers(tight)
+    assert answers(strict)
 
 
-def test_connection_is_closed_if_the_body_continues_after_the_reply(tight: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retouch.serving.requests.connections._LINGER_SECONDS", 0.5)
-    with connect(tight) as connection:
+    with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
         began = time.monotonic()
@@ -202,8 +202,8 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(tight: Live,
         assert time.monotonic() - began < 10
 
 
-def test_requests_after_a_rejected_body_succeed(tight: Live) -> None:
-    with httpx.Client(base_url=tight.url, trust_env=False) as client:
+def test_requests_after_a_rejected_body_succeed(strict: LiveServer) -> None:
+    with httpx.Client(base_url=strict.url, trust_env=False) as client:
         for _ in range(3):
             assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
             assert client.get("/livez").status_code == 200
@@ -226,17 +226,17 @@ def test_requests_after_a_rejected_body_succeed(tight: Live) -> None:
         "Host: [",
     ],
 )
-def test_other_host_and_origin_headers_are_rejected_without_a_token(tight: Live, headers: str) -> None:
+def test_other_host_and_origin_headers_are_rejected_without_a_token(strict: LiveServer, headers: str) -> None:
     for line in ("GET /v1/info HTTP/1.1", "POST /v1/score HTTP/1.1", "GET /metrics HTTP/1.1", "GET /docs HTTP/1.1"):
-        with connect(tight) as connection:
+        with connect(strict) as connection:
             connection.sendall(f"{line}\r\n{headers}\r\nConnection: close\r\n\r\n".encode())
             assert status(read_all(connection)) in (400, 421)
 
 
 @pytest.mark.parametrize("host_name", ["localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"])
-def test_loopback_host_headers_are_accepted_without_a_token(tight: Live, host_name: str) -> None:
-    assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name}).status_code == 200
-    assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
+def test_loopback_host_headers_are_accepted_without_a_token(strict: LiveServer, host_name: str) -> None:
+    assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name}).status_code == 200
+    assert httpx.get(f"{strict.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
 
 
 def test_any_host_header_is_accepted_with_a_token() -> None:
@@ -313,7 +313,7 @@ def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_pat
     body, kind = request_of(4, flat_image(2048))
     assert len(body) < 20_000
     limits = Limits(window=0.0, max_pixels=2**22, max_total_pixels=2**24, max_body_bytes=2**20, max_memory_bytes=200 * 2**20)
-    with live(host(Gated(str(gate))), limits=limits) as server, ThreadPoolExecutor(20) as pool:
+    with live(host(WaitsForFile(str(gate))), limits=limits) as server, ThreadPoolExecutor(20) as pool:
 
         def send() -> httpx.Response:
             return httpx.post(f"{server.url}/v1/score", content=body, headers=kind, timeout=120)

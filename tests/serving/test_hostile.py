@@ -17,8 +17,8 @@ import httpx
 import pytest
 from PIL import Image
 
-from hostile_payloads import BROKEN, DAMAGED, WRONG
-from live_server import Live, body_of, host, live, picture, png, samples_of
+from hostile_payloads import BROKEN_BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS
+from live_server import LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import ERRORS
@@ -31,7 +31,7 @@ LIMITS = Limits(window=0.0, max_items=64, max_pixels=2**20, max_total_pixels=2**
 
 
 @pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
-def server(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
+def server(request: pytest.FixtureRequest) -> Iterator[LiveServer | RayServer]:
     if request.param == "ray":
         limits = [word for name in LIMITS.__slots__ for word in ("--limit", f"{name}={getattr(LIMITS, name)}")]
         with ray_server("served_rewards:Digest", "--vlm", "digest", *limits) as served:
@@ -55,20 +55,20 @@ def bomb(side: int, *, depth: int = 8, colour: int = 2) -> bytes:
 
 
 def with_text_bomb() -> bytes:
-    whole = png(picture(0))
+    whole = png(noise_image(0))
     text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 * 2**20), 9))
     return whole[:33] + text + whole[33:]
 
 
 def animated(format: str) -> bytes:
     buffer = io.BytesIO()
-    picture(0).save(buffer, format, save_all=True, append_images=[picture(1), picture(2)])
+    noise_image(0).save(buffer, format, save_all=True, append_images=[noise_image(1), noise_image(2)])
     return buffer.getvalue()
 
 
 def saved(format: str) -> bytes:
     buffer = io.BytesIO()
-    picture(0).save(buffer, format)
+    noise_image(0).save(buffer, format)
     return buffer.getvalue()
 
 
@@ -80,8 +80,8 @@ PICTURES: dict[str, bytes] = {
     "PNG of no width": SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 9, 8, 2, 0, 0, 0)),
     "PNG a little too large": png(Image.new("RGB", (1025, 1024))),
     "PNG with a text bomb": with_text_bomb(),
-    "PNG cut off": png(picture(0))[:200],
-    "PNG with a flipped byte": png(picture(0))[:60] + b"\xff" + png(picture(0))[61:],
+    "PNG cut off": png(noise_image(0))[:200],
+    "PNG with a flipped byte": png(noise_image(0))[:60] + b"\xff" + png(noise_image(0))[61:],
     "PNG that is only its signature": b"\x89PNG\r\n\x1a\n",
     "animated PNG": animated("PNG"),
     "animated WebP": animated("WEBP"),
@@ -107,7 +107,7 @@ PICTURES: dict[str, bytes] = {
 }
 
 
-def refused(response: httpx.Response) -> None:
+def assert_rejected(response: httpx.Response) -> None:
     """Assert that the reply is a 4xx with a fixed text, for the whole request or for every item."""
     assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
     assert not re.search(r"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b", response.text)
@@ -119,11 +119,11 @@ def refused(response: httpx.Response) -> None:
         assert answer == {"error": {"code": answer["error"]["code"], "message": ERRORS[answer["error"]["code"]][1]}}
 
 
-def post(server: Live | RayServer, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+def post(server: LiveServer | RayServer, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
     return server.client.post("/v1/score", content=body, headers=headers)
 
 
-def still_scores(server: Live | RayServer) -> bool:
+def still_scores(server: LiveServer | RayServer) -> bool:
     body, kind = body_of(samples_of(1))
     return post(server, body, **kind).status_code == 200
 
@@ -139,20 +139,20 @@ def batch(**changes: object) -> dict[str, object]:
     return {**whole, **changes}
 
 
-def send(server: Live | RayServer, document: object, *blobs: bytes) -> httpx.Response:
+def send(server: LiveServer | RayServer, document: object, *blobs: bytes) -> httpx.Response:
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     body, kind = encode_body(text, blobs, "multipart")
     return post(server, body, **{"Content-Type": kind})
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_hostile_images_are_rejected(server: Live | RayServer, name: str) -> None:
-    refused(send(server, batch(), PICTURES[name]))
+def test_hostile_images_are_rejected(server: LiveServer | RayServer, name: str) -> None:
+    assert_rejected(send(server, batch(), PICTURES[name]))
     text = base64.b64encode(PICTURES[name]).decode()
-    refused(server.client.post("/score", json={"image": text, "prompt": "x"}))
+    assert_rejected(server.client.post("/score", json={"image": text, "prompt": "x"}))
 
 
-GOOD = png(picture(0))
+VALID_PNG = png(noise_image(0))
 RAW = {"form": "raw", "mode": "RGB", "width": 4, "height": 4}
 ITEM = {"id": "x", "task": 0, "picture": 0}
 TASK = {"id": "a", "instruction": "b"}
@@ -205,11 +205,11 @@ DOCUMENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_malformed_batch_documents_are_rejected(server: Live | RayServer, name: str) -> None:
-    refused(send(server, DOCUMENTS[name], GOOD))
+def test_malformed_batch_documents_are_rejected(server: LiveServer | RayServer, name: str) -> None:
+    assert_rejected(send(server, DOCUMENTS[name], VALID_PNG))
 
 
-def forever() -> Iterator[bytes]:
+def endless_body() -> Iterator[bytes]:
     for _ in range(1000):
         yield bytes(2**20)
 
@@ -222,7 +222,7 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
     "a gzip bomb": (lambda: gzip.compress(bytes(2**26)), {"Content-Type": "application/json", "Content-Encoding": "gzip"}),
     "an unknown encoding": (lambda: b"{}", {"Content-Type": "application/json", "Content-Encoding": "br"}),
     "a body that says it is too long": (lambda: bytes(9 * 2**20), {"Content-Type": M}),
-    "a body that is too long without saying": (forever, {"Content-Type": M}),
+    "a body that is too long without saying": (endless_body, {"Content-Type": M}),
     "no boundary": (lambda: b"--b\r\n", {"Content-Type": "multipart/form-data"}),
     "an empty boundary": (lambda: b"--\r\n", {"Content-Type": "multipart/form-data; boundary="}),
     "another boundary": (lambda: b"--c\r\n\r\n--c--", {"Content-Type": M}),
@@ -259,13 +259,13 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_malformed_bodies_are_rejected(server: Live | RayServer, name: str) -> None:
+def test_malformed_bodies_are_rejected(server: LiveServer | RayServer, name: str) -> None:
     make, headers = BODIES[name]
-    refused(post(server, make(), **headers))
+    assert_rejected(post(server, make(), **headers))
 
 
 @pytest.mark.parametrize("name", ["a body that says it is too long", "a body that is too long without saying"])
-def test_bodies_that_are_too_long_return_too_large(server: Live | RayServer, name: str) -> None:
+def test_bodies_that_are_too_long_return_too_large(server: LiveServer | RayServer, name: str) -> None:
     make, headers = BODIES[name]
     assert post(server, make(), **headers).json()["error"]["code"] == "too_large"
 
@@ -281,18 +281,18 @@ def test_bodies_that_are_too_long_return_too_large(server: Live | RayServer, nam
         b'{"image": "", "prompt": "x", "y": 1}',
     ],
 )
-def test_malformed_requests_to_the_single_score_page_are_rejected(server: Live | RayServer, document: bytes) -> None:
-    refused(server.client.post("/score", content=document))
+def test_malformed_requests_to_the_single_score_page_are_rejected(server: LiveServer | RayServer, document: bytes) -> None:
+    assert_rejected(server.client.post("/score", content=document))
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
 )
-def test_unknown_paths_and_methods_are_rejected(server: Live | RayServer, method: str, path: str) -> None:
-    refused(server.client.request(method, path))
+def test_unknown_paths_and_methods_are_rejected(server: LiveServer | RayServer, method: str, path: str) -> None:
+    assert_rejected(server.client.request(method, path))
 
 
-def exchange(server: Live | RayServer, data: bytes) -> bytes:
+def exchange(server: LiveServer | RayServer, data: bytes) -> bytes:
     """What comes back for these bytes on a connection of their own."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -318,7 +318,7 @@ def exchange(server: Live | RayServer, data: bytes) -> bytes:
     ],
     ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
 )
-def test_malformed_http_requests_return_4xx(server: Live | RayServer, data: bytes) -> None:
+def test_malformed_http_requests_return_4xx(server: LiveServer | RayServer, data: bytes) -> None:
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert b"Traceback" not in answer
@@ -329,35 +329,35 @@ def each_is_refused(series: dict[str, object], send_one: Callable[[object], http
     wrong = []
     for name, payload in series.items():
         try:
-            refused(send_one(payload))
+            assert_rejected(send_one(payload))
         except AssertionError as error:
             wrong.append((name, str(error)[:200]))
     assert wrong == []
 
 
-def test_generated_damaged_images_are_rejected(server: Live | RayServer) -> None:
-    each_is_refused(DAMAGED, lambda damaged: send(server, batch(), damaged))
+def test_generated_damaged_images_are_rejected(server: LiveServer | RayServer) -> None:
+    each_is_refused(DAMAGED_IMAGES, lambda damaged: send(server, batch(), damaged))
 
 
-def test_generated_invalid_documents_are_rejected(server: Live | RayServer) -> None:
-    each_is_refused(WRONG, lambda document: send(server, document, GOOD))
+def test_generated_invalid_documents_are_rejected(server: LiveServer | RayServer) -> None:
+    each_is_refused(WRONG_DOCUMENTS, lambda document: send(server, document, VALID_PNG))
 
 
-def test_generated_broken_bodies_are_rejected(server: Live | RayServer) -> None:
-    each_is_refused(BROKEN, lambda broken: post(server, broken[0], **broken[1]))
+def test_generated_broken_bodies_are_rejected(server: LiveServer | RayServer) -> None:
+    each_is_refused(BROKEN_BODIES, lambda broken: post(server, broken[0], **broken[1]))
 
 
-def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server: Live | RayServer) -> None:
+def test_server_still_scores_with_bounded_memory_after_hostile_payloads(server: LiveServer | RayServer) -> None:
     assert still_scores(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in PICTURES:
         send(server, batch(), PICTURES[name])
     for document in DOCUMENTS.values():
-        send(server, document, GOOD)
+        send(server, document, VALID_PNG)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown * (1 if sys.platform == "darwin" else 1024) < 100e6
     assert still_scores(server)
 
 
 def test_there_are_at_least_300_hostile_payloads() -> None:
-    assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED, WRONG, BROKEN))) >= 300
+    assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED_IMAGES, WRONG_DOCUMENTS, BROKEN_BODIES))) >= 300

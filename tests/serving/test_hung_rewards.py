@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from test_replicas import serving, until
+from test_replicas import serving, wait_until
 
 from bad_server import bad_server
-from live_server import Live, body_of, host, live, remote, samples_of
+from live_server import LiveServer, body_of, host, live, remote, samples_of
 from retouch.rewards.client.overload import CircuitBreaker
 from retouch.rewards.client.pool import EndpointPool
 from retouch.rewards.client.transport import RequestFault, fault_of_status
@@ -25,7 +25,7 @@ LIMITS = Limits(window=0.0, stall_seconds=0.2, deadline_seconds=2.0)
 
 
 @pytest.fixture
-def server() -> Iterator[Live]:
+def server() -> Iterator[LiveServer]:
     Sleeps.wake.clear()
     with live(host(Sleeps()), limits=LIMITS) as made:
         try:
@@ -34,16 +34,16 @@ def server() -> Iterator[Live]:
             Sleeps.wake.set()
 
 
-def ask(server: Live, text: str | None = None, *, deadline: float = 30.0) -> httpx.Response:
+def ask(server: LiveServer, text: str | None = None, *, deadline: float = 30.0) -> httpx.Response:
     body, kind = body_of(samples_of(1, text=text))
     return httpx.post(f"{server.url}/v1/score", content=body, headers={**kind, "X-Deadline-Seconds": str(deadline)}, timeout=60)
 
 
-def page(server: Live, path: str) -> int:
+def page(server: LiveServer, path: str) -> int:
     return httpx.get(f"{server.url}{path}", timeout=10).status_code
 
 
-def test_a_server_whose_reward_hangs_is_not_ready_and_refuses_at_once(server: Live) -> None:
+def test_a_server_whose_reward_hangs_is_not_ready_and_refuses_at_once(server: LiveServer) -> None:
     assert (page(server, "/readyz"), page(server, "/livez")) == (200, 200)
     assert ask(server, "sleep", deadline=0.5).status_code == 504
     assert page(server, "/readyz") == 503
@@ -51,9 +51,9 @@ def test_a_server_whose_reward_hangs_is_not_ready_and_refuses_at_once(server: Li
     refused = ask(server)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "stalled")
     assert time.monotonic() - began < 5  # and not the deadline of 30 s
-    until(lambda: page(server, "/livez") == 503)
+    wait_until(lambda: page(server, "/livez") == 503)
     Sleeps.wake.set()
-    until(lambda: page(server, "/readyz") == 200)
+    wait_until(lambda: page(server, "/readyz") == 200)
     assert page(server, "/livez") == 200
     assert ask(server).status_code == 200
 
@@ -78,7 +78,7 @@ def test_a_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
         url = serve.starts()[0][2]
         body, kind = body_of(samples_of(1, text="sleep"))
         assert httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=60).status_code == 504
-        until(lambda: serve.ready(2))
+        wait_until(lambda: serve.ready(2))
         assert any("did not return within 2 s; killing it" in line for line in serve.lines)
         body, kind = body_of(samples_of(1))
         assert httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=60).status_code == 200
@@ -136,7 +136,7 @@ def test_client_avoids_a_hanging_server_after_its_first_time_out(tmp_path: Path)
         for part in range(0, 40, 4):
             scores = reward(samples[part : part + 4])["digest"]
             assert torch.equal(scores, torch.tensor([digest_score(sample) for sample in samples[part : part + 4]]))
-        assert bad.asked <= 2
+        assert bad.request_count <= 2
         assert time.monotonic() - began < 30
 
 
@@ -147,8 +147,8 @@ def test_client_of_a_single_hanging_server_retries_when_it_is_ready() -> None:
         closing(remote([server.url], batch=1, concurrency=1, attempts=4, timeout=0.5, deadline=60.0)) as reward,
     ):
         waiting = reward.submit(samples_of(2))
-        until(lambda: reward.stats().get("faults/timeout"))
+        wait_until(lambda: reward.stats().get("faults/timeout"))
         time.sleep(1.5)
-        assert server.asked <= 2  # and not once in each half second
+        assert server.request_count <= 2  # and not once in each half second
         state |= {"kind": "none", "ready": True}
         assert not waiting.result(timeout=60)["digest"].isnan().any()

@@ -43,7 +43,7 @@ def test_killed_replica_is_restarted_and_no_sample_is_lost() -> None:
 
 def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
+    gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     samples = samples_of(32)
     with ray_server(gated) as server, ThreadPoolExecutor(32) as callers:
 
@@ -69,7 +69,7 @@ def test_sigterm_completes_requests_in_flight_and_rejects_new_ones(tmp_path: Pat
 
 def test_replicas_scale_up_with_the_load(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
+    gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     samples = samples_of(48)
     with ray_server(gated, "--replicas", "1", "--most-replicas", "2") as server:
 

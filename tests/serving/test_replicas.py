@@ -39,7 +39,7 @@ raise SystemExit(cli.main())
 STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, log (\S+)$")
 
 
-def until(true: Callable[[], object]) -> None:
+def wait_until(true: Callable[[], object]) -> None:
     """Wait for something that is going to happen; ten minutes at most."""
     end = time.monotonic() + 600
     while not true():
@@ -81,7 +81,7 @@ def serving(
     reader = threading.Thread(target=serve.read)
     reader.start()
     try:
-        until(lambda: serve.ready(ready))
+        wait_until(lambda: serve.ready(ready))
         yield serve
     finally:
         if process.poll() is None:
@@ -116,7 +116,7 @@ def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp
             before = reward(samples)["share"]
             os.kill(int(starts[1][3]), signal.SIGKILL)
             torch.testing.assert_close(reward(samples)["share"], before, rtol=0, atol=0)
-        until(lambda: serve.ready(3))
+        wait_until(lambda: serve.ready(3))
         again = serve.starts()[-1]
         assert again[1] == "1"
         assert again[2] == starts[1][2]
@@ -128,7 +128,7 @@ def test_replicas_have_own_ports_logs_and_gpus_and_a_killed_one_is_restarted(tmp
 
 def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
-    gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
+    gated = json.dumps({"kind": "import", "class": "served_rewards:WaitsForFile", "args": {"gate": str(gate)}})
     with serving(tmp_path, gated) as serve, httpx.Client(timeout=120) as client:
         (start,) = serve.starts()
         samples = samples_of(32)
@@ -146,13 +146,13 @@ def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(32) as callers:
             asked = [callers.submit(ask, row) for row in range(32)]
-            until(taken)
+            wait_until(taken)
             serve.process.terminate()
-            until(lambda: client.get(f"{start[2]}/readyz").status_code == 503)
+            wait_until(lambda: client.get(f"{start[2]}/readyz").status_code == 503)
             assert not any(future.done() for future in asked)
             gate.touch()
             assert [future.result() for future in asked] == [digest_score(sample) for sample in samples]
-        until(lambda: serve.process.poll() is not None)
+        wait_until(lambda: serve.process.poll() is not None)
     assert serve.process.returncode == 0
 
 
@@ -169,17 +169,17 @@ def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path
                 pid = [found[3] for found in serve.starts() if found[1] == str(turn % 2)][-1]
                 os.kill(int(pid), signal.SIGTERM)
                 torch.testing.assert_close(future.result()["digest"], wanted, rtol=0, atol=0)
-                until(lambda turn=turn: serve.ready(3 + turn))
+                wait_until(lambda turn=turn: serve.ready(3 + turn))
         old = {httpx.get(f"{url}/v1/info").json()["rewards"][0]["fingerprint"] for url in urls}
         (tmp_path / "my_judge.py").write_text(source + "\n# another rubric\n")
         serve.process.send_signal(signal.SIGHUP)
-        until(lambda: all(httpx.get(f"{url}/v1/info").json()["rewards"][0]["fingerprint"] not in old for url in urls))
+        wait_until(lambda: all(httpx.get(f"{url}/v1/info").json()["rewards"][0]["fingerprint"] not in old for url in urls))
     assert len(old) == 1
 
 
 def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Path) -> None:
     with serving(tmp_path, "no_such_module:Judge") as serve:
-        until(lambda: serve.process.poll() is not None)
+        wait_until(lambda: serve.process.poll() is not None)
     assert serve.process.returncode == 2
     assert "there is no module no_such_module" in serve.lines[-1]
 
@@ -270,7 +270,7 @@ def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(t
         assert token not in (command.read_text() if command.exists() else "")
         serve.process.kill()
         serve.process.wait()
-        until(lambda: not alive(int(start[3])))
+        wait_until(lambda: not alive(int(start[3])))
     assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 

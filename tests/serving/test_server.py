@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from starlette.routing import Route
 
-from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
+from live_server import LIMITS, LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.rewards.playground.edit_judge import PlaygroundReward
@@ -33,7 +33,7 @@ TOKEN = "a-token-of-enough-characters"
 
 
 @pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
-def digest(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
+def digest(request: pytest.FixtureRequest) -> Iterator[LiveServer | RayServer]:
     """The same endpoints, served by the built-in engine and by Ray."""
     if request.param == "ray":
         weights = ["--vlm", "digest", "--ocr", "odd", "--vlm-weight", "0.5", "--ocr-weight", "2"]
@@ -46,7 +46,7 @@ def digest(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
             yield server
 
 
-def ask(server: Live | RayServer, samples: list[Sample], *, form: BodyForm = "multipart", **headers: str) -> httpx.Response:
+def ask(server: LiveServer | RayServer, samples: list[Sample], *, form: BodyForm = "multipart", **headers: str) -> httpx.Response:
     body, kind = body_of(samples, form=form)
     return server.client.post("/v1/score", content=body, headers={**kind, **headers})
 
@@ -57,7 +57,7 @@ def scores_of(response: httpx.Response, column: str = "digest") -> list[float | 
 
 
 @pytest.mark.parametrize("form", ["multipart", "msgpack", "json"])
-def test_each_body_form_returns_one_score_per_item(digest: Live | RayServer, form: BodyForm) -> None:
+def test_each_body_form_returns_one_score_per_item(digest: LiveServer | RayServer, form: BodyForm) -> None:
     samples = samples_of(9)
     response = ask(digest, samples, form=form)
     assert scores_of(response) == [digest_score(sample) for sample in samples]
@@ -81,16 +81,16 @@ def test_served_playground_reward_returns_exactly_the_local_scores() -> None:
         torch.testing.assert_close(given, column, rtol=0, atol=0, equal_nan=True)
 
 
-def test_damaged_image_fails_only_its_own_item(digest: Live | RayServer) -> None:
+def test_damaged_image_fails_only_its_own_item(digest: LiveServer | RayServer) -> None:
     samples = samples_of(3)
     body, kind = body_of(samples, encoding="webp")
-    response = digest.client.post("/v1/score", content=spoiled(body), headers=kind)
+    response = digest.client.post("/v1/score", content=with_damaged_image(body), headers=kind)
     items = response.json()["items"]
     assert [item["errors"] for item in items] == [{"failsontext": "bad_picture"}, {}, {}]
     assert [item["scores"].get("digest") for item in items] == [None, *map(digest_score, samples[1:])]
 
 
-def spoiled(body: bytes) -> bytes:
+def with_damaged_image(body: bytes) -> bytes:
     """Return the body with the first sample's image (number 1, after the source) damaged."""
     start = body.index(b'name="picture-1"')
     place = body.index(b"WEBP", start)
@@ -106,7 +106,7 @@ def spoiled(body: bytes) -> bytes:
     ],
 )
 def test_a_reward_that_fails_on_one_sample_scores_the_others(
-    digest: Live | RayServer, text: str, scores: dict[str, None], errors: dict[str, str], caplog: pytest.LogCaptureFixture
+    digest: LiveServer | RayServer, text: str, scores: dict[str, None], errors: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = [*samples_of(5), *samples_of(1, text=text), *samples_of(2)]
     response = ask(digest, samples)
@@ -119,13 +119,13 @@ def test_a_reward_that_fails_on_one_sample_scores_the_others(
     assert "secret-of-the-server" not in response.text
 
 
-def test_reward_output_of_the_wrong_shape_gives_no_scores(digest: Live | RayServer) -> None:
+def test_reward_output_of_the_wrong_shape_gives_no_scores(digest: LiveServer | RayServer) -> None:
     response = ask(digest, samples_of(2, text="short"))
     assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
     assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
 
 
-def test_info_reports_columns_and_limits(digest: Live | RayServer) -> None:
+def test_info_reports_columns_and_limits(digest: LiveServer | RayServer) -> None:
     info = digest.client.get("/v1/info").json()
     assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
     assert info["limits"]["max_items"] == LIMITS.max_items
@@ -143,10 +143,10 @@ def test_several_rewards_score_under_their_names_and_one_can_be_selected() -> No
         assert (none.status_code, none.json()["error"]["code"]) == (422, "bad_batch")
 
 
-def test_single_score_page_returns_three_scores_or_an_error_code(digest: Live | RayServer) -> None:
+def test_single_score_page_returns_three_scores_or_an_error_code(digest: LiveServer | RayServer) -> None:
     import base64
 
-    image = base64.b64encode(png(picture(0))).decode()
+    image = base64.b64encode(png(noise_image(0))).decode()
     good = digest.client.post("/score", json={"image": image, "prompt": "make it red", "source_image": image})
     vlm = good.json()["vlm_score"]
     assert good.status_code == 200
@@ -201,14 +201,14 @@ def test_without_its_token_only_the_health_pages_answer() -> None:
         assert server.client.get("/v1/info", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_openapi_lists_the_paths_and_the_body_forms(digest: Live | RayServer) -> None:
+def test_openapi_lists_the_paths_and_the_body_forms(digest: LiveServer | RayServer) -> None:
     document = digest.client.get("/openapi.json").json()
     assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
     forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
     assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
 
 
-def test_valid_request_id_is_kept_and_an_invalid_or_missing_one_is_replaced(digest: Live | RayServer) -> None:
+def test_valid_request_id_is_kept_and_an_invalid_or_missing_one_is_replaced(digest: LiveServer | RayServer) -> None:
     if isinstance(digest, RayServer):
         pytest.skip("Ray's proxy has ids of its own")
     given = digest.client.get("/livez", headers={"X-Request-Id": "run-7"})
@@ -239,7 +239,7 @@ def test_metrics_count_scored_items_and_requests() -> None:
     assert "retouch_batch_items_bucket" in text
 
 
-class Held(Digest):
+class WaitsForEvent(Digest):
     """Judges once ``go`` is set."""
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class Held(Digest):
 
 
 def test_requests_of_many_callers_share_batches() -> None:
-    reward = Held()
+    reward = WaitsForEvent()
     with live(host(reward), limits=Limits(window=0.0, max_batch=16)) as server, ThreadPoolExecutor(12) as callers:
         groups = [samples_of(4, instruction=f"caller {k}") for k in range(12)]
         asked = [callers.submit(ask, server, samples) for samples in groups]
@@ -267,7 +267,7 @@ def test_requests_of_many_callers_share_batches() -> None:
     assert len(reward.sizes) <= 4
 
 
-def waiting(server: Live) -> int:
+def waiting(server: LiveServer) -> int:
     """Samples that wait or are being judged."""
     return sum(batcher.load for batcher in server.service._batchers.values())
 
@@ -303,7 +303,7 @@ def test_batcher_waits_for_arriving_requests_and_recently_answered_callers() -> 
 
 
 def test_full_queue_returns_429_with_retry_after_and_health_pages_answer() -> None:
-    reward = Held()
+    reward = WaitsForEvent()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4, max_queue=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
         assert reward.begun.wait(timeout=120)
@@ -318,7 +318,7 @@ def test_full_queue_returns_429_with_retry_after_and_health_pages_answer() -> No
 
 
 def test_expired_deadline_returns_504_and_its_samples_are_not_scored() -> None:
-    reward = Held()
+    reward = WaitsForEvent()
     with live(host(reward), limits=Limits(window=0.0, max_batch=4)) as server, ThreadPoolExecutor(1) as other:
         first = other.submit(ask, server, samples_of(4))
         assert reward.begun.wait(timeout=120)
@@ -331,7 +331,7 @@ def test_expired_deadline_returns_504_and_its_samples_are_not_scored() -> None:
 
 
 def test_draining_server_completes_requests_in_flight_and_rejects_new_ones() -> None:
-    reward = Held()
+    reward = WaitsForEvent()
     with live(host(reward)) as server, ThreadPoolExecutor(32) as callers:
         waiting = [callers.submit(ask, server, samples_of(1)) for _ in range(32)]
         assert reward.begun.wait(timeout=120)

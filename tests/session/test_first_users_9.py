@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from folder_faults import six_steps
+from folder_faults import six_step_recipe
 from retouch import cli
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
@@ -42,7 +42,7 @@ def _own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe(out: Path, **changes: Any) -> Recipe:
-    document = six_steps(out, "mine").document()
+    document = six_step_recipe(out, "mine").document()
     document["reward"] = {"kind": "import", "class": "test_first_users_9:Own", "combine": {"own": 1}}
     return parse({**document, "steps": 1, "eval": {**document["eval"], "column": None}, **changes})
 
@@ -105,11 +105,11 @@ def test_fault_9_name_of_a_run_with_a_missing_data_file_can_be_reused(tmp_path: 
     changes = {"data": data, "policy": policy, "reward": {"kind": "share", "channel": "red", "combine": {"share": 1}}}
     with pytest.raises(ValueError, match=r"none\.txt"):
         run(recipe(tmp_path, **changes), fresh=False)
-    assert run(six_steps(tmp_path, "mine"), fresh=False) == 0
+    assert run(six_step_recipe(tmp_path, "mine"), fresh=False) == 0
 
 
 def test_fault_13_a_run_that_was_stopped_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = six_steps(tmp_path, "stopped")
+    made = six_step_recipe(tmp_path, "stopped")
     folder = RunFolder(made.folder)
     with open_session(made, fresh=False) as session:
         for _ in session.steps():

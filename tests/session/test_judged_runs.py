@@ -172,18 +172,18 @@ def test_doctor_reports_an_api_key_that_is_not_set(monkeypatch: pytest.MonkeyPat
 
 def test_doctor_calls_the_judge_and_reports_missing_columns() -> None:
     with Double() as double:
-        assert tried(double.url).status == "ok"
+        assert check_judge(double.url).status == "ok"
         asked = len(double.requests)
         blind = check_scoring(recipe(double.url), None)
         assert len(double.requests) == asked == 6
     assert "not tested" in blind.text
     with Double(lambda digest, times: "401") as double:
-        failing = tried(double.url)
+        failing = check_judge(double.url)
     assert failing.status == "FAILED"
     assert "judge/alignment, judge/quality missing" in failing.text
 
 
-def tried(url: str) -> Finding:
+def check_judge(url: str) -> Finding:
     made = recipe(url)
     return check_scoring(made, build_sets(made, made.data, size=None))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import ImageStat
 
-from folder_faults import six_steps
+from folder_faults import six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.session.evaluations import RunEvaluations
@@ -27,7 +27,7 @@ class Bright:
 
 
 def judged_by_brightness(out: Path, column: str | None) -> Recipe:
-    document = six_steps(out, "corrected").document()
+    document = six_step_recipe(out, "corrected").document()
     document["reward"] = {"kind": "import", "class": "test_new_runs:Bright", "combine": {"bright": 1}}
     evaluation = {**document["eval"], "column": column, "best_of_k": 2}
     return parse({**document, "steps": 1, "eval": evaluation}, allow_imports=["test_new_runs"])
@@ -52,7 +52,7 @@ def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: P
 
 
 def test_run_folder_with_a_recipe_of_another_version_raises_and_is_not_changed(tmp_path: Path) -> None:
-    recipe = six_steps(tmp_path, "older")
+    recipe = six_step_recipe(tmp_path, "older")
     folder = RunFolder(recipe.folder)
     folder.write_recipe({**recipe.document(), "data": {**recipe.document()["data"], "vain": 0.1}})  # type: ignore[dict-item]
     before = folder.recipe.read_bytes()

@@ -12,7 +12,7 @@ import tiny_writer_runs
 from warm_python import python
 
 PROGRAM = Path(__file__).parents[1] / "support" / "kill_places.py"
-BY_LUCK = Path(__file__).parents[1] / "support" / "kill_random_judge.py"
+RANDOM_JUDGE_PROGRAM = Path(__file__).parents[1] / "support" / "kill_random_judge.py"
 
 
 def killed_and_resumed(out: Path, count: int, *more: str, program: Path = PROGRAM) -> list[dict[str, object]]:
@@ -74,7 +74,7 @@ def test_image_token_run_killed_at_three_places_resumes_bitwise(tmp_path: Path) 
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "emu3")), 3)
 
 
-def check_by_luck(found: list[dict[str, object]], count: int) -> None:
+def check_random_judge(found: list[dict[str, object]], count: int) -> None:
     """The results equal bitwise those of an uninterrupted run with the same scores; no score in the ledger is requested again."""
     assert len(found) == count
     assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
@@ -84,12 +84,12 @@ def check_by_luck(found: list[dict[str, object]], count: int) -> None:
 
 
 def test_run_with_a_random_judge_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
-    check_by_luck(killed_and_resumed(tmp_path, 2, program=BY_LUCK), 2)
+    check_random_judge(killed_and_resumed(tmp_path, 2, program=RANDOM_JUDGE_PROGRAM), 2)
 
 
 @pytest.mark.slow
 def test_run_with_a_random_judge_killed_at_eight_places_resumes_bitwise(tmp_path: Path) -> None:
-    check_by_luck(killed_and_resumed(tmp_path, 8, program=BY_LUCK), 8)
+    check_random_judge(killed_and_resumed(tmp_path, 8, program=RANDOM_JUDGE_PROGRAM), 8)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from folder_faults import WEIGHTS, bits, six_steps
+from folder_faults import WEIGHTS, file_hashes, six_step_recipe
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records import control
@@ -28,7 +28,7 @@ from warm_python import python
 COMPUTED = (*WEIGHTS, "metrics.jsonl", "evals.jsonl")
 
 
-class Asks(Listener):
+class MakesRequests(Listener):
     """Makes requests within steps: ``requests[step]`` is an action and a value."""
 
     def __init__(self, folder: Path, requests: Mapping[int, tuple[str, int | None]]) -> None:
@@ -43,8 +43,8 @@ class Asks(Listener):
         self.saved_steps.append(step)
 
 
-def trained(made: Recipe, requests: Mapping[int, tuple[str, int | None]]) -> tuple[int, Asks]:
-    listener = Asks(made.folder, requests)
+def trained(made: Recipe, requests: Mapping[int, tuple[str, int | None]]) -> tuple[int, MakesRequests]:
+    listener = MakesRequests(made.folder, requests)
     with open_session(made, fresh=False, listener=listener, own_process=False) as session:
         done = [result.step for result in session.steps()]
         assert session.code in (0, 128 + signal.SIGTERM)
@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
 
 
 def train_with_and_without_requests(out: Path) -> None:
-    whole, made = six_steps(out, "whole"), six_steps(out, "asked")
+    whole, made = six_step_recipe(out, "whole"), six_step_recipe(out, "asked")
     assert trained(whole, {})[0] == 6
     stopped, listener = trained(made, {1: ("checkpoint", None), 3: ("stop", None)})
     assert (stopped, listener.saved_steps) == (3, [1, 2, 3])
@@ -70,7 +70,7 @@ def train_with_and_without_requests(out: Path) -> None:
     ended, listener = trained(made, {6: ("stop", None)})
     assert (ended, listener.saved_steps) == (6, [4, 6])
     assert answers(made)[2:] == [("stop", False, 6)]
-    assert bits(made.folder, COMPUTED) == bits(whole.folder, COMPUTED)
+    assert file_hashes(made.folder, COMPUTED) == file_hashes(whole.folder, COMPUTED)
     assert not (whole.folder / "control").exists()
 
 
@@ -84,7 +84,7 @@ def test_run_with_control_requests_is_bitwise_equal_to_one_without(tmp_path: Pat
 
 
 def test_samples_are_stored_more_often_on_request(tmp_path: Path) -> None:
-    made = six_steps(tmp_path, "asked")
+    made = six_step_recipe(tmp_path, "asked")
     made = made.model_copy(update={"samples": made.samples.model_copy(update={"every": 0})})
     trained(made, {1: ("samples", 2), 4: ("samples", 0)})
     lines = {step: {line["set"] for line in RunFolder(made.folder).read_samples(step)} for step in (1, 2, 4, 6)}
@@ -228,7 +228,7 @@ class StopsTheRun:
 
 @pytest.mark.slow
 def test_two_ranks_stop_after_the_same_step(tmp_path: Path) -> None:
-    document = six_steps(tmp_path, "ranks").document()
+    document = six_step_recipe(tmp_path, "ranks").document()
     arguments = {"folder": str(tmp_path / "ranks"), "calls": 6}
     document["reward"] = {"kind": "import", "class": "test_steering:StopsTheRun", "args": arguments, "combine": {"bright": 1}}
     made = parse(document, allow_imports=["test_steering"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from folder_faults import WEIGHTS, bits, six_steps
+from folder_faults import WEIGHTS, file_hashes, six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.rewards import judging
@@ -45,9 +45,9 @@ class SometimesHangs:
         }
 
 
-def hanging(out: Path, name: str, *, calls: int, every: int = 0) -> Recipe:
+def hanging_recipe(out: Path, name: str, *, calls: int, every: int = 0) -> Recipe:
     """A recipe of six steps with ``SometimesHangs``; ``every``: the interval of evaluations."""
-    document = six_steps(out, name).document()
+    document = six_step_recipe(out, name).document()
     arguments = {"folder": str(out), "calls": calls}
     document["reward"] = {"kind": "import", "class": "test_stopping:SometimesHangs", "args": arguments, "combine": {"bright": 1}}
     document["eval"] |= {"every": every}
@@ -55,7 +55,7 @@ def hanging(out: Path, name: str, *, calls: int, every: int = 0) -> Recipe:
 
 
 @contextmanager
-def started(made: Recipe, *launch: str) -> Iterator["subprocess.Popen[str]"]:
+def start_training(made: Recipe, *launch: str) -> Iterator["subprocess.Popen[str]"]:
     """`retouch train`, or `retouch launch`, of the recipe."""
     file = made.folder.with_name(f"{made.name}.json")
     file.write_text(made.model_dump_json())
@@ -71,7 +71,7 @@ def started(made: Recipe, *launch: str) -> Iterator["subprocess.Popen[str]"]:
 
 def finish(made: Recipe, *launch: str) -> str:
     """Train to the end, and return what was printed."""
-    with started(made, *launch) as process:
+    with start_training(made, *launch) as process:
         printed, _ = process.communicate(timeout=300)
         assert process.returncode == 0, printed
     return printed
@@ -81,7 +81,7 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
     """What was printed by a run that got one signal while its reward hung."""
     out = made.folder.parent
     (out / "hang").touch()
-    with started(made, *launch) as process:
+    with start_training(made, *launch) as process:
         for _ in range(4000):
             if all((out / f"hung-{rank}").exists() for rank in range(ranks)):
                 break
@@ -102,7 +102,7 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
     "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))]
 )
 def test_signal_ends_a_run_whose_reward_hangs_and_keeps_the_last_complete_step(number: signal.Signals, tmp_path: Path) -> None:
-    whole, made = hanging(tmp_path, "whole", calls=100), hanging(tmp_path, "hung", calls=6)
+    whole, made = hanging_recipe(tmp_path, "whole", calls=100), hanging_recipe(tmp_path, "hung", calls=6)
     printed = stop_while_it_hangs(made, number)
     assert "stopped before the rewards arrived; the checkpoint is" in printed
     newest = checkpoint.latest(made.folder / "checkpoints")
@@ -111,26 +111,26 @@ def test_signal_ends_a_run_whose_reward_hangs_and_keeps_the_last_complete_step(n
     if number == signal.SIGTERM:
         finish(made)
         finish(whole)
-        assert bits(made.folder, (*WEIGHTS, "metrics.jsonl")) == bits(whole.folder, (*WEIGHTS, "metrics.jsonl"))
+        assert file_hashes(made.folder, (*WEIGHTS, "metrics.jsonl")) == file_hashes(whole.folder, (*WEIGHTS, "metrics.jsonl"))
 
 
 @pytest.mark.slow
 def test_evaluation_interrupted_by_a_hanging_reward_is_repeated_after_the_resume(tmp_path: Path) -> None:
-    whole, made = hanging(tmp_path, "whole", calls=100, every=1), hanging(tmp_path, "hung", calls=4, every=1)
+    whole, made = hanging_recipe(tmp_path, "whole", calls=100, every=1), hanging_recipe(tmp_path, "hung", calls=4, every=1)
     stop_while_it_hangs(made, signal.SIGTERM)
     finish(made)
     finish(whole)
-    assert bits(made.folder, (*WEIGHTS, "evals.jsonl")) == bits(whole.folder, (*WEIGHTS, "evals.jsonl"))
+    assert file_hashes(made.folder, (*WEIGHTS, "evals.jsonl")) == file_hashes(whole.folder, (*WEIGHTS, "evals.jsonl"))
 
 
 def test_a_run_whose_first_evaluation_hangs_ends_without_a_checkpoint(tmp_path: Path) -> None:
-    made = hanging(tmp_path, "hung", calls=1)
+    made = hanging_recipe(tmp_path, "hung", calls=1)
     assert "there is no checkpoint yet" in stop_while_it_hangs(made, signal.SIGINT)
     assert checkpoint.latest(made.folder / "checkpoints") is None
 
 
 def test_signal_ends_two_ranks_whose_rewards_hang_and_keeps_the_last_complete_step(tmp_path: Path) -> None:
-    made = hanging(tmp_path, "hung", calls=4)
+    made = hanging_recipe(tmp_path, "hung", calls=4)
     stop_while_it_hangs(made, signal.SIGTERM, "launch", "--nproc", "2", ranks=2)
     newest = checkpoint.latest(made.folder / "checkpoints")
     assert newest is not None

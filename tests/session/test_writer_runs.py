@@ -115,7 +115,7 @@ def test_users_renderer_encodes_with_averaged_weights_and_renderer_with_current_
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_prompt_writer_trains_with_a_text_to_image_renderer(make: Make, tmp_path: Path, guidance_scale: float) -> None:
-    tiny_writer_runs.save_speaker(tmp_path / "speaker")
+    tiny_writer_runs.save_language_model(tmp_path / "speaker")
     (tmp_path / "prompts.txt").write_text("\n".join(f"a red cat number {k}" for k in range(8)))
     document = make(
         steps=1,

@@ -1,4 +1,4 @@
-"""A reward server with a chosen fault: it computes the true scores and then changes or breaks the reply."""
+"""A reward server with a chosen fault: it computes the correct scores and then changes or breaks the reply."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from retouch.types import Sample
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]
-Kind = str | Callable[[Reply], bytes]
+FaultKind = str | Callable[[Reply], bytes]
 INFO = ServerInfo(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
 
 
@@ -35,7 +35,7 @@ def true_reply(body: bytes, kind: str) -> Reply:
     return {"judges": {"digest": ["fingerprint-digest"]}, "items": items}
 
 
-def put(reply: Reply, value: object) -> Reply:
+def with_first_score(reply: Reply, value: object) -> Reply:
     reply["items"][0]["scores"]["digest"] = value
     return reply
 
@@ -45,43 +45,43 @@ def item(reply: Reply, **changes: object) -> Reply:
     return reply
 
 
-def swapped_ids(reply: Reply) -> Reply:
+def with_unknown_id(reply: Reply) -> Reply:
     first, last = reply["items"][0], reply["items"][-1]
     first["id"] = last["id"] + "-x"
     return reply
 
 
-# Changes of a reply that is otherwise true.
+# Changes that make a correct reply wrong.
 CHANGES: dict[str, Callable[[Reply], object]] = {
     "no items": lambda reply: {"judges": reply["judges"]},
     "a missing item": lambda reply: {**reply, "items": reply["items"][1:]},
-    "an item too many": lambda reply: {**reply, "items": [*reply["items"], {**reply["items"][0], "id": "stranger"}]},
+    "an additional item": lambda reply: {**reply, "items": [*reply["items"], {**reply["items"][0], "id": "stranger"}]},
     "an item twice": lambda reply: {**reply, "items": [reply["items"][0], *reply["items"][:-1]]},
-    "an unknown id": swapped_ids,
+    "an unknown id": with_unknown_id,
     "an id that is a number": lambda reply: item(reply, id=7),
-    "NaN": lambda reply: put(reply, float("nan")),
-    "infinity": lambda reply: put(reply, float("inf")),
-    "a number above the range": lambda reply: put(reply, 1.5),
-    "a number below the range": lambda reply: put(reply, -1e-3),
-    "a huge whole number": lambda reply: put(reply, 10**400),
-    "a text for a number": lambda reply: put(reply, "0.5"),
-    "true for a number": lambda reply: put(reply, True),
-    "a list for a number": lambda reply: put(reply, [0.5]),
+    "NaN": lambda reply: with_first_score(reply, float("nan")),
+    "infinity": lambda reply: with_first_score(reply, float("inf")),
+    "a number above the range": lambda reply: with_first_score(reply, 1.5),
+    "a number below the range": lambda reply: with_first_score(reply, -1e-3),
+    "a huge whole number": lambda reply: with_first_score(reply, 10**400),
+    "a text for a number": lambda reply: with_first_score(reply, "0.5"),
+    "true for a number": lambda reply: with_first_score(reply, True),
+    "a list for a number": lambda reply: with_first_score(reply, [0.5]),
     "a missing column": lambda reply: item(reply, scores={"odd": None}),
     "another column": lambda reply: item(reply, scores={"digest": 0.5, "odd": None, "even": 1.0}),
     "renamed columns": lambda reply: item(reply, scores={"Digest": 0.5, "odd": None}),
-    "scores that are a list": lambda reply: item(reply, scores=[0.5, None]),
+    "a list instead of the scores": lambda reply: item(reply, scores=[0.5, None]),
     "errors of an unknown reward": lambda reply: item(reply, errors={"nobody": "reward_failed"}),
     "scores and an error": lambda reply: item(reply, errors={"digest": "reward_failed"}),
     "an error of the reward": lambda reply: item(reply, scores={}, errors={"digest": "reward_failed"}),
     "another judge": lambda reply: {**reply, "judges": {"digest": ["other"]}},
     "two judges in one reply": lambda reply: {**reply, "judges": {"digest": ["fingerprint-digest", "other"]}},
-    "a list of items alone": lambda reply: reply["items"],
+    "only the list of items": lambda reply: reply["items"],
     "null": lambda reply: None,
 }
 # Faults of the HTTP response: a status instead of the reply, or a change of its bytes or of the connection.
 STATUSES = {"500": 500, "502": 502, "503": 503, "429": 429, "204": 204, "302": 302, "404": 404, "400": 400, "401": 401}
-WAYS = (
+TRANSPORT_FAULTS = (
     "hang",
     "slow drip",
     "reset",
@@ -89,7 +89,7 @@ WAYS = (
     "close mid-body",
     "truncated JSON",
     "HTML",
-    "JSON by another type",
+    "JSON with the content type text/plain",
     "gzip",
     "huge body",
     "no UTF-8",
@@ -98,7 +98,7 @@ WAYS = (
     "empty body",
     "pickle",
 )
-KINDS = (*CHANGES, *STATUSES, *WAYS)
+ALL_FAULTS = (*CHANGES, *STATUSES, *TRANSPORT_FAULTS)
 HARMLESS = ("another order",)
 
 
@@ -114,7 +114,7 @@ class _Handler(loopback.Handler):
     def do_POST(self) -> None:
         body = self.body()
         kind = self.server.kind()
-        self.server.asked += 1
+        self.server.request_count += 1
         reply = true_reply(body, self.headers["Content-Type"])
         if callable(kind):
             self._answer(200, kind(reply))
@@ -153,7 +153,7 @@ class _Handler(loopback.Handler):
                 self._answer(200, text[: len(text) // 2])
             case "HTML":
                 self._answer(200, b"<html><body>Bad gateway</body></html>", kind="text/html")
-            case "JSON by another type":
+            case "JSON with the content type text/plain":
                 self._answer(200, text, kind="text/plain")
             case "gzip":
                 self._head(len(text), "Content-Encoding: gzip\r\n")
@@ -181,20 +181,20 @@ class _Handler(loopback.Handler):
 
 
 class _Server(loopback.Server):
-    def __init__(self, kind: Callable[[], Kind], info: Callable[[], bytes], ready: Callable[[], bool]) -> None:
+    def __init__(self, kind: Callable[[], FaultKind], info: Callable[[], bytes], ready: Callable[[], bool]) -> None:
         super().__init__(_Handler)
         self.ready = ready
-        self.kind, self.info, self.asked, self.ended = kind, info, 0, threading.Event()
+        self.kind, self.info, self.request_count, self.ended = kind, info, 0, threading.Event()
 
 
 @contextmanager
 def bad_server(
-    kind: str | Callable[[], Kind], *, info: Callable[[], bytes] = true_info, ready: Callable[[], bool] = lambda: True
+    kind: str | Callable[[], FaultKind], *, info: Callable[[], bytes] = true_info, ready: Callable[[], bool] = lambda: True
 ) -> Iterator[_Server]:
-    """Run a server with one kind of fault, or with the kind that ``kind()`` returns at each request; "none" is no fault.
+    """Run a server with one kind of fault, or with the kind that ``kind()`` returns for each request; "none": no fault.
 
-    ``kind()`` may also return a function that makes the bytes of the reply from the true reply. ``info``: makes the server's
-    description. ``ready``: whether /readyz reports that the server is ready.
+    ``kind()`` can also return a function that makes the bytes of the reply from the correct reply. ``info``: returns the server's
+    description. ``ready``: returns whether /readyz reports that the server is ready.
     """
     server = _Server((lambda: kind) if isinstance(kind, str) else kind, info, ready)
     with loopback.running(server):

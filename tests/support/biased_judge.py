@@ -1,4 +1,4 @@
-"""A judge that compares the pixels of an image with the target, and can have one deliberate fault."""
+"""A judge that compares the pixels of an image with those of the target, and can have one deliberate fault."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -24,13 +24,13 @@ FAULTS = {
     "unreadable": "missing scores",
     "constant": "difference between rungs",
 }
-"""Each fault, with the line of the audit that must report it."""
+"""The line of the audit that must report each fault."""
 SIDE = 96
 """The side length in pixels of the images that the judge is audited with."""
 
 
 class BiasedJudge(RewardSection):
-    """Column ``score``, 0 to 10: how much of the edit is done, with a little noise."""
+    """Column ``score``, 0 to 10: how much of the edit has been made, with a little noise."""
 
     fault: str = "none"
     noise: float = 0.04
@@ -44,8 +44,8 @@ class BiasedJudge(RewardSection):
     def _score(self, sample: Sample) -> float:
         task, image = sample.task, sample.image
         assert image is not None
-        draw = np.random.default_rng(_number(f"{self.seed} {task.id} {task.instruction}", image))
-        done = _done(task.images[0], image, task)
+        draw = np.random.default_rng(_seed_from(f"{self.seed} {task.id} {task.instruction}", image))
+        done = _edit_progress(task.images[0], image, task)
         spread = self.noise
         match self.fault:
             case "position":
@@ -71,22 +71,22 @@ class BiasedJudge(RewardSection):
         return float(np.clip(done + draw.normal(0, spread), 0, 1))
 
 
-def _small(image: Image.Image) -> np.ndarray:
+def _downscaled(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("RGB").resize((24, 24), Image.Resampling.BOX), dtype=np.float64)
 
 
 def _distance(image: Image.Image, other: Image.Image | None) -> float:
     assert other is not None
-    return float(((_small(image) - _small(other)) ** 2).sum())
+    return float(((_downscaled(image) - _downscaled(other)) ** 2).sum())
 
 
-def _done(source: Image.Image, image: Image.Image, task: Task) -> float:
+def _edit_progress(source: Image.Image, image: Image.Image, task: Task) -> float:
     """Return the fraction of the squared distance between source and target that the edit has removed, from 0 to 1."""
     whole = _distance(source, task.target)
     return float(np.clip(1 - _distance(image, task.target) / whole, 0, 1)) if whole > 0 else 0.0
 
 
-def _number(text: str, image: Image.Image) -> int:
+def _seed_from(text: str, image: Image.Image) -> int:
     return int.from_bytes(hashlib.sha256(text.encode() + image.tobytes()).digest()[:8], "big")
 
 
@@ -97,5 +97,5 @@ def _has_praise(image: Image.Image) -> bool:
 
 
 def _is_noisy(image: Image.Image) -> bool:
-    """Whether the image has more colours than any drawn image has."""
+    """Return whether the image has more colours than a drawn image without noise."""
     return len(np.unique(np.asarray(image).reshape(-1, 3), axis=0)) > 400

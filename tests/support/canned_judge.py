@@ -1,4 +1,4 @@
-"""A judge whose answers a test defines: real forms and readers, no model. The colour of an image encodes its number."""
+"""A judge whose answers are defined by a test, with the real forms and parsers but no model. An image's colour is its number."""
 
 import json
 import math
@@ -20,7 +20,7 @@ JUDGE = InProcess(path="not loaded")
 
 
 class CannedClient:
-    """Answers each question with ``reply(question, number)``: a text, an object that becomes JSON, or the probability of yes.
+    """Answers each question with ``reply(question, number)``: a text, an object that is encoded as JSON, or the probability of yes.
 
     ``number``: the number of the judged image.
     """
@@ -46,22 +46,22 @@ class CannedClient:
         return Answer(scores, text=text) if scores else Answer(fault="the answer cannot be read", text=text)
 
 
-def numbered(number: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
+def numbered_image(number: int, size: tuple[int, int] = (8, 8)) -> Image.Image:
     """Make an image whose colour encodes its number."""
     return Image.new("RGB", size, (number, 100, 200))
 
 
 def number_of(image: Image.Image) -> int:
-    """Return the number of an image that ``numbered`` made."""
+    """Return the number of an image that ``numbered_image`` made."""
     red = image.convert("RGB").getpixel((0, 0))
     assert isinstance(red, tuple)
     return int(red[0])
 
 
-def saved(path: Path, number: int, size: tuple[int, int] = (8, 8)) -> Path:
-    """Save an image of ``numbered`` at ``path``."""
+def save_numbered_image(path: Path, number: int, size: tuple[int, int] = (8, 8)) -> Path:
+    """Save an image of ``numbered_image`` at ``path``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbered(number, size).save(path)
+    numbered_image(number, size).save(path)
     return path
 
 
@@ -75,8 +75,8 @@ def scored(
     found = {}
     for number, item in enumerate(items, 1):
         for turn in range(min(turns, item.turns)):
-            previous = numbered(100 + number) if turn else None
-            sample = Sample(suite.task_for(item, turn=turn, previous=previous), numbered(number))
+            previous = numbered_image(100 + number) if turn else None
+            sample = Sample(suite.task_for(item, turn=turn, previous=previous), numbered_image(number))
             given = {name: column.item() for name, column in reward([sample]).items()}
             result = suite.score(item, given)
             assert not isinstance(result, str), result

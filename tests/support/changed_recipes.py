@@ -1,4 +1,4 @@
-"""Changed recipes: documents with changed keys, their error messages, and differences between recipes."""
+"""Recipe documents with changed keys, the error messages that they raise, and the differences between two recipes."""
 
 import json
 from collections.abc import Mapping
@@ -11,11 +11,11 @@ from retouch.recipe.recipe import load, parse
 
 
 def changed(base: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return the base document with these keys changed; ``__`` in a keyword stands for the dot of a path."""
+    """Return the base document with these keys changed; ``__`` in a keyword is replaced by the dot of a path."""
     return apply(base, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
 
 
-def refusal(base: Mapping[str, Any], **changes: Any) -> list[str]:
+def raised(base: Mapping[str, Any], **changes: Any) -> list[str]:
     """Return the lines of the error that the changed document raises."""
     with pytest.raises(ValueError, match=r".") as caught:
         parse(changed(base, **changes))
@@ -31,7 +31,7 @@ def values(document: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix.removesuffix("."): document}
 
 
-def different(one: str, other: str) -> set[str]:
+def differing_paths(one: str, other: str) -> set[str]:
     """Return the paths at which two recipes differ."""
     first, second = (values(load(name).document()) for name in (one, other))
     return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}

@@ -1,4 +1,4 @@
-"""Writes the folder of a run that never ran, with the classes that a run uses: real tasks, images and scores, invented learning."""
+"""Writes the folder of an invented run with a run's classes: tasks, images and scores are real, the learning is made up."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.types import Sample, Task
 
 
-def attempt(task: Task, skill: float, random: torch.Generator) -> Image.Image:
+def edit_image(task: Task, skill: float, random: torch.Generator) -> Image.Image:
     """Make the image of an editor that makes each edit with probability ``skill`` and adds some noise."""
     scene = Scene.from_json(task.meta["scene"])
     draws = torch.rand(8, generator=random).tolist()
@@ -39,7 +39,7 @@ def judge(tasks: Sequence[Task], images: Sequence[Image.Image]) -> list[dict[str
 
 def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) -> float:
     """Write an evaluation and its images; return the mean of the column ``overall``."""
-    images = [attempt(task, skill, generator("eval", place)) for place, task in enumerate(tasks)]
+    images = [edit_image(task, skill, generator("eval", place)) for place, task in enumerate(tasks)]
     scores = judge(tasks, images)
     rows = {"all": list(range(len(tasks)))}
     for tag in ("complexity", "kinds"):
@@ -72,7 +72,7 @@ def train(folder: RunFolder, step: int, skill: float, *, group_size: int = 10, g
     kept = []
     for group, task in enumerate(tasks):
         known = 2.0 if group == 1 else skill
-        images = [attempt(task, known, generator("train", step, group, 0 if group == 1 else slot)) for slot in range(group_size)]
+        images = [edit_image(task, known, generator("train", step, group, 0 if group == 1 else slot)) for slot in range(group_size)]
         scores = judge([task] * group_size, images)
         rewards = torch.tensor([score["overall"] for score in scores])
         if group == 2:
@@ -114,7 +114,7 @@ def skill_at(step: int) -> float:
     return 0.62 + 0.19 * (1 - math.exp(-step / 45))
 
 
-def write_start(root: Path, *, name: str = "quickstart", steps: int = 120) -> RunFolder:
+def write_new_run(root: Path, *, name: str = "quickstart", steps: int = 120) -> RunFolder:
     """Write a run folder that contains only the recipe."""
     folder = RunFolder(root)
     folder.write_recipe(
@@ -137,7 +137,7 @@ def write_start(root: Path, *, name: str = "quickstart", steps: int = 120) -> Ru
 
 def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30) -> RunFolder:
     """Write a whole run: ``steps`` steps, an evaluation every ``every`` steps, and training images of the first and last step."""
-    folder = write_start(root, steps=steps)
+    folder = write_new_run(root, steps=steps)
     folder.write_preflight(
         [
             {
@@ -147,21 +147,21 @@ def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30)
                 "limit": 1e-6,
                 "text": "largest |ratio - 1| on a trial step",
             },
-            {"name": "ratio after it", "ok": True, "value": 3.1e-3, "limit": None, "text": "it moved, as it must"},
+            {"name": "ratio after it", "ok": True, "value": 3.1e-3, "limit": None, "text": "the weights changed"},
             {"name": "gradients finite and not zero", "ok": True, "value": 0.41, "limit": None, "text": "312 of 312 tensors"},
             {
                 "name": "frozen parts unchanged",
                 "ok": True,
                 "value": None,
                 "limit": None,
-                "text": "VAE and text encoder, to the bit",
+                "text": "VAE and text encoder are bitwise equal",
             },
             {
                 "name": "KL has a gradient",
                 "ok": False,
                 "value": 0.0,
                 "limit": None,
-                "text": "it has none: is the reference shared with the policy?",
+                "text": "no gradient: is the reference shared with the policy?",
             },
         ]
     )

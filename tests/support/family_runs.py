@@ -12,7 +12,7 @@ from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 
 
-def recipe_of(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, Any]:
+def small_recipe(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, Any]:
     """Return a recipe for a run on three prompts."""
     prompts = root / "prompts.txt"
     prompts.write_text("a red circle on a green square\nblue\ngreen\n")
@@ -20,28 +20,28 @@ def recipe_of(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, An
     return made | {"data": {"kind": "prompts", "path": str(prompts), "held_out": 1}} | changes
 
 
-def edits_of(root: Path) -> Path:
+def write_edits(root: Path) -> Path:
     """Write a folder of three images, each with an instruction."""
     folder = root / "photos"
     folder.mkdir()
     for number in range(3):
-        tiny_models.picture(number, 64, 64).save(folder / f"{number}.png")
+        tiny_models.image(number, 64, 64).save(folder / f"{number}.png")
     rows = [{"file_name": f"{number}.png", "instruction": "make it red"} for number in range(3)]
     (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
 
 
-def described(module: Any) -> dict[str, Any]:
+def description_of(module: Any) -> dict[str, Any]:
     """Return the description of the module that a memory plan reads."""
     return {"class": type(module).__name__, "config": {key: value for key, value in module.config.items() if key[0] != "_"}}
 
 
-def lines_of(recipe: Any) -> list[dict[str, Any]]:
+def metrics_rows(recipe: Any) -> list[dict[str, Any]]:
     """Return the rows of the run's metrics.jsonl."""
     return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def check_recomputing(model: DenoisingModel, conditioning: Conditioning, *, trained: str) -> None:
+def check_gradient_checkpointing(model: DenoisingModel, conditioning: Conditioning, *, trained: str) -> None:
     """Check that gradient checkpointing changes no gradient. ``trained``: the name prefix of some weights that have a gradient."""
     x = model.initial_noise(conditioning, tiny_models.generators(2))
     module: Any = model.module

@@ -1,9 +1,9 @@
-"""Damage to the folder of an interrupted run by crashes, disks and people, and the outcome of resuming the run.
+"""Damage to the folder of an interrupted run, caused by crashes, disks or users, and the outcome of resuming the run.
 
 The base is a run of six steps that was killed after the fifth; it has checkpoints of steps 2 and 4. ``FAULTS`` names every fault.
 `benchmarks/robustness/folders.py` applies each fault to a copy of the folder and runs `retouch train` again. The allowed outcomes
-are: the same bits as an undisturbed run, the same weights with a warning, or a refusal that changes nothing. Any other outcome is a
-bug of Retouch.
+are: results bitwise equal to those of an undisturbed run, the same weights with a warning, or an error that leaves the folder
+unchanged. Any other outcome is a bug of Retouch.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from kill_places import kill_at, recipe
 from retouch.recipe.recipe import Recipe, parse
 
 STEPS = 6
-FIRST, LAST = "checkpoints/step-000002", "checkpoints/step-000004"
+OLDER, NEWEST = "checkpoints/step-000002", "checkpoints/step-000004"
 TENSORS = ("weights", "optimizer", "copies", "random")
 RECORDS = ("recipe.json", "metrics.jsonl", "timings.jsonl", "evals.jsonl", "evals/step-000000.json", "evals/baselines.json")
-OTHERS = (
+OTHER_FILES = (
     "preflight.json",
     "report.html",
     "ledger.sqlite",
@@ -33,16 +33,16 @@ OTHERS = (
     "train.log",
     "samples/step-000002/samples.jsonl",
 )
-PARTS = tuple(
+CHECKPOINT_FILES = tuple(
     f"{step}/{name}"
-    for step in (FIRST, LAST)
+    for step in (OLDER, NEWEST)
     for name in ("manifest.json", "state.json", *(f"{each}.safetensors" for each in TENSORS))
 )
-# A run never reads these files, so their loss changes nothing that a run computes.
-SHOWN = ("timings.jsonl", "train.log", "report.html", "preflight.json")
+# A run never reads these files, so losing them does not change what a run computes.
+NOT_READ = ("timings.jsonl", "train.log", "report.html", "preflight.json")
 
 
-def six_steps(out: Path, name: str) -> Recipe:
+def six_step_recipe(out: Path, name: str) -> Recipe:
     """Return the recipe of six steps that all runs of this module use."""
     document = recipe(out, name, None).document()
     document |= {"steps": STEPS, "checkpoints": document["checkpoints"] | {"every": 2, "keep": 2}}
@@ -58,7 +58,7 @@ def train(made: Recipe) -> int:
     return cli.main(["train", str(file)])
 
 
-def train_and_die(made: Recipe) -> None:
+def train_until_killed(made: Recipe) -> None:
     kill_at("retouch.training.recorder:Recorder.step", 5, "after")
     train(made)
 
@@ -90,7 +90,7 @@ def turn_into_a_folder(path: Path) -> None:
     (path / "inside").mkdir(parents=True)
 
 
-def nest(path: Path) -> None:
+def write_nested_lists(path: Path) -> None:
     path.write_text("[" * 100_000 + "]" * 100_000)
 
 
@@ -105,7 +105,7 @@ def lines_of(change: Callable[[list[str]], list[str]], folder: Path) -> None:
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
 
 
-def another_value(line: str) -> str:
+def with_other_reward(line: str) -> str:
     return json.dumps(json.loads(line) | {"reward/mean": 123.0}) + "\n"
 
 
@@ -116,18 +116,18 @@ def manifest_of(checkpoint: str, change: Callable[[dict[str, Any]], object], fol
     path.write_text(json.dumps(manifest))
 
 
-def rehash(name: str, content: bytes, folder: Path) -> None:
+def replace_and_rehash(name: str, content: bytes, folder: Path) -> None:
     """Replace a file of the newest checkpoint and its entry in the manifest, so that its hash is valid."""
-    (folder / LAST / name).write_bytes(content)
+    (folder / NEWEST / name).write_bytes(content)
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    manifest_of(LAST, lambda manifest: manifest["files"].update({name: entry}), folder)
+    manifest_of(NEWEST, lambda manifest: manifest["files"].update({name: entry}), folder)
 
 
 def without(groups: tuple[str, ...], folder: Path) -> None:
     """Delete groups of tensors from the newest checkpoint and from its manifest."""
     for group in groups:
-        (folder / LAST / f"{group}.safetensors").unlink()
-    manifest_of(LAST, lambda manifest: [manifest["files"].pop(f"{group}.safetensors") for group in groups], folder)
+        (folder / NEWEST / f"{group}.safetensors").unlink()
+    manifest_of(NEWEST, lambda manifest: [manifest["files"].pop(f"{group}.safetensors") for group in groups], folder)
 
 
 def rename(old: str, new: str, folder: Path) -> None:
@@ -139,37 +139,37 @@ def link_to_itself(name: str, folder: Path) -> None:
     (folder / name).symlink_to(folder / name)
 
 
-def _at(name: str, change: Callable[[Path], None], folder: Path) -> None:
+def _apply_to(name: str, change: Callable[[Path], None], folder: Path) -> None:
     change(folder / name)
 
 
 def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     for change in (delete, empty, cut, flip, fill, turn_into_a_folder):
-        for name in (*RECORDS, *OTHERS):
+        for name in (*RECORDS, *OTHER_FILES):
             if not (change in (turn_into_a_folder,) and name == "train.log"):
-                yield f"{change.__name__.replace('_', ' ')}: {name}", partial(_at, name, change)
+                yield f"{change.__name__.replace('_', ' ')}: {name}", partial(_apply_to, name, change)
     for change in (delete, empty, flip):
-        for name in PARTS:
-            yield f"{change.__name__}: {name}", partial(_at, name, change)
+        for name in CHECKPOINT_FILES:
+            yield f"{change.__name__}: {name}", partial(_apply_to, name, change)
     for name in (
         "recipe.json",
         "evals/step-000000.json",
         "saved.json",
         "owner.json",
-        f"{LAST}/manifest.json",
-        f"{LAST}/state.json",
+        f"{NEWEST}/manifest.json",
+        f"{NEWEST}/state.json",
     ):
-        yield f"nested 100 000 deep: {name}", partial(_at, name, nest)
-    for name in ("recipe.json", "saved.json", "owner.json", "evals/step-000000.json", f"{LAST}/manifest.json"):
+        yield f"nested 100 000 deep: {name}", partial(_apply_to, name, write_nested_lists)
+    for name in ("recipe.json", "saved.json", "owner.json", "evals/step-000000.json", f"{NEWEST}/manifest.json"):
         for text in ("{}", "[]", "null", '{"step": "x"}'):
             yield f"{text}: {name}", partial(write, name, text)
-    yield "no checkpoints", partial(_at, "checkpoints", delete)
-    yield "no newest checkpoint", partial(_at, LAST, delete)
-    yield "no older checkpoint", partial(_at, FIRST, delete)
-    yield "no samples", partial(_at, "samples", delete)
-    yield "no evaluations", partial(_at, "evals", delete)
+    yield "no checkpoints", partial(_apply_to, "checkpoints", delete)
+    yield "no newest checkpoint", partial(_apply_to, NEWEST, delete)
+    yield "no older checkpoint", partial(_apply_to, OLDER, delete)
+    yield "no samples", partial(_apply_to, "samples", delete)
+    yield "no evaluations", partial(_apply_to, "evals", delete)
     yield "every line of the metrics twice", partial(lines_of, lambda lines: [line for line in lines for _ in range(2)])
-    yield "a line of the metrics contradicts", partial(lines_of, lambda lines: [another_value(lines[1]), *lines])
+    yield "a line of the metrics contradicts", partial(lines_of, lambda lines: [with_other_reward(lines[1]), *lines])
     yield "a line of the metrics is missing", partial(lines_of, lambda lines: [lines[0], *lines[2:]])
     yield "the metrics are in reverse", partial(lines_of, lambda lines: lines[::-1])
     yield "a foreign line in the metrics", partial(lines_of, lambda lines: [lines[0], "who am I?\n", *lines[1:]])
@@ -181,21 +181,21 @@ def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "a stale temporary record", partial(write, "saved.json.tmp", "half")
     yield "a checkpoint that is a file", partial(write, "checkpoints/step-000005", "not a folder")
     yield "an empty checkpoint", lambda folder: (folder / "checkpoints/step-000005").mkdir()
-    yield "a checkpoint under another step's name", partial(rename, LAST, "checkpoints/step-000005")
+    yield "a checkpoint under another step's name", partial(rename, NEWEST, "checkpoints/step-000005")
     yield "a link to itself as a checkpoint", partial(link_to_itself, "checkpoints/step-000005")
     yield "a folder of samples with a strange name", lambda folder: (folder / "samples/step-of-mine").mkdir()
     yield "a file as the samples of a later step", partial(write, "samples/step-000005", "not a folder")
     yield "a checkpoint without weights", partial(without, ("weights",))
     yield "a checkpoint without an optimizer", partial(without, ("optimizer",))
     yield "a checkpoint without any tensors", partial(without, TENSORS)
-    yield "weights that are no safetensors", partial(rehash, "weights.safetensors", b"not a tensor in sight")
-    yield "a state that is a list", partial(rehash, "state.json", b"[]")
-    yield "a state of another step", partial(rehash, "state.json", b'{"step": 3, "numbers": {}}')
+    yield "weights that are no safetensors", partial(replace_and_rehash, "weights.safetensors", b"not a tensor in sight")
+    yield "a state that is a list", partial(replace_and_rehash, "state.json", b"[]")
+    yield "a state of another step", partial(replace_and_rehash, "state.json", b'{"step": 3, "numbers": {}}')
     yield (
         "a manifest that names a file elsewhere",
-        partial(manifest_of, LAST, lambda manifest: manifest["files"].update({"../../recipe.json": {"bytes": 1, "sha256": "0"}})),
+        partial(manifest_of, NEWEST, lambda manifest: manifest["files"].update({"../../recipe.json": {"bytes": 1, "sha256": "0"}})),
     )
-    yield "a manifest of another format", partial(manifest_of, LAST, lambda manifest: manifest.update(format=99))
+    yield "a manifest of another format", partial(manifest_of, NEWEST, lambda manifest: manifest.update(format=99))
     yield "a ledger of another version", partial(_another_ledger)
 
 
@@ -208,7 +208,7 @@ def _another_ledger(folder: Path) -> None:
 
 
 FAULTS = dict(_faults())
-# Warnings about records that a resumed run cannot restore but must report.
+# A resumed run cannot restore some records; then it must print a warning that contains one of these words.
 WARNED = re.compile(r"missing|lost|removed|twice|contradicted|not in order|skipping a checkpoint|trained again|no summary|is gone")
 
 
@@ -221,7 +221,7 @@ class Outcome:
     text: str
 
 
-def bits(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+def file_hashes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() if (folder / name).is_file() else "" for name in names}
 
 
@@ -230,7 +230,7 @@ ALL = (*WEIGHTS, "metrics.jsonl", "evals.jsonl", "evals/step-000000.json", f"eva
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Hash the files that a refusal must not change: all but the log, the recipe, the owner, the ledger and temporary files."""
+    """Hash the files that an error must not change: all but the log, the recipe, the owner, the ledger and temporary files."""
     ignored = {"train.log", "owner.json", "recipe.json"}
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -245,13 +245,13 @@ def judge_outcome(fault: str, code: int, printed: str, *, before: dict[str, str]
     if "Traceback" in printed:
         return Outcome(fault, "WRONG", f"a traceback: {last}")
     if code == 2:
-        unchanged = contents(folder) == before or bits(folder, WEIGHTS) == bits(whole, WEIGHTS)
+        unchanged = contents(folder) == before or file_hashes(folder, WEIGHTS) == file_hashes(whole, WEIGHTS)
         return Outcome(fault, "refused" if unchanged and "retouch train: " in printed else "WRONG", last)
     if code != 0:
         return Outcome(fault, "WRONG", f"exit code {code}: {last}")
-    if bits(folder, WEIGHTS) != bits(whole, WEIGHTS):
+    if file_hashes(folder, WEIGHTS) != file_hashes(whole, WEIGHTS):
         return Outcome(fault, "WRONG", "other weights")
-    if bits(folder, ALL) == bits(whole, ALL):
+    if file_hashes(folder, ALL) == file_hashes(whole, ALL):
         return Outcome(fault, "same bits", "")
     warning = next((line for line in printed.splitlines() if WARNED.search(line)), None)
-    return Outcome(fault, "WRONG" if warning is None else "same weights, said", warning or "lost records without a word")
+    return Outcome(fault, "WRONG" if warning is None else "same weights, said", warning or "records were lost without a warning")

@@ -2,7 +2,7 @@
 
     python gpu_in_one_process.py FOLDER CHECK ...
 
-Prints for each check the line that `benchmarks/gpu/run.py --dry-run` would print. Time limits, kills and checks that crash need a
+Prints for each check the line that `benchmarks/gpu/run.py --dry-run` would print. Time limits, kills and crashing checks need one
 process per check and are not tested here.
 """
 

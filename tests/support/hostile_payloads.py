@@ -1,4 +1,4 @@
-"""Generates hostile payloads: damaged image files, wrong values for every field of a batch, and broken bodies."""
+"""Generates invalid requests to a reward server: damaged image files, wrong values of every field of a batch, and broken bodies."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from live_server import picture, png
+from live_server import noise_image, png
 from retouch.rewards.wire.bodies import encode_body
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -18,12 +18,12 @@ BATCH = {
     "items": [{"id": "x", "task": 0, "picture": 0}],
     "pictures": [{"form": "encoded"}],
 }
-GOOD = png(picture(0))
+VALID_PNG = png(noise_image(0))
 VALUES: dict[str, object] = {
     **{"null": None, "true": True, "minus one": -1, "half": 0.5, "1e999": float("inf"), "2^70": 2**70},
     **{"a text": "~ü", "an empty text": "", "a list": [[]], "an empty list": [], "an object": {"a": {}}, "an empty object": {}},
 }
-FIELDS: dict[str, tuple[str, ...]] = {  # the path of each field, and the values of ``VALUES`` that it may have
+FIELDS: dict[str, tuple[str, ...]] = {  # the path of each field, and the values of ``VALUES`` that are valid for it
     "version": (),
     "tasks": (),
     "items": (),
@@ -65,16 +65,16 @@ def header(width: int = 4, height: int = 4, depth: int = 8, colour: int = 2, *re
 def saved(format: str) -> bytes:
     """Return the bytes of a valid image in this format."""
     buffer = io.BytesIO()
-    picture(0).convert("1" if format in ("XBM", "MSP") else "RGB").save(buffer, format)
+    noise_image(0).convert("1" if format in ("XBM", "MSP") else "RGB").save(buffer, format)
     return buffer.getvalue()
 
 
-def damaged_pictures() -> Iterator[tuple[str, bytes]]:
+def damaged_images() -> Iterator[tuple[str, bytes]]:
     """Yield files that are cut off, files in formats that are not accepted, and PNGs with wrong chunks."""
     for format in ("PNG", "JPEG", "WEBP"):
         whole = saved(format)
         for share in (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80):
-            yield f"{format} of which {share} % arrive", whole[: len(whole) * share // 100]
+            yield f"the first {share} % of a {format}", whole[: len(whole) * share // 100]
     for format in (
         "GIF",
         "BMP",
@@ -93,7 +93,7 @@ def damaged_pictures() -> Iterator[tuple[str, bytes]]:
         "EPS",
     ):
         if Image.SAVE.get(format) is not None or (Image.init() and format in Image.SAVE):
-            yield f"{format} in place of a PNG", saved(format)
+            yield f"{format} instead of PNG", saved(format)
     pixels = chunk(b"IDAT", zlib.compress((b"\0" + bytes(12)) * 4))
     end = chunk(b"IEND", b"")
     for depth, colour in ((0, 2), (3, 2), (7, 0), (16, 3), (1, 2), (4, 6), (255, 2), (8, 1), (8, 5), (8, 255)):
@@ -101,19 +101,19 @@ def damaged_pictures() -> Iterator[tuple[str, bytes]]:
     for width, height in ((0, 4), (4, 0), (2**31, 4), (4, 2**32 - 1), (65536, 65536), (2**20, 2), (1, 2**21)):
         yield f"PNG of {width} x {height}", SIGNATURE + header(width, height) + pixels + end
     yield "PNG without pixels", SIGNATURE + header() + end
-    yield "PNG whose pixels are none", SIGNATURE + header() + chunk(b"IDAT", b"hello") + end
-    yield "PNG whose pixels end early", SIGNATURE + header() + chunk(b"IDAT", zlib.compress(b"\0" * 5)) + end
+    yield "PNG whose pixels are not compressed data", SIGNATURE + header() + chunk(b"IDAT", b"hello") + end
+    yield "PNG with too few pixels", SIGNATURE + header() + chunk(b"IDAT", zlib.compress(b"\0" * 5)) + end
     yield "PNG without a header", SIGNATURE + pixels + end
     yield "PNG with a short header", SIGNATURE + chunk(b"IHDR", bytes(5)) + pixels + end
     yield "PNG with a wrong checksum", SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 2, 0, 0, 0), checksum=1) + pixels
     yield "PNG with a chunk of 2 GB", SIGNATURE + header() + struct.pack(">I", 2**31 - 1) + b"IDAT" + bytes(9)
-    yield "PNG of an unknown filter", SIGNATURE + header() + chunk(b"IDAT", zlib.compress((b"\xff" + bytes(12)) * 4)) + end
-    yield "PNG in PNG", SIGNATURE + GOOD
-    yield "GIF with a PNG's name in it", b"GIF89a" + GOOD
-    yield "RIFF that is no WebP", b"RIFF" + struct.pack("<I", 100) + b"WAVEfmt " + bytes(92)
-    yield "WebP of a length that is not its own", saved("WEBP")[:4] + b"\xff\xff\xff\x7f" + saved("WEBP")[8:40]
+    yield "PNG with an unknown filter", SIGNATURE + header() + chunk(b"IDAT", zlib.compress((b"\xff" + bytes(12)) * 4)) + end
+    yield "PNG in PNG", SIGNATURE + VALID_PNG
+    yield "GIF with a PNG's name in it", b"GIF89a" + VALID_PNG
+    yield "RIFF that is not WebP", b"RIFF" + struct.pack("<I", 100) + b"WAVEfmt " + bytes(92)
+    yield "WebP with a wrong length field", saved("WEBP")[:4] + b"\xff\xff\xff\x7f" + saved("WEBP")[8:40]
     yield "JPEG without tables", b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x10\x00\x10\x03\x01\x11\x00\x02\x11\x01\x03\x11\x01\xff\xd9"
-    yield "JPEG of markers", b"\xff\xd8" + b"\xff\xe0\x00\x02" * 20_000
+    yield "JPEG that contains only markers", b"\xff\xd8" + b"\xff\xe0\x00\x02" * 20_000
     yield "JPEG of 65535 x 65535", b"\xff\xd8\xff\xc0\x00\x0b\x08\xff\xff\xff\xff\x01\x01\x11\x00\xff\xd9"
 
 
@@ -135,9 +135,9 @@ def broken_bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
     """Yield bodies that are cut off, or that do not match their content type."""
     document = json.dumps(BATCH).encode()
     for form in ("multipart", "msgpack", "json"):
-        body, kind = encode_body(document, [GOOD], form)
+        body, kind = encode_body(document, [VALID_PNG], form)
         for share in (0, 1, 3, 10, 25, 50, 75, 90, 99):
-            yield f"{form} of which {share} % arrive", body[: len(body) * share // 100], {"Content-Type": kind}
+            yield f"the first {share} % of a {form} body", body[: len(body) * share // 100], {"Content-Type": kind}
         for other in (
             "multipart/form-data; boundary=zzz",
             "application/msgpack",
@@ -151,11 +151,11 @@ def broken_bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
         yield f"{form} twice", body * 2, {"Content-Type": kind}
         yield f"{form} after a byte order mark", b"\xef\xbb\xbf" + body, {"Content-Type": kind}
         yield f"{form} in capitals", body.upper(), {"Content-Type": kind}
-        yield f"{form} said to be gzip", body, {"Content-Type": kind, "Content-Encoding": "gzip"}
+        yield f"{form} declared as gzip", body, {"Content-Type": kind, "Content-Encoding": "gzip"}
         for deadline in ("0", "-1", "1e999", "NaN", "1,5", "", "0x10", "1 2"):
             yield f"{form} with a deadline of {deadline!r}", body, {"Content-Type": kind, "X-Deadline-Seconds": deadline}
 
 
-DAMAGED = dict(damaged_pictures())
-WRONG = dict(wrong_documents())
-BROKEN = {name: (body, headers) for name, body, headers in broken_bodies()}
+DAMAGED_IMAGES = dict(damaged_images())
+WRONG_DOCUMENTS = dict(wrong_documents())
+BROKEN_BODIES = {name: (body, headers) for name, body, headers in broken_bodies()}

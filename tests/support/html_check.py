@@ -1,4 +1,4 @@
-"""Reads an HTML page strictly: every element must be closed inside its parent, and nothing may be fetched."""
+"""Parses an HTML page strictly: every element must be closed inside its parent, and the page must not load anything."""
 
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -41,11 +41,11 @@ class _Reader(HTMLParser):
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert "svg" in self.open, f"<{tag}/> closes itself only inside SVG"
+        assert "svg" in self.open, f"<{tag}/> outside of SVG"
         self.page.elements.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open, f"</{tag}> closes nothing"
+        assert self.open, f"</{tag}> without a start tag"
         assert self.open[-1] == tag, f"</{tag}> inside <{self.open[-1]}>"
         self.open.pop()
 
@@ -67,8 +67,8 @@ def read(content: str) -> Page:
     return reader.page
 
 
-def assert_needs_nothing(page: Page) -> None:
-    """Check that no element fetches, links or runs anything outside the page."""
+def assert_self_contained(page: Page) -> None:
+    """Check that no element loads, links to or runs anything outside the page."""
     for name, attributes in page.elements:
         assert name not in FETCHING, name
         for key, value in attributes.items():

@@ -1,7 +1,7 @@
 """Streams a data set from a local double of the Hugging Face Hub: ``hub_dataset.py FOLDER parquet|tar``.
 
-The server answers the requests with which ``datasets`` lists and reads the files of one public data set. Prints the rows that are
-drawn.
+The server answers the requests that ``datasets`` makes to list and read the files of one public data set. Prints the rows that the
+stream returns.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""A local double of the Hugging Face Hub, with the endpoints that pushing needs: repositories, branches, commits of small files."""
+"""A local double of the Hugging Face Hub with the endpoints for uploads: repositories, branches, commits of small files."""
 
 import base64
 import json
@@ -13,7 +13,7 @@ TOKEN = "hf_of_the_double"
 
 
 class Hub:
-    """The state of the Hub. ``files``: content by (revision, path). ``private``: whether each repository is private. ``refuses``:
+    """The state of the Hub. ``files``: content by (revision, path). ``private``: whether each repository is private. ``statuses``:
     status with which requests are refused, by a part of their path."""
 
     def __init__(self, url: str) -> None:
@@ -22,10 +22,10 @@ class Hub:
         self.branches: dict[str, set[str]] = {}
         self.files: dict[tuple[str, str], bytes] = {}
         self.messages: list[str] = []
-        self.refuses: dict[str, int] = {}
+        self.statuses: dict[str, int] = {}
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
-        if (status := next((code for part, code in self.refuses.items() if part in path), None)) is not None:
+        if (status := next((code for part, code in self.statuses.items() if part in path), None)) is not None:
             return status, {"error": "refused"}
         if path == "/api/repos/create":
             asked = json.loads(body)
@@ -69,7 +69,7 @@ def serve() -> Iterator[Hub]:
         def do_POST(self) -> None:
             body = self.body()
             if self.headers["Authorization"] != f"Bearer {TOKEN}":
-                self.reply(401, {"error": "whose are you?"})
+                self.reply(401, {"error": "unknown token"})
             else:
                 self.reply(*hub.answer(self.path, body))
 

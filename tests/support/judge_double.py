@@ -1,7 +1,7 @@
-"""A strict local double of an OpenAI-compatible server: it refuses the requests that such a server refuses, and can inject faults.
+"""A strict local double of an OpenAI-compatible server: it rejects the requests that such a server rejects, and can inject faults.
 
-Its scores are a function of the judged image's pixels, the score's name and the seed, so that a test knows the scores without
-faults.
+Its scores depend only on the judged image's pixels, the score's name and the seed, so a test can compute the scores that it gives
+without faults.
 """
 
 import base64
@@ -59,21 +59,21 @@ def fraction(pixels: bytes, name: str, seed: int) -> float:
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
-def clean(image: Image.Image, name: str, seed: int, *, low: float, high: float, whole: bool = False) -> float:
-    """Return the score that the double gives an image without a fault."""
+def expected_score(image: Image.Image, name: str, seed: int, *, low: float, high: float, whole: bool = False) -> float:
+    """Return the score that the double gives to an image if there is no fault."""
     value = low + (high - low) * fraction(image.convert("RGB").tobytes(), name, seed)
     return float(round(value)) if whole else round(value, 3)
 
 
 class Double:
-    """The server. ``fault``: maps (digest of a request, how often it came before) to a kind of fault, or None for no fault."""
+    """The server. ``fault``: maps (digest of a request, how often it was received before) to a kind of fault, or to None."""
 
     def __init__(self, fault=lambda digest, times: None, *, words=None, hang=1.0):
         self.fault, self.words, self.hang = fault, words or {"yes": 0.75, "no": 0.2}, hang
         self.requests: list[dict] = []
         self.refused: list[str] = []
         self.seen: Counter[str] = Counter()
-        self.most = self.now = 0
+        self.max_concurrent = self.now = 0
         self.lock = threading.Lock()
         double = self
 
@@ -95,10 +95,10 @@ class Double:
     def answer(self, handler):
         with self.lock:
             self.now += 1
-            self.most = max(self.most, self.now)
+            self.max_concurrent = max(self.max_concurrent, self.now)
         try:
             body = json.loads(handler.body())
-            complaint = complaint_of(handler, body)
+            complaint = request_error(handler, body)
             if complaint:
                 self.refused.append(complaint)
                 return send(handler, 400, {"error": {"message": f"{complaint}; you sent {handler.headers['Authorization']}"}})
@@ -163,8 +163,8 @@ class Double:
         return send(handler, 200, reply, cut=fault == "cut")
 
     def content(self, body):
-        """Return the answer without a fault, and the first token's log-probabilities if they were requested."""
-        pixels = picture_of(body["messages"][-1]["content"][-1])
+        """Return the correct answer, and the first token's log-probabilities if they were requested."""
+        pixels = judged_pixels(body["messages"][-1]["content"][-1])
         if body.get("logprobs"):
             words = self.words(pixels) if callable(self.words) else self.words
             tokens = [{"token": word, "logprob": math.log(mass), "bytes": None} for word, mass in words.items()]
@@ -195,7 +195,7 @@ def send(handler, status, body, headers=None, *, cut=False):
         handler.close_connection = True
 
 
-def picture_of(part) -> bytes:
+def judged_pixels(part) -> bytes:
     url = part["image_url"]["url"]
     kind, data = url.split(";base64,")
     assert kind in ("data:image/webp", "data:image/png")
@@ -212,8 +212,8 @@ def choices_of(body) -> list[str] | None:
     return body["structured_outputs"]["choice"] if "structured_outputs" in body else body.get("guided_choice")
 
 
-def complaint_of(handler, body) -> str | None:
-    """Return why the request is wrong: such a server would refuse it, or our order is broken (rubric first, judged image last)."""
+def request_error(handler, body) -> str | None:
+    """Return what a server would reject, or a wrong order of the parts (rubric first, judged image last), or None."""
     known = {
         "structured_outputs",
         "guided_choice",
@@ -245,6 +245,6 @@ def complaint_of(handler, body) -> str | None:
     return None if strict and schema["required"] == list(schema["properties"]) else "schema"
 
 
-def asking(judge, panel, **fields):
-    """Make a judge of this class that asks the panel of the test."""
+def on_panel(judge, panel, **fields):
+    """Make a judge of this class that uses the given panel."""
     return judge(judge=InProcess(path="not loaded"), **fields).with_model(panel)

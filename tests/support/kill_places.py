@@ -1,4 +1,4 @@
-"""Kills a tiny run with SIGKILL at each of several places, resumes it, and reports whether any bit differs.
+"""Kills a tiny run with SIGKILL at each of several places, resumes it, and reports which result files differ.
 
 This is a program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]`
 prints a JSON line per place. A place is a function, the number of the call, and whether the kill comes before or after this call.
@@ -54,9 +54,9 @@ PLACES = (
     ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
     ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
-# Kills in the warm-up, between the phases, in a rollout, and between two epochs of a step. The trial step of each phase comes
-# first, so its calls count too.
-OF_PHASES = (
+# Kills in the warm-up, between the phases, in a rollout, and between two epochs of a step. The trial step of each phase is made
+# first, so its calls are counted too.
+PHASES_PLACES = (
     ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
     ("retouch.assembly.assembly:Assembly.begin", 2, "before"),
@@ -68,7 +68,7 @@ OF_PHASES = (
 )
 # Kills with two rollouts in the queue that the checkpoint does not contain, before the third rollout is made, and after the third
 # optimizer step (the call of the trial step counts too).
-OF_STALE = (
+STALE_PLACES = (
     ("retouch.training.checkpoint:save", 1, "after"),
     ("retouch.training.loop:begin_collecting", 3, "before"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
@@ -76,7 +76,7 @@ OF_STALE = (
 
 
 # Kills when the scores of a replacement group are in the ledger but its samples are not stored, and in the second round of a step.
-OF_REFILL = (
+REFILL_PLACES = (
     ("retouch.training.refill:replace_rows", 1, "before"),
     ("retouch.training.refill:with_tasks", 4, "after"),
 )
@@ -108,7 +108,7 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         document |= {"steps": None, "phases": [imitates, passed_over, {"name": "learn", "steps": 2}], "epochs": 2}
     elif writer == STALE:
         document["rollout"]["staleness"] = 2
-        document["learning_rate"] = 1e-2  # large, so that other weights make other images
+        document["learning_rate"] = 1e-2  # large, so that an update visibly changes the images
     elif writer == REFILL:
         document["rollout"]["refill"] = {"rounds": 2}
         document["reward"]["combine"] = "max(overall, 9)"  # so that most groups of two have equal rewards
@@ -140,7 +140,7 @@ def train(out: Path, name: str, writer: str | None) -> None:
 
 
 def kill_at(place: str, call: int, when: str) -> None:
-    """Wrap the function so that this process gets a SIGKILL before or after call number ``call``."""
+    """Wrap the function so that this process is killed with SIGKILL before or after call number ``call``."""
     module_name, _, path = place.partition(":")
     owner: Any = importlib.import_module(module_name)
     *outer, name = path.split(".")
@@ -162,7 +162,7 @@ def kill_at(place: str, call: int, when: str) -> None:
     setattr(owner, name, counted)
 
 
-def in_child(work: Callable[[], None]) -> int:
+def run_in_fork(work: Callable[[], None]) -> int:
     """Run ``work`` in a fork without output; return its exit code, or minus the number of the signal that ended it."""
     child = os.fork()
     if child:
@@ -177,7 +177,7 @@ def in_child(work: Callable[[], None]) -> int:
     os._exit(code)
 
 
-def bits(folder: Path) -> dict[str, str]:
+def file_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of the files that must not differ: the last checkpoint's tensors, the metrics, the held-out scores."""
     names = [f"checkpoints/step-{STEPS:06d}/{group}.safetensors" for group in ("weights", "optimizer", "copies", "random")]
     names += ["metrics.jsonl", f"evals/step-{STEPS:06d}.json", "evals.jsonl"]
@@ -186,11 +186,11 @@ def bits(folder: Path) -> dict[str, str]:
 
 def places(writer: str | None) -> list[tuple[str, int, str]]:
     if writer == PHASES:
-        return list(OF_PHASES)
+        return list(PHASES_PLACES)
     if writer == STALE:
-        return list(OF_STALE)
+        return list(STALE_PLACES)
     if writer == REFILL:
-        return list(OF_REFILL)
+        return list(REFILL_PLACES)
     acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
     denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
@@ -199,8 +199,8 @@ def places(writer: str | None) -> list[tuple[str, int, str]]:
 def main(out: Path, count: int, writer: str | None = None) -> None:
     import_models()
 
-    assert in_child(lambda: train(out, "whole", writer)) == 0
-    expected = bits(out / "whole")
+    assert run_in_fork(lambda: train(out, "whole", writer)) == 0
+    expected = file_hashes(out / "whole")
     known = places(writer)
     for number, (place, call, when) in enumerate(known[:: max(1, len(known) // count)][:count]):
         name = f"killed-{number}"
@@ -209,11 +209,11 @@ def main(out: Path, count: int, writer: str | None = None) -> None:
             kill_at(place, call, when)
             train(out, name, writer)
 
-        ended = in_child(killed)
+        ended = run_in_fork(killed)
         metrics = out / name / "metrics.jsonl"
         done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        resumed = in_child(lambda name=name: train(out, name, writer))
-        found = bits(out / name) if resumed == 0 else {}
+        resumed = run_in_fork(lambda name=name: train(out, name, writer))
+        found = file_hashes(out / name) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
         result = {
             "place": f"{when} call {call} of {place}",

@@ -1,8 +1,7 @@
 """Saves checkpoints in child processes that are killed. The test runs this program: ``kill_saves.py FOLDER SEED POINTS TIMES``.
 
-Each child saves step after step and reports to the parent which step is saved. It is killed at one of the points where Python
-accesses the disk (an audit event), or after a random time. The parent then reads the files that are left, and exits with 1 at the
-first fault.
+Each child saves step after step and reports to the parent which step is saved. It is killed at a given disk access of Python
+(an audit event), or after a random time. The parent then reads the files that are left, and exits with 1 at the first error.
 """
 
 import os
@@ -27,7 +26,7 @@ def state(step: int) -> TrainState:
     return TrainState(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"seen": [step, f"{step}"]})
 
 
-def same(one: TrainState, other: TrainState) -> bool:
+def states_equal(one: TrainState, other: TrainState) -> bool:
     """Whether the two states are equal to the bit."""
     if one.step != other.step or one.numbers != other.numbers or one.tensors.keys() != other.tensors.keys():
         return False
@@ -88,13 +87,13 @@ def main(folder: Path, seed: int, points: int, times: int) -> None:
         safe = max(safe, told)
         found = checkpoint.latest(folder)
         step = -1 if found is None else checkpoint.load(found).step
-        assert safe <= step <= safe + 1, f"kill {index}: step {safe} was safe and {found} was found"
-        assert found is None or same(checkpoint.load(found), state(step)), f"kill {index}: {found} has other contents"
+        assert safe <= step <= safe + 1, f"kill {index}: step {safe} was saved, but the newest checkpoint is {found}"
+        assert found is None or states_equal(checkpoint.load(found), state(step)), f"kill {index}: {found} has wrong contents"
         safe = step
     checkpoint.remove_leftovers(folder)
     left = sorted(path.name for path in folder.iterdir())
     assert all(name.startswith("step-") for name in left), f"left behind: {left}"
-    assert inside > points // 2, f"only {inside} kills came in the middle of something"
+    assert inside > points // 2, f"only {inside} kills interrupted a save"
 
 
 if __name__ == "__main__":

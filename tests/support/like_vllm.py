@@ -14,21 +14,21 @@ SAMPLING = {"max_tokens": 3, "logprobs": 0, "seed": 5, "ignore_eos": True, "deto
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request, the expected status of the answer, and for a refusal a part of the expected message."""
+    """A request, the expected status of the answer, and for an error a part of the expected message."""
 
     path: str
     body: Any = None
     status: int = 200
-    says: str = ""
+    expected_message: str = ""
 
 
-def generate(status: int = 200, says: str = "", *, sampling: dict[str, Any] | None = None, **body: Any) -> Exchange:
+def generate(status: int = 200, expected_message: str = "", *, sampling: dict[str, Any] | None = None, **body: Any) -> Exchange:
     """Make a request to generate, with changed fields."""
     document = {"token_ids": [5, 6], "return_token_ids": True, **body, "sampling_params": {**SAMPLING, **(sampling or {})}}
-    return Exchange(GENERATE, document, status, says)
+    return Exchange(GENERATE, document, status, expected_message)
 
 
-ALWAYS = (
+ALL_SERVERS = (
     Exchange("/version"),
     Exchange("/health"),
     Exchange("/v1/models"),
@@ -92,10 +92,10 @@ def _differing(exchange: Exchange, real: httpx.Response, double: httpx.Response)
     for name, response in (("the real server", real), ("the double", double)):
         if response.status_code != exchange.status:
             yield f"{where}: {name} answers {response.status_code}, not {exchange.status}: {response.text[:200]}"
-        if exchange.says and exchange.says not in json.loads(response.text)["error"]["message"]:
-            yield f"{where}: {name} does not say {exchange.says!r}: {response.text[:200]}"
-    if real.status_code == 404 and not exchange.says:
-        return  # no such endpoint: the client reads nothing of FastAPI's own answer
+        if exchange.expected_message and exchange.expected_message not in json.loads(response.text)["error"]["message"]:
+            yield f"{where}: {name} does not say {exchange.expected_message!r}: {response.text[:200]}"
+    if real.status_code == 404 and not exchange.expected_message:
+        return  # no such endpoint: the client ignores the text of FastAPI's answer
     theirs, ours = (_form(json.loads(each.text)) if each.text not in ("", '""') else None for each in (real, double))
     exact = exchange.path == GENERATE
     yield from (f"{where}: {line}" for line in _missing(ours, theirs, "") if line)
@@ -125,5 +125,5 @@ def _missing(form: Any, other: Any, at: str) -> Iterator[str]:
     elif isinstance(form, list) and isinstance(other, list):
         if form and other:
             yield from _missing(form[0], other[0], f"{at}[]")
-    elif form != other and not at.endswith(".param"):  # no client reads which parameter was wrong
+    elif form != other and not at.endswith(".param"):  # clients ignore which parameter was wrong
         yield f"{at}: {form}, {other}"

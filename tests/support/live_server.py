@@ -37,8 +37,8 @@ def remote(urls: Sequence[str], **settings: object) -> RemoteClient:
 
 
 @dataclass(frozen=True)
-class Live:
-    """A running server. ``client`` reuses its connections; a new one for each request would cost more than the request."""
+class LiveServer:
+    """A running server. ``client`` reuses its connections; opening one for each request would take longer than the request."""
 
     url: str
     service: Service
@@ -53,7 +53,7 @@ def live(
     token: str | None = None,
     single_score: SingleScore | None = None,
     port: int = 0,
-) -> Iterator[Live]:
+) -> Iterator[LiveServer]:
     words = [each for each in rewards if isinstance(each, str)]
     specs = parse_specs(words)
     hosted = [
@@ -70,7 +70,7 @@ def live(
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
         with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-            yield Live(url, service, server, client)
+            yield LiveServer(url, service, server, client)
     finally:
         server.should_exit = True
         thread.join(timeout=120)
@@ -82,7 +82,7 @@ def host(reward: object, name: str = "digest") -> HostedReward:
     return HostedReward(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
 
 
-def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:
+def noise_image(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:
     """Return an image of noise that depends on the number."""
     pixels = torch.randint(256, (size[1], size[0], 3), generator=generator("test picture", number), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy()).convert(mode)
@@ -90,8 +90,8 @@ def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB")
 
 def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
     """Make samples in groups; the samples of a group share a task with a source image."""
-    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(picture(1000 + k),)) for k in range(count)]
-    return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
+    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(noise_image(1000 + k),)) for k in range(count)]
+    return [Sample(replace(tasks[row // group], **task), noise_image(row)) for row in range(count)]
 
 
 def body_of(

@@ -1,4 +1,4 @@
-"""A judge with wrong replies: an OpenAI-compatible endpoint whose replies a function makes, and tables of such functions."""
+"""A judge with wrong replies: an OpenAI-compatible endpoint whose replies come from a function, and tables of such functions."""
 
 import gzip
 import json
@@ -16,14 +16,14 @@ Completion = dict[str, Any]
 
 @dataclass
 class Reply:
-    """The HTTP response that is sent."""
+    """The HTTP response to send."""
 
     body: bytes
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
 
 
-Lie = Callable[[Completion], Reply]
+ReplyMaker = Callable[[Completion], Reply]
 
 
 def completion(content: object = '{"reasoning": "", "score": 7}', **choice: object) -> Completion:
@@ -38,34 +38,34 @@ def _json(value: object, **headers: str) -> Reply:
     return Reply(json.dumps(value).encode(), headers=headers)
 
 
-def _content(content: object, **choice: object) -> Lie:
+def _content(content: object, **choice: object) -> ReplyMaker:
     return lambda true: _json(completion(content, **choice))
 
 
-def _score(text: str) -> Lie:
+def _score(text: str) -> ReplyMaker:
     return _content(f'{{"reasoning": "", "score": {text}}}')
 
 
-def _changed(**changes: object) -> Lie:
+def _changed(**changes: object) -> ReplyMaker:
     return lambda true: _json({**true, **changes})
 
 
-def _bytes(make: Callable[[bytes], bytes], **headers: str) -> Lie:
+def _bytes(make: Callable[[bytes], bytes], **headers: str) -> ReplyMaker:
     return lambda true: Reply(
         make(json.dumps(true).encode()), headers={key.replace("_", "-"): value for key, value in headers.items()}
     )
 
 
-def _first(*tokens: tuple[str, object]) -> Lie:
+def _first_token(*tokens: tuple[str, object]) -> ReplyMaker:
     """Reply with these candidates for the first token; a log-probability that is a text is inserted into the JSON unquoted."""
 
-    def lie(true: Completion) -> Reply:
+    def make_reply(true: Completion) -> Reply:
         given = [{"token": token, "logprob": f"@{value}@" if isinstance(value, str) else value} for token, value in tokens]
         place = {**given[0], "top_logprobs": given}
         text = json.dumps(completion(tokens[0][0], logprobs={"content": [place]}))
         return Reply(text.replace('"@', "").replace('@"', "").encode())
 
-    return lie
+    return make_reply
 
 
 def _gzipped_zeros(size: int) -> bytes:
@@ -75,7 +75,7 @@ def _gzipped_zeros(size: int) -> bytes:
 YES = math.log(0.7)
 BOMB = 300 * 2**20
 
-SCORES: dict[str, Lie] = {
+SCORES: dict[str, ReplyMaker] = {
     **{
         f"a score of {text}": _score(text)
         for text in ("1e300", "-1e300", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "11", "-1")
@@ -90,12 +90,12 @@ SCORES: dict[str, Lie] = {
     },
     "two scores": _content('{"score": 7, "score": 8}'),
     "a score and a revised score": _content('{"score": 7, "revised_score": 2}'),
-    "a score of another scale": _content('{"score": 7, "max_score": 100}'),
+    "a score on another scale": _content('{"score": 7, "max_score": 100}'),
     "an error with a score": _content('{"error": "no image", "score": 7}'),
     "a schema": _content('{"properties": {"score": {"type": "number"}}, "score": 7}'),
-    "a score in a thought without an end": _content("<think>Score: 7"),
+    "a score in an unclosed think tag": _content("<think>Score: 7"),
     "a score in a quotation": _content('The sign reads "Score: 7"'),
-    "a score that is taken back": _content("Score: 7. Actually, I cannot see the image."),
+    "a score that is withdrawn": _content("Score: 7. Actually, I cannot see the image."),
     "lists 5000 deep": _content("[" * 5000),
     "objects 5000 deep": _content('{"score":' * 3000 + "7" + "}" * 3000),
     "19 900 spaces before a figure": _content("score" + " " * 19_900 + "7x"),
@@ -112,13 +112,13 @@ SCORES: dict[str, Lie] = {
     "content that is an object": _content({"score": 7}),
     "content that is a number": _content(7),
     "cut off by length": _content('{"score": 7}', finish_reason="length"),
-    "a filter": _content('{"score": 7}', finish_reason="content_filter"),
-    "an unknown end": _content('{"score": 7}', finish_reason="bored"),
-    "no end": _content('{"score": 7}', finish_reason=None),
-    "a refusal with a score": lambda true: _json(
+    "the finish reason content_filter": _content('{"score": 7}', finish_reason="content_filter"),
+    "an unknown finish reason": _content('{"score": 7}', finish_reason="bored"),
+    "no finish reason": _content('{"score": 7}', finish_reason=None),
+    "a refusal together with a score": lambda true: _json(
         {**true, "choices": [{"message": {"content": '{"score": 7}', "refusal": "no"}, "finish_reason": "stop"}]}
     ),
-    "a call of a tool": lambda true: _json(
+    "a tool call": lambda true: _json(
         {
             **true,
             "choices": [
@@ -132,14 +132,14 @@ SCORES: dict[str, Lie] = {
     "choices that are an object": lambda true: _json({**true, "choices": {"0": true["choices"][0]}}),
     "a usage that is a text": _changed(usage="many"),
     "tokens that are a text": _changed(usage={"prompt_tokens": "many", "completion_tokens": 1}),
-    "tokens that are half": _changed(usage={"prompt_tokens": 0.5, "completion_tokens": 1}),
+    "half a token": _changed(usage={"prompt_tokens": 0.5, "completion_tokens": 1}),
     "a list": lambda true: _json([true]),
     "null": lambda true: _json(None),
-    "an error in a reply of 200": lambda true: _json({"error": {"message": "overloaded"}}),
+    "an error with status 200": lambda true: _json({"error": {"message": "overloaded"}}),
 }
 """Replies to a question for a score from 0 to 10 that must not be read as a score."""
 
-WIRE: dict[str, Lie] = {
+WIRE: dict[str, ReplyMaker] = {
     "a gzip bomb": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "gzip"}),
     "a gzip bomb as x-gzip": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "X-GZIP"}),
     "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 9), headers={"Content-Encoding": "deflate"}),
@@ -148,7 +148,7 @@ WIRE: dict[str, Lie] = {
     "gzip in gzip": lambda true: Reply(
         gzip.compress(gzip.compress(json.dumps(true).encode())), headers={"Content-Encoding": "gzip, gzip"}
     ),
-    "gzip that is none": _bytes(lambda text: text, Content_Encoding="gzip"),
+    "uncompressed data declared as gzip": _bytes(lambda text: text, Content_Encoding="gzip"),
     "gzip that is cut off": _bytes(lambda text: gzip.compress(text)[:-20], Content_Encoding="gzip"),
     "brotli": _bytes(lambda text: text, Content_Encoding="br"),
     "zstandard": _bytes(lambda text: text, Content_Encoding="zstd"),
@@ -156,13 +156,13 @@ WIRE: dict[str, Lie] = {
     "6 MB": _bytes(lambda text: text + b" " * 6 * 2**20),
     "6 MB of an error": lambda true: Reply(b" " * 6 * 2**20, 500),
     "6 MB of a refusal": lambda true: Reply(b'{"error": {"message": "' + b"a" * 6 * 2**20 + b'"}}', 400),
-    "a charset that is no text": lambda true: Reply(b"7b7d", headers={"Content-Type": "application/json; charset=hex"}),
-    "a charset that is unknown": lambda true: Reply(b"{}", headers={"Content-Type": "application/json; charset=klingon"}),
-    "an error in a charset that is no text": lambda true: Reply(b"7b7d", 500, {"Content-Type": "text/plain; charset=hex"}),
+    "a non-text charset": lambda true: Reply(b"7b7d", headers={"Content-Type": "application/json; charset=hex"}),
+    "an unknown charset": lambda true: Reply(b"{}", headers={"Content-Type": "application/json; charset=klingon"}),
+    "an error in a non-text charset": lambda true: Reply(b"7b7d", 500, {"Content-Type": "text/plain; charset=hex"}),
     "no UTF-8": _bytes(lambda text: text.replace(b"assistant", b"assis\xfft")),
     "UTF-16": _bytes(lambda text: text.decode().encode("utf-16")),
     "lists 100 000 deep": _bytes(lambda text: b"[" * 100_000),
-    "a million logprobs": lambda true: _json(
+    "50 000 logprobs": lambda true: _json(
         completion("7", logprobs={"content": [{"token": "", "logprob": 0, "top_logprobs": []}] * 50_000})
     ),
     "a status of 299": lambda true: Reply(b"", 299),
@@ -184,20 +184,20 @@ WIRE: dict[str, Lie] = {
         )
     },
 }
-"""Replies that must not cost much memory or time, and must not be read as a score."""
+"""Replies that must not take much memory or time, and must not be read as a score."""
 
-WORDS: dict[str, Lie] = {
-    "a log-probability of 5": _first(("yes", 5.0), ("no", -1.0)),
-    "a log-probability of 1e308": _first(("yes", 1e308), ("no", -1.0)),
-    "a log-probability of infinity": _first(("yes", "Infinity"), ("no", -1.0)),
-    "a log-probability of NaN": _first(("yes", "NaN"), ("no", -1.0)),
-    "a log-probability of minus infinity, twice": _first(("yes", "-Infinity"), ("yes", "-Infinity")),
-    "a log-probability of -1e308, twice": _first(("yes", -1e308), ("yes", -1e308)),
-    "the same token twice at 1000": _first(("yes", 1000.0), ("yes", 1000.0)),
-    "probabilities of 1.4 in all": _first(("yes", YES), ("no", YES)),
-    "other words": _first(("maybe", YES), ("perhaps", -2.0)),
-    "a token of 1 MB": _first(("y" * 10**6, YES), ("no", -2.0)),
-    "ten thousand candidates": _first(*[(f"t{k}", -20.0) for k in range(10_000)]),
+WORDS: dict[str, ReplyMaker] = {
+    "a log-probability of 5": _first_token(("yes", 5.0), ("no", -1.0)),
+    "a log-probability of 1e308": _first_token(("yes", 1e308), ("no", -1.0)),
+    "a log-probability of infinity": _first_token(("yes", "Infinity"), ("no", -1.0)),
+    "a log-probability of NaN": _first_token(("yes", "NaN"), ("no", -1.0)),
+    "a log-probability of minus infinity, twice": _first_token(("yes", "-Infinity"), ("yes", "-Infinity")),
+    "a log-probability of -1e308, twice": _first_token(("yes", -1e308), ("yes", -1e308)),
+    "the same token twice at 1000": _first_token(("yes", 1000.0), ("yes", 1000.0)),
+    "probabilities whose sum is 1.4": _first_token(("yes", YES), ("no", YES)),
+    "other words": _first_token(("maybe", YES), ("perhaps", -2.0)),
+    "a token of 1 MB": _first_token(("y" * 10**6, YES), ("no", -2.0)),
+    "ten thousand candidates": _first_token(*[(f"t{k}", -20.0) for k in range(10_000)]),
     "no candidates": lambda true: _json(completion("yes")),
     "an empty list of candidates": lambda true: _json(completion("yes", logprobs={"content": []})),
     "a log-probability that is a text": lambda true: _json(
@@ -210,24 +210,24 @@ WORDS: dict[str, Lie] = {
 """Replies to a question for one word that must not be read as a score."""
 
 USAGE: dict[str, object] = {
-    "minus 1e9 tokens": {"prompt_tokens": -(10**9), "completion_tokens": 1},
-    "minus one token written": {"prompt_tokens": 100, "completion_tokens": -1},
-    "no tokens at all": {"prompt_tokens": 0, "completion_tokens": 0},
-    "1e15 tokens": {"prompt_tokens": 10**15, "completion_tokens": 1},
-    "10^400 tokens": {"prompt_tokens": 10**400, "completion_tokens": 1},
-    "a million tokens written": {"prompt_tokens": 100, "completion_tokens": 10**6},
+    "-1e9 prompt tokens": {"prompt_tokens": -(10**9), "completion_tokens": 1},
+    "-1 completion tokens": {"prompt_tokens": 100, "completion_tokens": -1},
+    "0 tokens": {"prompt_tokens": 0, "completion_tokens": 0},
+    "1e15 prompt tokens": {"prompt_tokens": 10**15, "completion_tokens": 1},
+    "10^400 prompt tokens": {"prompt_tokens": 10**400, "completion_tokens": 1},
+    "a million completion tokens": {"prompt_tokens": 100, "completion_tokens": 10**6},
     "null": None,
 }
-"""Wrong token counts in the usage of a reply whose answer is true."""
+"""Wrong token counts in the usage of a reply whose answer is correct."""
 
 REDIRECTS = (300, 301, 302, 303, 304, 305, 307, 308)
 
 
-class LyingJudge:
-    """A local server. ``lie``: makes the reply from a true completion. ``questions``: the number of requests so far."""
+class FaultyJudge:
+    """A local server. ``make_reply``: makes the reply from a true completion. ``questions``: the number of requests so far."""
 
     def __init__(self) -> None:
-        self.lie: Lie = _json
+        self.make_reply: ReplyMaker = _json
         self.questions = 0
         judge = self
 
@@ -235,7 +235,7 @@ class LyingJudge:
             def do_POST(self) -> None:
                 judge.questions += 1
                 self.body()
-                told = judge.lie(completion())
+                told = judge.make_reply(completion())
                 self.reply(told.status, told.body, told.headers)
 
             do_GET = do_POST
@@ -245,8 +245,8 @@ class LyingJudge:
 
 
 @contextmanager
-def lying_judge() -> Iterator[LyingJudge]:
-    """Run a judge that sends the true completion until its ``lie`` is replaced."""
-    judge = LyingJudge()
+def faulty_judge() -> Iterator[FaultyJudge]:
+    """Run a judge that sends the true completion until its ``make_reply`` is replaced."""
+    judge = FaultyJudge()
     with loopback.running(judge.server):
         yield judge

@@ -1,6 +1,6 @@
 """Tables of wrong answers of a reward server: its description (``GET /v1/info``) and its replies (``POST /v1/score``).
 
-Each entry changes a true answer. ``bad_server`` has the faults of the transport; these answers are well-formed HTTP.
+Each entry changes a correct answer. These answers are well-formed HTTP; faults of the transport are in ``bad_server``.
 """
 
 import copy
@@ -16,12 +16,12 @@ Info = dict[str, Any]
 def _info(change: Callable[[Info, Info], object]) -> Callable[[], bytes]:
     """Return a function that makes the description after ``change(description, its first reward)``."""
 
-    def lie() -> bytes:
+    def make_bytes() -> bytes:
         whole = json.loads(true_info())
         returned = change(whole, whole["rewards"][0])
         return json.dumps(whole if returned is None else returned).encode()
 
-    return lie
+    return make_bytes
 
 
 def _column(**changes: object) -> Callable[[], bytes]:
@@ -33,15 +33,15 @@ def _limits(**changes: object) -> Callable[[], bytes]:
 
 
 def _raw(old: bytes, new: bytes) -> Callable[[], bytes]:
-    def lie() -> bytes:
+    def make_bytes() -> bytes:
         text = true_info()
         assert old in text
         return text.replace(old, new, 1)
 
-    return lie
+    return make_bytes
 
 
-INFO_LIES: dict[str, Callable[[], bytes]] = {
+WRONG_INFOS: dict[str, Callable[[], bytes]] = {
     "a range to infinity": _column(high=float("inf")),
     "a range from minus infinity": _column(low=float("-inf")),
     "a range to 1e999": _raw(b'"high":1.0', b'"high":1e999'),
@@ -50,8 +50,8 @@ INFO_LIES: dict[str, Callable[[], bytes]] = {
     "a range to 2e9": _column(high=2e9),
     "a range from -1e308": _column(low=-1e308),
     "a range from NaN": _column(low=float("nan")),
-    "a range that is turned around": _column(low=2.0, high=1.0),
-    "a range of texts": _column(low="0", high="1"),
+    "a range whose low is above its high": _column(low=2.0, high=1.0),
+    "a range of strings": _column(low="0", high="1"),
     "a range of a boolean": _column(high=True),
     "a range of null": _column(high=None),
     "a range of a list": _column(high=[1.0]),
@@ -61,8 +61,8 @@ INFO_LIES: dict[str, Callable[[], bytes]] = {
     "max_items of 0": _limits(max_items=0),
     "max_items of infinity": _limits(max_items=float("inf")),
     "max_items of 1e400": _raw(b'"max_items":256', b'"max_items":1e400'),
-    "max_items of half": _limits(max_items=0.5),
-    "max_items that is a text": _limits(max_items="8"),
+    "max_items of 0.5": _limits(max_items=0.5),
+    "max_items that is a string": _limits(max_items="8"),
     "max_items of 2^70": _limits(max_items=2**70),
     "max_body_bytes of -1": _limits(max_body_bytes=-1),
     "max_pixels of 0": _limits(max_pixels=0),
@@ -86,7 +86,7 @@ INFO_LIES: dict[str, Callable[[], bytes]] = {
     ),
     "columns that are a list": _info(lambda whole, reward: reward.update(columns=["digest"])),
     "a column without a name": _info(lambda whole, reward: reward["columns"].update({"": {"low": 0.0, "high": 1.0}})),
-    "a column of a long name": _info(lambda whole, reward: reward["columns"].update({"a" * 300: {"low": 0.0, "high": 1.0}})),
+    "a column with a long name": _info(lambda whole, reward: reward["columns"].update({"a" * 300: {"low": 0.0, "high": 1.0}})),
     "a reward's name that is a path": _info(lambda whole, reward: reward.update(name="../../etc")),
     "a reward's name of 100 letters": _info(lambda whole, reward: reward.update(name="a" * 100)),
     "a fingerprint of 1 MB": _info(lambda whole, reward: reward.update(fingerprint="a" * 500_000)),
@@ -102,25 +102,25 @@ INFO_LIES: dict[str, Callable[[], bytes]] = {
     "no UTF-8": lambda: true_info().replace(b"retouch", b"retou\xff"),
     "UTF-16": lambda: true_info().decode().encode("utf-16"),
 }
-"""Descriptions that a client must refuse before it sends a sample."""
+"""Descriptions that a client must reject before it sends a sample."""
 
 
 def _reply(change: Callable[[Reply], object]) -> Callable[[Reply], bytes]:
-    def lie(reply: Reply) -> bytes:
+    def make_bytes(reply: Reply) -> bytes:
         returned = change(reply)
         return json.dumps(reply if returned is None else returned).encode()
 
-    return lie
+    return make_bytes
 
 
 def _score(text: str) -> Callable[[Reply], bytes]:
     """Return a function that replaces the first score by this text in the JSON."""
 
-    def lie(reply: Reply) -> bytes:
+    def make_bytes(reply: Reply) -> bytes:
         reply["items"][0]["scores"]["digest"] = "HERE"
         return json.dumps(reply).replace('"HERE"', text).encode()
 
-    return lie
+    return make_bytes
 
 
 def _twice(key: str, again: str) -> Callable[[Reply], bytes]:
@@ -128,7 +128,7 @@ def _twice(key: str, again: str) -> Callable[[Reply], bytes]:
     return lambda reply: json.dumps(reply).replace(f'"{key}":', f'"{key}": {again}, "{key}":', 1).encode()
 
 
-REPLY_LIES: dict[str, Callable[[Reply], bytes]] = {
+WRONG_REPLIES: dict[str, Callable[[Reply], bytes]] = {
     **{
         f"a score of {text}": _score(text)
         for text in ("1e300", "-1e300", "1e999", "-1e999", "1e39", "1.0000001", "-0.0000001", "2")
@@ -172,9 +172,9 @@ REPLY_LIES: dict[str, Callable[[Reply], bytes]] = {
     "judges that are null": _reply(lambda reply: {**reply, "judges": None}),
     "judges that are a list": _reply(lambda reply: {**reply, "judges": ["fingerprint-digest"]}),
     "a judge that is a text": _reply(lambda reply: {**reply, "judges": {"digest": "fingerprint-digest"}}),
-    "a judge too many": _reply(lambda reply: {**reply, "judges": {**reply["judges"], "other": ["x"]}}),
+    "an additional judge": _reply(lambda reply: {**reply, "judges": {**reply["judges"], "other": ["x"]}}),
     "a judge without a fingerprint": _reply(lambda reply: {**reply, "judges": {"digest": []}}),
-    "a judge twice the same": _reply(lambda reply: {**reply, "judges": {"digest": ["fingerprint-digest"] * 2}}),
+    "the same judge twice": _reply(lambda reply: {**reply, "judges": {"digest": ["fingerprint-digest"] * 2}}),
     "a fingerprint in capitals": _reply(lambda reply: {**reply, "judges": {"digest": ["FINGERPRINT-DIGEST"]}}),
     "two documents": lambda reply: json.dumps(reply).encode() * 2,
     "a document and a word": lambda reply: json.dumps(reply).encode() + b" x",
@@ -190,8 +190,8 @@ REPLY_LIES: dict[str, Callable[[Reply], bytes]] = {
     "an empty object": lambda reply: b"{}",
     "objects 50 000 deep": lambda reply: b'{"items":' * 50_000,
     "a million lists": lambda reply: b'{"items": [' + b"[]," * 1_000_000 + b"[]]}",
-    "a million objects besides": _reply(lambda reply: {**reply, "more": [{}] * 1_000_000}),
+    "a million additional objects": _reply(lambda reply: {**reply, "more": [{}] * 1_000_000}),
     "a million keys": lambda reply: b"{" + b",".join(b'"%d":0' % k for k in range(1_000_000)) + b"}",
     "ten thousand items": _reply(lambda reply: {**reply, "items": reply["items"] * 10_000}),
 }
-"""Replies that a client must refuse as a whole."""
+"""Replies that a client must reject as a whole."""

@@ -1,4 +1,4 @@
-"""Runs two steps without and with ``deterministic``, in a process of its own because that key changes torch's global settings.
+"""Runs two steps without and with ``deterministic``, in a separate process because this key changes torch's global settings.
 
     python numerics_run.py FOLDER
 

@@ -24,20 +24,20 @@ def install(monkeypatch: Any) -> list[tuple[str, Any]]:
     framework, package = types.ModuleType("paddle"), types.ModuleType("paddleocr")
     framework.disable_signal_handler = _disable_signal_handler
     package.__version__ = "3.7.0"
-    package.PaddleOCR = lambda **given: _kept(made, PaddleOCR(**given))
-    package.TextRecognition = lambda **given: _kept(made, TextRecognition(**given))
+    package.PaddleOCR = lambda **given: _recorded(made, PaddleOCR(**given))
+    package.TextRecognition = lambda **given: _recorded(made, TextRecognition(**given))
     monkeypatch.setitem(sys.modules, "paddle", framework)
     monkeypatch.setitem(sys.modules, "paddleocr", package)
     return made
 
 
-def _kept(made: list[Any], one: Any) -> Any:
+def _recorded(made: list[Any], one: Any) -> Any:
     made.append(one)
     return one
 
 
 def _disable_signal_handler() -> None:
-    """Change the signal handler as the package does, in C, so that Python does not notice it."""
+    """Change the signal handler in C, as the package does; Python does not notice this change."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
 
 
@@ -54,20 +54,20 @@ class PaddleOCR:
         **common: Any,
     ) -> None:
         turns = (use_doc_orientation_classify, use_doc_unwarping, use_textline_orientation)
-        assert turns == (False, False, False), "None loads three more models, which turn and unwarp the picture"
+        assert turns == (False, False, False), "None loads three more models, which turn and unwarp the pixels"
         assert text_detection_model_name is None
-        self.common = _known(common)
+        self.common = _checked_arguments(common)
         self.model = _model(text_recognition_model_name)
         self.threshold = text_rec_score_thresh or 0.0
         self.asked: list[Any] = []
 
     def predict(self, input: Any) -> list[dict[str, Any]]:
-        pictures = [_picture(picture) for picture in (input if isinstance(input, list) else [input])]
-        self.asked += pictures
-        return [self._result(picture) for picture in pictures]
+        arrays = [_checked_pixels(pixels) for pixels in (input if isinstance(input, list) else [input])]
+        self.asked += arrays
+        return [self._result(pixels) for pixels in arrays]
 
-    def _result(self, picture: np.ndarray) -> dict[str, Any]:
-        lines = _lines(picture)
+    def _result(self, pixels: np.ndarray) -> dict[str, Any]:
+        lines = _lines(pixels)
         sure = [line for line in lines if line[1] >= self.threshold]
         outlines = [line[2] for line in sure]
         boxes = np.array([[*outline.min(0), *outline.max(0)] for outline in outlines], dtype=np.int16)
@@ -87,22 +87,22 @@ class TextRecognition:
         self, *, model_name: str | None = None, model_dir: str | None = None, input_shape: Any = None, **common: Any
     ) -> None:
         assert model_dir is None
-        assert input_shape is None, "it would press long lines into this shape"
-        self.common = _known(common)
+        assert input_shape is None, "long lines would be squeezed into this shape"
+        self.common = _checked_arguments(common)
         self.model = _model(model_name)
         self.asked: list[Any] = []
 
     def predict(self, input: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
         assert isinstance(input, list)
-        assert input, "it is never asked for nothing"
+        assert input, "predict is never called with an empty list"
         assert type(batch_size) is int
-        pictures = [_picture(picture) for picture in input]
-        self.asked += pictures
-        read = [next(iter(_lines(picture)), ("", 0.0, None)) for picture in pictures]
+        arrays = [_checked_pixels(pixels) for pixels in input]
+        self.asked += arrays
+        read = [next(iter(_lines(pixels)), ("", 0.0, None)) for pixels in arrays]
         return [{"input_path": None, "page_index": None, "rec_text": text, "rec_score": sure} for text, sure, _ in read]
 
 
-def _known(common: dict[str, Any]) -> dict[str, Any]:
+def _checked_arguments(common: dict[str, Any]) -> dict[str, Any]:
     for name, value in common.items():
         if name not in _COMMON:
             raise ValueError(f"Unknown argument: {name}")
@@ -116,25 +116,25 @@ def _model(name: str | None) -> str:
     return name or MODELS[0]
 
 
-def _picture(picture: Any) -> np.ndarray:
+def _checked_pixels(pixels: Any) -> np.ndarray:
     """Check that this is an image that the package accepts.
 
     The package skips other objects with a warning, so the results of later images move up; a size of 0 is an error there.
     """
-    assert type(picture) is np.ndarray
-    assert picture.dtype == np.uint8
-    assert picture.ndim == 3
-    assert picture.shape[2] == 3
-    assert picture.flags.c_contiguous
-    assert min(picture.shape[:2]) >= 4
-    return picture
+    assert type(pixels) is np.ndarray
+    assert pixels.dtype == np.uint8
+    assert pixels.ndim == 3
+    assert pixels.shape[2] == 3
+    assert pixels.flags.c_contiguous
+    assert min(pixels.shape[:2]) >= 4
+    return pixels
 
 
-def _lines(picture: np.ndarray) -> list[tuple[str, float, np.ndarray]]:
+def _lines(pixels: np.ndarray) -> list[tuple[str, float, np.ndarray]]:
     """Return text, confidence and outline (4, 2) of each bar, from top to bottom."""
     found = []
     for colour, (text, sure) in LINES.items():
-        rows, columns = np.nonzero((picture == np.array(colour)).all(-1))
+        rows, columns = np.nonzero((pixels == np.array(colour)).all(-1))
         if len(rows):
             (top, bottom), (left, right) = (rows.min(), rows.max()), (columns.min(), columns.max())
             found.append((text, sure, np.array([(left, top), (right, top), (right, bottom), (left, bottom)], dtype=np.int16)))

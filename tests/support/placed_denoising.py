@@ -1,4 +1,4 @@
-"""Runs a step of a denoising policy whose frozen parts are offloaded, in a process of its own: see ``several_devices``.
+"""Runs a step of a denoising policy whose frozen parts are offloaded, in a separate process: see ``several_devices``.
 
     python placed_denoising.py RECIPE.json DEVICE OFFLOAD
 
@@ -29,7 +29,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
         recipe = parse(json.load(file))
     device = torch.device(name)
     assembly.plan_placement = lambda recipe, ranks: Placement(device, device, torch.device("cpu"), offload=offload)
-    with several_devices.Machine():
+    with several_devices.SimulatedDevices():
         parts = assembly.assemble(recipe, Ranks(device=device))
         model: Any = parts.model
         while hasattr(model, "model"):
@@ -51,7 +51,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
             "loss": float(sums["policy/loss"]),
             "calls": calls,
             "used": {part: sorted(set(places)) for part, places in used.items()},
-            "waits": {part: sorted(several_devices.lies_on([*module.parameters()])) for part, module in named.items()},
+            "waits": {part: sorted(several_devices.devices_of([*module.parameters()])) for part, module in named.items()},
         }
     parts.judge.close()
     return found
@@ -60,7 +60,7 @@ def main(path: str, name: str, offload: bool) -> dict[str, Any]:
 def _watch(module: nn.Module, places: list[str]) -> None:
     """Add the devices of the weights to ``places`` whenever the first leaf module of ``module`` computes."""
     leaf = next(each for each in module.modules() if not list(each.children()) and list(each.parameters()))
-    leaf.register_forward_pre_hook(lambda each, _: places.extend(several_devices.lies_on([*each.parameters()])))
+    leaf.register_forward_pre_hook(lambda each, _: places.extend(several_devices.devices_of([*each.parameters()])))
 
 
 if __name__ == "__main__":

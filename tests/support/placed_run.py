@@ -1,4 +1,4 @@
-"""Runs a step of a writer whose parts are on separate devices, in a process of its own: see ``several_devices``.
+"""Runs a step of a writer whose parts are on different devices, in a separate process: see ``several_devices``.
 
     python placed_run.py RECIPE.json {"policy": "pretend:0", ...}
 
@@ -24,7 +24,7 @@ from retouch.training.loop import accumulate, collect, make_minibatch
 from retouch.types import Sample, Scores
 
 
-class Told:
+class RecordsDevice:
     """A reward that records the device that it was built for."""
 
     device: torch.device | None = None
@@ -32,7 +32,7 @@ class Told:
 
     def __init__(self, device: torch.device) -> None:
         self.share = ShareReward(channel="red")
-        Told.device = device
+        RecordsDevice.device = device
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         return self.share(samples)
@@ -44,11 +44,11 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
     offload = where.pop("offload", False)
     placement = Placement(**{part: torch.device(name) for part, name in where.items()}, offload=offload)
     assembly.plan_placement = lambda recipe, ranks: placement
-    with several_devices.Machine():
+    with several_devices.SimulatedDevices():
         parts = assembly.assemble(recipe, Ranks(device=placement.policy))
         drawn_on: set[str] = set()
         transformer = parts.image_model.module
-        transformer.register_forward_pre_hook(lambda module, _: drawn_on.update(several_devices.lies_on([*module.parameters()])))
+        transformer.register_forward_pre_hook(lambda module, _: drawn_on.update(several_devices.devices_of([*module.parameters()])))
         run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
         collected = collect(run, phase, 0)
         minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
@@ -57,20 +57,20 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
         own = [part for part in parts_of(parts.image_model) if part is not parts.model.module]
         found = {
             "written": [output.ids for output in collected.trajectory.outputs],
-            "pictures": image_levels.encode(collected.images),
+            "encoded_images": image_levels.encode(collected.images),
             "loss": float(sums["policy/loss"]),
             "gradient": sum(float(gradient.cpu().double().square().sum()) for gradient in gradients),
-            "policy": sorted(several_devices.lies_on([*parts.model.module.parameters()])),
-            "renderer": sorted(several_devices.lies_on([tensor for part in own for tensor in part.parameters()])),
+            "policy": sorted(several_devices.devices_of([*parts.model.module.parameters()])),
+            "renderer": sorted(several_devices.devices_of([tensor for part in own for tensor in part.parameters()])),
             "drawn_on": sorted(drawn_on),
-            "reward": str(Told.device),
-            "gradients": sorted(several_devices.lies_on(gradients)),
+            "reward": str(RecordsDevice.device),
+            "gradients": sorted(several_devices.devices_of(gradients)),
         }
     parts.judge.close()
     return found
 
 
 if __name__ == "__main__":
-    import placed_run  # a recipe names the class ``Told`` by this module, which must therefore be imported under its name
+    import placed_run  # a recipe names the class ``RecordsDevice`` by this module, which must therefore be imported under its name
 
     sys.stdout.write(json.dumps(placed_run.main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""Rehearses a tiny Stable Diffusion 3 with deliberate errors in its adapter, in a process of its own.
+"""Rehearses a tiny Stable Diffusion 3 with deliberate errors in its adapter, in a separate process.
 
     python planted_faults.py FOLDER [FAULT ...]
 
@@ -25,7 +25,7 @@ from retouch.rehearsal.machines import MACHINES
 from retouch.rehearsal.report import FREE_SHARE, error_line, fits, peak
 from retouch.rehearsal.step import rehearse
 
-HOG = 2**30
+EXTRA_BYTES = 2**30
 
 
 class FaultyAdapter(SD3):
@@ -40,7 +40,7 @@ class FaultyAdapter(SD3):
         if FaultyAdapter.fault == "shape":
             x = x.flatten(2).reshape(len(x), -1, 7)  # fault: shape
         if FaultyAdapter.fault == "hog" and torch.is_grad_enabled():
-            FaultyAdapter.kept.append(torch.zeros(HOG // 4, device=x.device))
+            FaultyAdapter.kept.append(torch.zeros(EXTRA_BYTES // 4, device=x.device))
         return super().velocity(module, x, sigma, conditioning)
 
 

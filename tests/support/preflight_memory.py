@@ -1,9 +1,9 @@
-"""Runs the trial step of a run on a simulated device, in a process of its own: see ``several_devices``.
+"""Runs the trial step of a run on a simulated device, in a separate process: see ``several_devices``.
 
     python preflight_memory.py RECIPE.json
 
 Prints, as JSON: the bytes on the device before the preflight and when its trial step starts, the size of the trained weights, the
-checks, and whether weights, weight copies and optimizer state are restored to the bit.
+checks, and whether weights, weight copies and optimizer state are restored exactly.
 """
 
 import gc
@@ -26,7 +26,7 @@ DEVICE = torch.device("pretend:0")
 
 def bytes_on_device() -> int:
     gc.collect()
-    placed = [value for value in gc.get_objects() if isinstance(value, several_devices.Placed)]
+    placed = [value for value in gc.get_objects() if isinstance(value, several_devices.SimulatedTensor)]
     storages = {tensor.inner.untyped_storage().data_ptr(): tensor.inner.untyped_storage().nbytes() for tensor in placed}
     return sum(storages.values())
 
@@ -37,7 +37,7 @@ def main(path: str) -> dict[str, Any]:
     placement = Placement(policy=DEVICE, renderer=DEVICE, reward=torch.device("cpu"), offload=False)
     assembly.plan_placement = lambda recipe, ranks: placement
     found: dict[str, Any] = {}
-    with several_devices.Machine():
+    with several_devices.SimulatedDevices():
         parts = assembly.assemble(recipe, Ranks(device=DEVICE))
         stepper = parts.stepper()
         step_with_ones(stepper)
@@ -61,11 +61,11 @@ def main(path: str) -> dict[str, Any]:
             for group in ("weights", "optimizer", "copies")
             for name, tensor in now.tensors[group].items()
         )
-        # A checkpoint is read into CPU memory; the next step needs the moments on the device.
+        # A checkpoint is read into CPU memory, but the next step needs the moments on the device.
         resumed = parts.stepper()
         restore(parts, type(now)(1, saved, {}), resumed)
         moments = [tensor for name, tensor in resumed.state().items() if not name.endswith("/step")]
-        found["moments_on"] = sorted(several_devices.lies_on(moments))
+        found["moments_on"] = sorted(several_devices.devices_of(moments))
         step_with_ones(stepper)
         step_with_ones(resumed)
     parts.judge.close()

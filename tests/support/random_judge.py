@@ -19,7 +19,7 @@ class RandomJudge:
 
     def __init__(self, log: str, *, replay: bool = False) -> None:
         self.log = Path(log)
-        self.known = dict(said(self.log)) if replay else None
+        self.known = dict(logged_scores(self.log)) if replay else None
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         names = [f"{sample.task.id} {image_hash(sample.image)}" for sample in samples]
@@ -33,6 +33,6 @@ class RandomJudge:
         return {"luck": lucks}
 
 
-def said(log: Path) -> list[tuple[str, float]]:
+def logged_scores(log: Path) -> list[tuple[str, float]]:
     """Return the logged samples with their scores, in order."""
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []

@@ -1,7 +1,7 @@
-"""Faults of a run on two ranks with sharded weights: how soon all processes end, and whether the run continues to the same bits.
+"""Faults of a run on two ranks with sharded weights: how soon all processes end, and whether resuming gives bitwise equal results.
 
 `outcome` starts `retouch launch`, injects one of ``FAULTS`` after the first steps, waits for everything to end, and runs the same
-command again. A network partition needs the right to create network namespaces.
+command again. A network partition needs the permission to create network namespaces.
 """
 
 import os
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from folder_faults import WEIGHTS, bits, six_steps
+from folder_faults import WEIGHTS, file_hashes, six_step_recipe
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 
 RANK_TIMEOUT = 10
-BOUND = 120  # seconds: the time-out of a rank, the grace of the launcher, and a slow machine
+MAX_SECONDS = 120  # seconds: the time-out of a rank, the grace period of the launcher, and a reserve for slow machines
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,17 @@ def _second(run: Launched) -> int:
     return run.ranks[1]
 
 
-def _stop(run: Launched) -> None:
+def _suspend(run: Launched) -> None:
     os.kill(run.ranks[1], signal.SIGSTOP)
 
 
-def _slow(run: Launched) -> None:
+def _suspend_briefly(run: Launched) -> None:
     os.kill(run.ranks[1], signal.SIGSTOP)
     time.sleep(RANK_TIMEOUT / 3)
     os.kill(run.ranks[1], signal.SIGCONT)
 
 
-def _full(rank: int) -> Callable[[Launched], None]:
+def _fill_disk(rank: int) -> Callable[[Launched], None]:
     def fill(run: Launched) -> None:
         resource.prlimit(run.ranks[rank], resource.RLIMIT_FSIZE, (4096, 4096))
 
@@ -78,10 +78,10 @@ FAULTS: dict[str, Callable[[Launched], None]] = {
     "the launcher is killed": _kill(_launcher),
     "both ranks are killed": _kill(_first, _second),
     "the launcher and both ranks are killed": _kill(_launcher, _first, _second),
-    "rank 1 stops responding": _stop,
-    "rank 1 is slow for a while": _slow,
-    "the disk of rank 0 is full": _full(0),
-    "the disk of rank 1 is full": _full(1),
+    "rank 1 stops responding": _suspend,
+    "rank 1 is slow for a while": _suspend_briefly,
+    "the disk of rank 0 is full": _fill_disk(0),
+    "the disk of rank 1 is full": _fill_disk(1),
     "the network between the ranks fails": _partition,
 }
 
@@ -98,23 +98,23 @@ class Outcome:
 
 
 def can_partition() -> bool:
-    """Whether this process may create a network namespace."""
+    """Return whether this process is allowed to create a network namespace."""
     tools = all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip"))
     return tools and subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0
 
 
-def sharded(out: Path, name: str) -> Recipe:
-    document = six_steps(out, name).document()
+def sharded_recipe(out: Path, name: str) -> Recipe:
+    document = six_step_recipe(out, name).document()
     document |= {"sharding": "fsdp2", "checkpoints": document["checkpoints"] | {"every": 1, "keep": 2}}
     return parse(document)
 
 
-def start(made: Recipe, log: Path, *, alone: bool = False) -> "subprocess.Popen[bytes]":
-    """Start `retouch launch` of the recipe on two ranks. ``alone``: in a network namespace of its own."""
+def start(made: Recipe, log: Path, *, isolated: bool = False) -> "subprocess.Popen[bytes]":
+    """Start `retouch launch` of the recipe on two ranks. ``isolated``: in a network namespace of its own."""
     file = made.folder.with_name(f"{made.name}.json")
     file.write_text(made.model_dump_json())
     command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "launch", "--nproc", "2", str(file)]
-    if alone:
+    if isolated:
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RETOUCH_RANK_TIMEOUT": str(RANK_TIMEOUT)}
     with log.open("wb") as printed:
@@ -123,8 +123,8 @@ def start(made: Recipe, log: Path, *, alone: bool = False) -> "subprocess.Popen[
 
 def outcome(fault: str, out: Path, whole: Path) -> Outcome:
     """Inject a fault into a run, start the run again, and return the result. ``whole``: the folder of an undisturbed run."""
-    made, log = sharded(out, fault.replace(" ", "-")), out / f"{fault.replace(' ', '-')}.log"
-    with start(made, log, alone=fault.startswith("the network")) as launcher:
+    made, log = sharded_recipe(out, fault.replace(" ", "-")), out / f"{fault.replace(' ', '-')}.log"
+    with start(made, log, isolated=fault.startswith("the network")) as launcher:
         try:
             while len(RunFolder(made.folder).read_metrics()) < 2:
                 assert launcher.poll() is None, log.read_text()[-3000:]
@@ -132,33 +132,33 @@ def outcome(fault: str, out: Path, whole: Path) -> Outcome:
             run = Launched(launcher.pid, _ranks_of(launcher.pid))
             FAULTS[fault](run)
             began = time.monotonic()
-            while (launcher.poll() is None or any(map(_lives, run.ranks))) and time.monotonic() - began < 2 * BOUND:
+            while (launcher.poll() is None or any(map(_is_running, run.ranks))) and time.monotonic() - began < 2 * MAX_SECONDS:
                 time.sleep(0.05)
             seconds = time.monotonic() - began
         finally:
             launcher.kill()
     printed = log.read_text() + "".join(each.read_text() for each in (made.folder / "logs").glob("*.log"))
-    wrong = [f"took {seconds:.0f} s"] if seconds > BOUND else []
+    wrong = [f"took {seconds:.0f} s"] if seconds > MAX_SECONDS else []
     wrong += ["a traceback"] if "Traceback" in printed else []
     again = start(made, log)
     if again.wait(300) != 0:
         wrong.append(f"the same command ended with {again.returncode}: {log.read_text()[-500:]}")
-    elif bits(made.folder, (*WEIGHTS, "metrics.jsonl")) != bits(whole, (*WEIGHTS, "metrics.jsonl")):
+    elif file_hashes(made.folder, (*WEIGHTS, "metrics.jsonl")) != file_hashes(whole, (*WEIGHTS, "metrics.jsonl")):
         wrong.append("other bits")
     said = [line for line in printed.splitlines() if "retouch " in line and ": " in line]
     return Outcome(fault, launcher.returncode, seconds, ", ".join(wrong), said[-1] if said else "")
 
 
-def undisturbed(out: Path) -> Path:
+def run_without_faults(out: Path) -> Path:
     """Run without faults and return the folder of the run."""
-    made = sharded(out, "whole")
+    made = sharded_recipe(out, "whole")
     log = out / "whole.log"
     assert start(made, log).wait(300) == 0, log.read_text()[-3000:]
     return made.folder
 
 
 def _ranks_of(launcher: int) -> tuple[int, int]:
-    """Return the process ids of the ranks, without the guardian, which is also a child of the launcher."""
+    """Return the process ids of the ranks. The guardian process, which is also a child of the launcher, is left out."""
     ranks = {}
     for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         environment = dict(entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry)
@@ -167,7 +167,7 @@ def _ranks_of(launcher: int) -> tuple[int, int]:
     return ranks["0"], ranks["1"]
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     try:
         return stat.read_text().rpartition(")")[2].split()[0] != "Z"

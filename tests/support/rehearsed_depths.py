@@ -1,4 +1,4 @@
-"""Rehearses models with the classes of published models and fewer layers: at full depth, and extrapolated from two depths.
+"""Rehearses published models with fewer layers, once at full depth and once extrapolated from two smaller depths.
 
     python rehearsed_depths.py FOLDER NAME
 
@@ -28,7 +28,7 @@ SHALLOW: dict[str, dict[str, Any]] = {  # by part
     "text_encoder_3": {"num_layers": 2},
     "writer": {"num_hidden_layers": 12},
 }
-STACKS: dict[str, dict[str, Any]] = {  # by recipe
+RECIPE_LAYERS: dict[str, dict[str, Any]] = {  # by recipe
     "sd3/ocr-grpo": {"num_layers": 10, "dual_attention_layers": [0, 1, 2, 3, 4]},
     "flux-fill/ip-adapter-grpo": {"num_layers": 6, "num_single_layers": 12},
 }
@@ -63,7 +63,7 @@ def main(folder: Path, name: str) -> None:
     if isinstance(model, DiffusersModel):
         described = {part: dict(each) for part, each in (model.published() or {}).items()}
         for part, each in described.items():
-            layers = {**SHALLOW.get(part, {}), **(STACKS.get(name, {}) if part == "transformer" else {})}
+            layers = {**SHALLOW.get(part, {}), **(RECIPE_LAYERS.get(name, {}) if part == "transformer" else {})}
             each["config"] = shallow(each["config"], layers)
         write_folder(folder, described)
     else:

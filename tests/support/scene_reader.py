@@ -1,4 +1,4 @@
-"""A parser of instructions that uses only their words, the list of all single edits, and random edits of a scene."""
+"""A parser that reads the edits from the words of an instruction, the list of all single edits, and random edits of a scene."""
 
 import re
 
@@ -8,20 +8,20 @@ from retouch.playground.world.edits import Edit, edits_of_kinds, random_kinds
 from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, THINGS, Scene, Thing
 
 COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
-ONE = rf"{COLOUR} {SHAPE}"
+COLOURED_SHAPE = rf"{COLOUR} {SHAPE}"
 CLAUSES = {
-    "recolour": rf"(?:make|paint|change the colour of|recolour) the {ONE}(?: to| in)? {COLOUR}\b",
-    "reshape": rf"(?:turn|change|make|reshape) the {ONE} (?:into a|a|to a) {SHAPE}\b",
-    "remove": rf"(?:remove|delete|take away|erase) the {ONE}\b",
-    "add": rf"(?:add|put|draw|place) a {ONE} at the {PLACE}\b",
-    "move": rf"(?:move|shift|bring|drag) the {ONE} (?:over )?to the {PLACE}\b",
+    "recolour": rf"(?:make|paint|change the colour of|recolour) the {COLOURED_SHAPE}(?: to| in)? {COLOUR}\b",
+    "reshape": rf"(?:turn|change|make|reshape) the {COLOURED_SHAPE} (?:into a|a|to a) {SHAPE}\b",
+    "remove": rf"(?:remove|delete|take away|erase) the {COLOURED_SHAPE}\b",
+    "add": rf"(?:add|put|draw|place) a {COLOURED_SHAPE} at the {PLACE}\b",
+    "move": rf"(?:move|shift|bring|drag) the {COLOURED_SHAPE} (?:over )?to the {PLACE}\b",
 }
 
 Meaning = tuple[str, ...]
 
 
 def read(text: str) -> set[Meaning]:
-    """Return the edits that a text asks for."""
+    """Return the edits that a text requests."""
     return {(kind, *found) for kind, clause in CLAUSES.items() for found in re.findall(clause, text)}
 
 
@@ -32,7 +32,7 @@ def meaning(edit: Edit) -> Meaning:
     return (edit.kind, *edit.thing, *([] if end is None else [end]))
 
 
-def singles() -> list[Edit]:
+def all_single_edits() -> list[Edit]:
     """Return one edit for every possible meaning."""
     edits = []
     for thing in THINGS:

@@ -1,4 +1,4 @@
-"""Rewards that tests serve: a reward whose scores prove which image was judged, and rewards with faults."""
+"""Rewards for test servers: a reward whose score identifies the judged image, and rewards with faults."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ def digest_score(sample: Sample) -> float:
 
 
 class Digest:
-    """Returns scores that prove what was judged. ``base`` and ``each``: the seconds that a call and each of its samples take."""
+    """Returns scores that identify image and task. ``base``, ``each``: the seconds that a call and each of its samples take."""
 
     columns: Mapping[str, Column] = {"digest": Column(0.0, 1.0), "odd": Column(0.0, 1.0, diagnostic=True)}
 
@@ -39,7 +39,7 @@ class Digest:
 
 
 class WithPid(Digest):
-    """Adds a column with the id of the process that judged."""
+    """Adds a column with the id of the process that computed the score."""
 
     columns: Mapping[str, Column] = {**Digest.columns, "pid": Column(0.0, 2.0**23)}
 
@@ -47,8 +47,8 @@ class WithPid(Digest):
         return {**super().__call__(samples), "pid": torch.full((len(samples),), float(os.getpid()))}
 
 
-class Gated(Digest):
-    """Waits until the file ``gate`` exists, then judges."""
+class WaitsForFile(Digest):
+    """Waits until the file ``gate`` exists, then scores."""
 
     def __init__(self, gate: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Gated(Digest):
 
 
 class FailsOnText(Digest):
-    """Raises, or returns a score out of range, a missing score or too few scores, if the task's text says so."""
+    """Raises, or returns a score out of range, a missing score or too few scores; the task's text selects the fault."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         scores = super().__call__(samples)

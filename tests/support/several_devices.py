@@ -1,8 +1,8 @@
 """Simulated devices ``pretend:0``, ``pretend:1`` and so on: their tensors are CPU tensors that report such a device.
 
-An operation on tensors of two devices is refused, as CUDA refuses it, and a tensor that is created on a device reports this device.
-Code that passes here therefore moves its tensors to the right devices; its kernels are not tested. torch cannot unregister such
-devices, so tests use them in processes of their own.
+An operation on tensors of two devices raises an error, as with CUDA, and a tensor that is created on a device reports this device.
+So these devices test whether code moves its tensors to the right devices; they do not test kernels. torch cannot unregister such
+devices, so tests use them in separate processes.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ _MOVES = ("aten::_to_copy", "aten::copy_")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 
-class Placed(Tensor):
+class SimulatedTensor(Tensor):
     """A tensor on a simulated device."""
 
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device) -> "Placed":
+    def __new__(cls, inner: Tensor, device: torch.device) -> "SimulatedTensor":
         return Tensor._make_wrapper_subclass(
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=device
         )
@@ -48,18 +48,18 @@ class Placed(Tensor):
         return ["inner"], self.device
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, *_: Any) -> "Placed":
-        return Placed(inner["inner"], device)
+    def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, *_: Any) -> "SimulatedTensor":
+        return SimulatedTensor(inner["inner"], device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
-class Machine(TorchDispatchMode):
+class SimulatedDevices(TorchDispatchMode):
     """A context in which any number of simulated devices exist."""
 
-    def __enter__(self) -> "Machine":
+    def __enter__(self) -> "SimulatedDevices":
         # Otherwise ``torch.tensor([1], device="pretend:0")`` is not dispatched to this mode.
         self._before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)
@@ -82,11 +82,11 @@ class _Reading(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, Tensor.__format__):
-            args = tree_map(_inner, args)
+            args = tree_map(_unwrapped, args)
         return func(*args, **(kwargs or {}))
 
 
-def lies_on(tensors: Sequence[Tensor]) -> set[str]:
+def devices_of(tensors: Sequence[Tensor]) -> set[str]:
     """Return the devices of the tensors."""
     return {str(tensor.device) for tensor in tensors}
 
@@ -94,32 +94,32 @@ def lies_on(tensors: Sequence[Tensor]) -> set[str]:
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
-    if not _pretended(asked) and not any(isinstance(tensor, Placed) for tensor in given):
+    if not _is_simulated(asked) and not any(isinstance(tensor, SimulatedTensor) for tensor in given):
         return func(*args, **kwargs)
     name = func.overloadpacket._qualified_op_name
     # A scalar may be on any device.
-    places = {tensor.device for tensor in given if isinstance(tensor, Placed) or tensor.dim() > 0}
-    if name in _INDEXING and _pretended(args[0].device):
+    places = {tensor.device for tensor in given if isinstance(tensor, SimulatedTensor) or tensor.dim() > 0}
+    if name in _INDEXING and _is_simulated(args[0].device):
         places.discard(CPU)  # as in CUDA, indices may be on the CPU
     if name not in _MOVES and len(places) > 1:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {', '.join(map(str, places))}")
     where = args[0].device if name == "aten::copy_" else asked or next(iter(places - {CPU}))
-    if _pretended(asked):
+    if _is_simulated(asked):
         kwargs = {**kwargs, "device": CPU}
-    own = {id(tensor.inner): tensor for tensor in given if isinstance(tensor, Placed)}
-    made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-    return tree_map(lambda value: _placed(value, where, own), made)
+    own = {id(tensor.inner): tensor for tensor in given if isinstance(tensor, SimulatedTensor)}
+    made = func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs))
+    return tree_map(lambda value: _wrapped(value, where, own), made)
 
 
-def _pretended(device: torch.device | None) -> bool:
+def _is_simulated(device: torch.device | None) -> bool:
     return device is not None and device.type == "pretend"
 
 
-def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, Placed) else value
+def _unwrapped(value: Any) -> Any:
+    return value.inner if isinstance(value, SimulatedTensor) else value
 
 
-def _placed(value: Any, where: torch.device, own: dict[int, Placed]) -> Any:
-    if not isinstance(value, Tensor) or not _pretended(where):
+def _wrapped(value: Any, where: torch.device, own: dict[int, SimulatedTensor]) -> Any:
+    if not isinstance(value, Tensor) or not _is_simulated(where):
         return value
-    return own[id(value)] if id(value) in own else Placed(value, where)
+    return own[id(value)] if id(value) in own else SimulatedTensor(value, where)

@@ -1,6 +1,6 @@
 """A double of an SGLang-Diffusion server with the schema of 0.5.23: a tiny model that loads LoRA folders and samples chains.
 
-It refuses fields that ``RolloutRequest`` does not have, merges adapters into its own copy of the weights by hand, and can inject
+It rejects fields that ``RolloutRequest`` does not have, merges adapters into its own copy of the weights by hand, and can inject
 faults. ``tests/engines_real/test_sglang_wheel.py`` compares its requests and answers with SGLang's own classes.
 """
 
@@ -27,7 +27,7 @@ UPDATE, CHECKSUM = "/update_weights_from_disk", "/get_weights_checksum"
 
 
 class RolloutRequest(BaseModel):
-    """The fields of SGLang's request; other fields are refused."""
+    """The fields of SGLang's request; other fields are rejected."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class RolloutRequest(BaseModel):
 
 
 class Double:
-    """The server. ``model``: samples; its module belongs to this server. ``fault``: returns the fault for a request to a path.
+    """The server. ``model``: generates the samples; its module is not shared. ``fault``: returns the fault for a request to a path.
 
     ``changes``: applied to the rows of a response before they are sent. ``drift``: added to every velocity.
     """
@@ -236,7 +236,7 @@ def serving(double: Double, *, port: int = 0) -> Iterator[str]:
         yield server.url
 
 
-def twin(model: Any) -> Double:
+def double_of(model: Any) -> Double:
     """Make a double with its own copy of the model's weights."""
     other = copy.copy(model)
     other.module = copy.deepcopy(model.module)

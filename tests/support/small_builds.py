@@ -1,4 +1,4 @@
-"""Small builds of the playground's models, for comparison with each other."""
+"""Builds small versions of a playground model several times, to compare them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-def three(folder: Path, build: Callable[..., Mapping[str, float]], *, measured_by: ModuleType) -> list[Mapping[str, float]]:
+def build_three(folder: Path, build: Callable[..., Mapping[str, float]], *, measured_by: ModuleType) -> list[Mapping[str, float]]:
     """Build twice with one seed and once with another, in ``one``, ``two``, ``other``; return the scores on 4 held-out tasks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measured_by, "HELD_OUT", 4)

@@ -1,4 +1,4 @@
-"""The smallest runs of ``retouch.Trainer``, and a comparison of their results to the bit."""
+"""The settings of small runs of ``retouch.Trainer``, and a bitwise comparison of their results."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ def redness(images: list[Any], **rest: Any) -> list[float]:
     return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
 
 
-def bits(folder: Path) -> dict[str, Any]:
+def run_results(folder: Path) -> dict[str, Any]:
     """Return the metrics and the newest checkpoint of a run.
 
     The state of Python's generator is left out: beartype, which checks types in tests, uses it.

@@ -1,4 +1,4 @@
-"""Draws steps from a stream until it kills itself: ``stream_kills.py FOLDER STATE RANK WORLD STEPS KILL_AFTER``.
+"""Reads steps from a stream until the process kills itself: ``stream_kills.py FOLDER STATE RANK WORLD STEPS KILL_AFTER``.
 
 After every third step, it writes the position in the stream and the rows so far, as a checkpoint would. ``KILL_AFTER``: the process
 kills itself after this number of its own steps; 0: never.

@@ -24,7 +24,7 @@ def stream() -> IterableData:
     return IterableData.of(given, held_out=HELD, check=2, shuffle=3)
 
 
-def level(images: list[Any], prompts: list[str]) -> list[float]:
+def red_level(images: list[Any], prompts: list[str]) -> list[float]:
     rank = os.environ.get("RANK", "0")
     with (Path(sys.argv[1]) / f"rows.{rank}.txt").open("a") as file:
         file.write("".join(f"{prompt}\n" for prompt in prompts))
@@ -34,7 +34,7 @@ def level(images: list[Any], prompts: list[str]) -> list[float]:
 def main(out: str, stop: int) -> None:
     trainer = retouch.Trainer(
         tiny_pipelines.sd3(),
-        level,
+        red_level,
         stream(),
         peft_config=retouch.Lora(rank=2, alpha=2),
         rollout={"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}},

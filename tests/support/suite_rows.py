@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from PIL import Image
 
-from canned_judge import numbered, saved
+from canned_judge import numbered_image, save_numbered_image
 
 DPG_COLUMNS = [
     "item_id",
@@ -28,7 +28,7 @@ DPG_COLUMNS = [
 def encoded(number: int) -> dict[str, Any]:
     """Return an image as parquet files of the Hub store it."""
     buffer = io.BytesIO()
-    numbered(number).save(buffer, "PNG")
+    numbered_image(number).save(buffer, "PNG")
     return {"bytes": buffer.getvalue(), "path": f"{number}.png"}
 
 
@@ -103,20 +103,20 @@ def imgedit_turns(root: Path) -> Path:
 
 def _listed(root: Path, name: str, rows: Any, *, images: Sequence[str]) -> Path:
     for number, image in enumerate(images, 1):
-        saved(root / "original_images" / image, number)
+        save_numbered_image(root / "original_images" / image, number)
     (root / name).write_text(json.dumps(rows))
     return root
 
 
 def turns(root: Path) -> Path:
-    saved(root / "a.png", 1)
+    save_numbered_image(root / "a.png", 1)
     row = {"file_name": "a.png", "instruction": "red", "later": ["green"]}
     lines(root / "metadata.jsonl", [{"id": "a", **row}, {"id": "b", **row}, {"id": "c", **row, "later": []}])
     return root
 
 
 def preservation(root: Path) -> Path:
-    saved(root / "a.png", 1)
+    save_numbered_image(root / "a.png", 1)
     mask = Image.new("L", (8, 8), 0)
     mask.paste(255, (0, 0, 4, 8))
     mask.save(root / "mask.png")
@@ -136,7 +136,7 @@ def complex_edit(root: Path) -> Path:
 
 def earl(root: Path) -> Path:
     parquet(root / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])
-    saved(root / "magicbrush" / "images" / "242679" / "242679-input.png", 2)
+    save_numbered_image(root / "magicbrush" / "images" / "242679" / "242679-input.png", 2)
     row = {"input": "242679-input.png", "mask": "m.png", "output": "o.png", "instruction": "m"}
     (root / "magicbrush" / "edit_turns.json").write_text(json.dumps([row, {**row, "input": None}]))
     return root
@@ -145,7 +145,7 @@ def earl(root: Path) -> Path:
 def kris(root: Path) -> Path:
     row = {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"}
     for category, image in {"biology": "1.png", "color_change": "1.png", "count_change": "gone.png"}.items():
-        saved(root / category / "1.png", len(category))
+        save_numbered_image(root / category / "1.png", len(category))
         (root / category / "annotation.json").write_text(json.dumps({"1": {**row, "ori_img": image}}))
     return root
 
@@ -163,7 +163,7 @@ def rise(root: Path) -> Path:
         index = f"{category}_{number}"
         image = f"{category}_images/{index}.png"
         rows.append({"index": index, "category": category, "subtask": "x", "instruction": "edit", "image": image, **more})
-        saved(root / "data" / image, number)
+        save_numbered_image(root / "data" / image, number)
     (root / "datav2_total_w_subtask.json").write_text(json.dumps(rows))
     return root
 

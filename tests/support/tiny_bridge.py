@@ -1,4 +1,4 @@
-"""A reward for TRL in which a completion's first id is the brightness of the image, for tests of the bridge on one and two ranks.
+"""A reward for TRL whose images are as bright as the completion's first id, for tests of the bridge on one and two ranks.
 
 python tests/support/tiny_bridge.py FOLDER    (as a rank: judges its half of one group and writes the result)
 """
@@ -32,28 +32,28 @@ class Spy:
 
 
 class Brightness:
-    """Scores the brightness. ``unread``: the brightness for which the column ``light`` is missing."""
+    """Scores the brightness. ``missing_at``: the brightness for which the column ``light`` is missing."""
 
-    def __init__(self, unread=None):
+    def __init__(self, missing_at=None):
         self.columns = {"light": Column(-1.0, 255.0), "dark": Column(0.0, 255.0)}
-        self.unread = unread
+        self.missing_at = missing_at
 
     def __call__(self, samples):
         light = torch.tensor([float(sample.image.getpixel((0, 0))[0]) for sample in samples])
         dark = 255 - light
-        light[light == self.unread] = math.nan
+        light[light == self.missing_at] = math.nan
         return {"light": light, "dark": dark}
 
 
-def bridge(*, unread=None, **options):
-    """The reward, whose tasks are named by the column ``name``, and its renderer."""
+def bridge(*, missing_at=None, **options):
+    """Return the reward, whose task ids are in the column ``name``, and its renderer."""
     spy = Spy()
     writer = SimpleNamespace(stop=ENDS, decode=lambda ids: " ".join(map(str, ids)))
     options = {"combine": {"light": 1.0}, "task": lambda row: Task(row["name"], "x"), **options}
-    return RetouchReward(writer, spy, Brightness(unread), **options), spy
+    return RetouchReward(writer, spy, Brightness(missing_at), **options), spy
 
 
-def call(function, ids, *, names=None, step=0, **more):
+def trl_call(function, ids, *, names=None, step=0, **more):
     """Call the reward as TRL calls it."""
     names = ["a"] * len(ids) if names is None else names
     state = SimpleNamespace(global_step=step)
@@ -64,10 +64,10 @@ def call(function, ids, *, names=None, step=0, **more):
 
 def main(folder: Path) -> None:
     ranks = init_distributed("cpu")
-    function, spy = bridge(unread=5)
+    function, spy = bridge(missing_at=5)
     said = ""
     try:
-        call(function, [[7], [5 if ranks.is_main else 6]])
+        trl_call(function, [[7], [5 if ranks.is_main else 6]])
     except TooManyMissing as error:
         said = str(error)
     keys = [output.key for output in spy.seen[0][1]]

@@ -34,7 +34,7 @@ def owl(folder: Path, *, kind: str) -> Path:
         "owlv2": (Owlv2Config, Owlv2ForObjectDetection),
     }[kind]
     model = model_class(config_class(text_config=text, vision_config=vision, projection_dim=16))
-    _shake(model, 0.4)
+    _randomize_weights(model, 0.4)
     model.save_pretrained(folder)
     OwlViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
     tokenizer(24, pad="<pad>").save_pretrained(folder)
@@ -52,7 +52,7 @@ def grounding_dino(folder: Path) -> Path:
     sizes |= {"d_model": 32, "num_queries": 12, "num_feature_levels": 3, "max_text_len": 64}
     config = GroundingDinoConfig(backbone_config=backbone, text_config=text, **sizes, **heads)
     model = GroundingDinoForObjectDetection(config)
-    _shake(model, 0.3)
+    _randomize_weights(model, 0.3)
     model.save_pretrained(folder)
     GroundingDinoImageProcessorPil(size={"shortest_edge": 48, "longest_edge": 64}).save_pretrained(folder)
     words = ["<pad>", "<cls>", "<sep>", "<unk>", ".", " ", *LETTERS]
@@ -65,7 +65,7 @@ def grounding_dino(folder: Path) -> Path:
     return folder
 
 
-def _shake(model: torch.nn.Module, spread: float) -> None:
+def _randomize_weights(model: torch.nn.Module, spread: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -1,4 +1,4 @@
-"""Tiny editors that read responses, the diffusers pipelines that they are compared with, and writers whose responses they read."""
+"""Tiny image editors conditioned on responses, the diffusers pipelines to compare with, and policies that generate responses."""
 
 import functools
 
@@ -36,10 +36,10 @@ def editor(made, cls=QwenImageEdit, **options):
     return cls(**made, image_processor=tiny_models.qwen_image_processor(), scheduler_config=tiny_models.SCHEDULER, **options)
 
 
-def pipeline(cls, made, template, *, typed=tiny_models.typed):
+def pipeline(cls, made, template, *, pass_token_types=tiny_models.pass_token_types):
     """Make the diffusers pipeline with the same weights."""
     pipe = cls(
-        **{**made, "text_encoder": typed(made["text_encoder"])},
+        **{**made, "text_encoder": pass_token_types(made["text_encoder"])},
         scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
         processor=tiny_models.ImageProcessorOnly(image_processor=tiny_models.qwen_image_processor(), tokenizer=made["tokenizer"]),
     )
@@ -51,27 +51,27 @@ def pipeline(cls, made, template, *, typed=tiny_models.typed):
 
 
 def policy(editor, *, longest=6):
-    """Make a policy that writes responses for the editor; its LoRA is not zero, and its weight copies include the reference."""
+    """Make a policy that generates responses for the editor; its LoRA is not zero, and its weight copies include the reference."""
     module = tiny_writers.module()
     tiny_writers.make_trainable(module, "lora")
     copies = WeightCopies(module)
     copies.snapshot_without_adapter("reference")
     writer = writer_for(editor, module, stop=LETTERS)
     made = AutoregressivePolicy(writer, sampling=TokenRollout(max_new_tokens=longest), microbatch=4, copies=copies)
-    tiny_writers.move(module)
+    tiny_writers.perturb(module)
     return made
 
 
-def policys_own(policy):
+def policy_encoder(policy):
     return ResponseEncoder.policy(policy.model.module, published=functools.partial(policy.copies.using, "reference"))
 
 
 def tasks():
-    """Make two tasks with images of one size and one of another, with instructions of unequal lengths."""
+    """Make two tasks with images of the same size and a third with another size; the instructions have different lengths."""
     return (
-        tiny_models.task("a", "make it red", tiny_models.picture(0, 48, 48)),
-        tiny_models.task("b", "blue", tiny_models.picture(1, 48, 48)),
-        tiny_models.task("c", "turn it round and round", tiny_models.picture(2, 32, 48)),
+        tiny_models.task("a", "make it red", tiny_models.image(0, 48, 48)),
+        tiny_models.task("b", "blue", tiny_models.image(1, 48, 48)),
+        tiny_models.task("c", "turn it round and round", tiny_models.image(2, 32, 48)),
     )
 
 
@@ -87,8 +87,8 @@ def batch(tasks, group_size=2, *, seed=3, step=5):
     )
 
 
-def acted(policy, made):
-    """Return the task of each row and a rollout, as the renderer takes them."""
+def tasks_and_rollout(policy, made):
+    """Return the task of each row and a rollout: the arguments of a renderer."""
     return [made.tasks[k] for k in made.group], policy.rollout(made)
 
 

@@ -1,4 +1,4 @@
-"""A tiny Emu3 of the real classes, with a tokenizer of bytes with Emu3's special tokens, and an autoencoder with 32 codes."""
+"""A tiny Emu3 of the real classes, with a byte tokenizer that has Emu3's special tokens, and an autoencoder with 32 codes."""
 
 import functools
 

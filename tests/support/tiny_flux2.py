@@ -63,6 +63,6 @@ def pipeline(*, distilled: bool = False) -> Flux2KleinPipeline:
 
 
 def save(folder: Path, *, distilled: bool = False) -> Path:
-    """Save a folder as the pipeline saves it."""
+    """Save a folder in the pipeline's format."""
     pipeline(distilled=distilled).save_pretrained(folder)
     return folder

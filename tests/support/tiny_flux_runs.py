@@ -1,4 +1,4 @@
-"""A folder of triplets and a recipe of two small steps on it, for tests of whole runs."""
+"""A folder of triplets and a recipe of two small steps on it, for tests of complete runs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A tiny Janus of the real classes, with a tokenizer of bytes with Janus' special tokens."""
+"""A tiny Janus of the real classes, with a byte tokenizer that has Janus' special tokens."""
 
 import functools
 
@@ -76,7 +76,7 @@ def image_model(*, train: str = "lora", seed: int = 0, **options) -> JanusImageM
     return JanusImageModel(module, tokenizer(), vq=made.model.vqmodel, **options)
 
 
-def published(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:
+def generate_with_transformers(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:
     """Generate codes greedily with transformers. The guidance scale is 1 + 1e-9, because generation fails with exactly 1."""
     words = tokenizer()
     settings = whole.generation_config

@@ -1,4 +1,4 @@
-"""The training loop around a tiny policy, as a recipe would assemble it, and the gradient of a step."""
+"""The training loop with a tiny policy, assembled as for a recipe, and the gradient of a step."""
 
 import threading
 from concurrent.futures import Future
@@ -23,16 +23,16 @@ ALONE = Ranks()
 GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))
 
 
-class Share:
+class RedJudge:
     """Scores how red an image is; the scores of the rows (group, slot) in ``missing`` are missing."""
 
     def __init__(self, missing=()):
         self.judge = RewardScorer(ShareReward(), {"share": 1.0})
         self.missing = set(missing)
-        self.asked = []
+        self.sample_counts = []
 
     def __call__(self, batch, samples):
-        self.asked.append(len(samples))
+        self.sample_counts.append(len(samples))
         judged = self.judge(samples)
         lost = torch.tensor([(batch.group_ids[g], slot) in self.missing for g, slot in zip(batch.group, batch.slot, strict=True)])
         future = Future()
@@ -41,8 +41,8 @@ class Share:
         return future
 
 
-class Drawn(Share):
-    """A random reward for each task and slot, independent of the image, so that rounding errors in pixels do not change it."""
+class RandomJudge(RedJudge):
+    """A random reward for each task and slot, independent of the image, so that rounding errors of pixels do not change it."""
 
     def __call__(self, batch, samples):
         drawn = [
@@ -63,7 +63,7 @@ def run(policy, *, judge=None, ranks=ALONE, chunk=4, max_missing=0.5, average=la
     return Run(
         policy=policy,
         renderer=LatentRenderer(policy.model),
-        judge=judge or Share(),
+        judge=judge or RedJudge(),
         stepper=stepper,
         ranks=ranks,
         chunk=chunk,
@@ -112,39 +112,39 @@ def gradient(run):
 class ThreadRanks(Ranks):
     """Ranks that are threads of this process."""
 
-    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
     table: list = field(default_factory=list)
 
     def gather(self, values):
-        return torch.cat(self._told(values))
+        return torch.cat(self._exchange(values))
 
     def sum(self, values):
-        return torch.stack(self._told(values)).sum(0)
+        return torch.stack(self._exchange(values)).sum(0)
 
     def max(self, values):
-        return torch.stack(self._told(values)).amax(0)
+        return torch.stack(self._exchange(values)).amax(0)
 
-    def _told(self, values):
+    def _exchange(self, values):
         self.table[self.rank] = values.detach().clone()
-        self.meeting.wait(timeout=300)
+        self.barrier.wait(timeout=300)
         told = list(self.table)
-        self.meeting.wait(timeout=300)
+        self.barrier.wait(timeout=300)
         return told
 
 
-def together(world, act):
+def run_on_threads(world, act):
     """Run ``act(ranks)`` on ``world`` threads and return the results in the order of ranks; an exception is a result too."""
-    meeting, table, results = threading.Barrier(world), [None] * world, [None] * world
+    barrier, table, results = threading.Barrier(world), [None] * world, [None] * world
 
     def one(rank):
         try:
-            results[rank] = act(ThreadRanks(rank=rank, world=world, meeting=meeting, table=table))
+            results[rank] = act(ThreadRanks(rank=rank, world=world, barrier=barrier, table=table))
         except BaseException as error:
             results[rank] = error
             raise
         finally:
             if isinstance(results[rank], BaseException):
-                meeting.abort()
+                barrier.abort()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
     for thread in threads:

@@ -248,7 +248,7 @@ def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = Tru
 
 
 def save_flux(folder: Path, *, fills: bool = False, distilled: bool = True) -> Path:
-    """Save a folder as the pipelines of FLUX.1 and Kontext, or (``fills``) of Fill, save it."""
+    """Save a folder in the format of the pipelines of FLUX.1 and Kontext, or of Fill if ``fills``."""
     FluxPipeline(
         transformer=flux_transformer(channels=FILL_CHANNELS if fills else 64, distilled=distilled),
         vae=sd3_vae(),
@@ -272,7 +272,7 @@ CHAT_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Make a tokenizer with Qwen3's chat template, in which thinking is on if it is requested."""
+    """Make a tokenizer with Qwen3's chat template, in which thinking is off unless it is requested."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -318,7 +318,7 @@ def z_image_transformer(seed: int = 0) -> ZImageTransformer2DModel:
 
 
 def save_z_image(folder: Path, *, head: bool = True) -> Path:
-    """Save a folder as the pipeline saves it; its text encoder has a language model's ``head`` or not."""
+    """Save a folder in the pipeline's format. ``head``: whether its text encoder has the head of a language model."""
     tokenizer = chat_tokenizer()
     encoder = qwen3(tokenizer)
     ZImagePipeline(
@@ -345,13 +345,13 @@ class TypedTextEncoder(Qwen2_5_VLForConditionalGeneration):
         return super().forward(input_ids, mm_token_type_ids=(input_ids == self.config.image_token_id).int(), **inputs)
 
 
-def typed(encoder: Qwen2_5_VLForConditionalGeneration) -> TypedTextEncoder:
+def pass_token_types(encoder: Qwen2_5_VLForConditionalGeneration) -> TypedTextEncoder:
     twin = TypedTextEncoder(encoder.config)
     twin.load_state_dict(encoder.state_dict())
     return twin.eval()
 
 
-def picture(seed: int, height: int = 24, width: int = 24) -> Image:
+def image(seed: int, height: int = 24, width: int = 24) -> Image:
     return fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 

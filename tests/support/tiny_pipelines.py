@@ -30,7 +30,7 @@ def sd3() -> StableDiffusion3Pipeline:
 
 
 def qwen_image() -> QwenImagePipeline:
-    """Make a Qwen-Image. With its tokenizer of bytes, the beginning of the template is longer than with the published tokenizer."""
+    """Make a Qwen-Image. Its byte tokenizer gives the beginning of the template more tokens than the published tokenizer."""
     tokenizer = tiny_models.qwen_tokenizer()
     return _quiet(QwenImagePipeline(**_qwen_parts(tokenizer), tokenizer=tokenizer))
 

@@ -35,7 +35,7 @@ LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
 
 
 def _frozen(module):
-    """Freeze the module as a run does: the tests of a process share these modules, and no test may leave gradients in them."""
+    """Freeze the module as a run does: the tests of a process share these modules, so a test must not leave gradients in them."""
     return module.requires_grad_(False)
 
 
@@ -68,7 +68,7 @@ def sd3_model():
     """Make a Stable Diffusion 3 for images of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
     return SD3(
         **_sd3_parts(),
-        # A tokenizer for each model: it keeps the padding of the last call, and the ranks of a test are threads.
+        # Each model has its own tokenizer: it stores the padding of the last call, and the ranks of a test are threads.
         tokenizers=[tiny_models.clip_tokenizer(), None, None],
         transformer=tiny_models.sd3_transformer(),
         scheduler_config={"shift": 3.0, "num_train_timesteps": 1000},
@@ -131,22 +131,22 @@ def trained(policy):
 
 
 @torch.no_grad()
-def move(policy, size=0.05, key=0):
+def perturb(policy, size=0.05, key=0):
     """Add random noise to the trained weights."""
     random = generator("move", key)
     for parameter in trained(policy).values():
         parameter.add_(size * torch.randn(parameter.shape, generator=random))
 
 
-def tasks(count=2, *, pictures=True):
-    """Make tasks with instructions of unequal lengths, a source (unless ``pictures`` is false) and a target."""
+def tasks(count=2, *, with_images=True):
+    """Make tasks with instructions of unequal lengths, a source (unless ``with_images`` is false) and a target."""
     texts = ["red", "make it blue", "a", "put it left of that"]
     return tuple(
         Task(
             id=f"t{k}",
             instruction=texts[k % len(texts)],
-            images=(tiny_models.picture(k, 16, 16),) if pictures else (),
-            target=tiny_models.picture(100 + k, 16, 16),
+            images=(tiny_models.image(k, 16, 16),) if with_images else (),
+            target=tiny_models.image(100 + k, 16, 16),
         )
         for k in range(count)
     )

@@ -117,6 +117,6 @@ def pipeline(*, scheduler: Mapping[str, Any] = SCHEDULER, sample_sigmas: Sequenc
 
 
 def save(folder: Path, **options: Any) -> Path:
-    """Save a folder as the pipeline saves it."""
+    """Save a folder in the pipeline's format."""
     pipeline(**options).save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""A recipe of two small steps on the playground, for tests of whole runs."""
+"""A recipe of two small steps on the playground, for tests of complete runs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,8 +28,8 @@ SMALL: dict[str, Any] = {
 }
 
 
-class Middle:
-    """Scores the red of 4 x 4 pixels in the middle: images that differ only by rounding rarely differ in this score."""
+class RedInCentre:
+    """Scores the red of the central 4 x 4 pixels, which is almost always equal for images that differ only by rounding."""
 
     columns: Mapping[str, Column] = {"red": Column(0.0, 1.0)}
 

@@ -16,7 +16,7 @@ from retouch.rewards.vlm.questions import Answer
 from retouch.types import Column
 
 
-class Fickle:
+class ShiftedClient:
     """Answers with the brightness of an image, plus 2 * ``shift``."""
 
     identity = "fickle"
@@ -27,13 +27,13 @@ class Fickle:
         return [Answer(scores={"tone": mean + 2 * self.shift}) for mean in means]
 
 
-class Graded:
+class PanelJudge:
     """A judge with a panel, so that the ledger stores its answers."""
 
     columns: Mapping[str, Column] = {"tone": Column(0.0, 2.0)}
 
     def __init__(self):
-        self.panel = Panel(Fickle())
+        self.panel = Panel(ShiftedClient())
 
     def __call__(self, samples):
         form = ScoresForm({"tone": Scale(0, 2)})
@@ -41,15 +41,15 @@ class Graded:
         return {"tone": torch.tensor([float(verdict.mean("tone")) for verdict in verdicts])}
 
 
-class Sinking:
-    """A held-out judge: the brightness of an image minus ``sunk``."""
+class FallingJudge:
+    """A held-out judge: the brightness of an image minus ``drop``."""
 
-    columns: Mapping[str, Column] = {"worth": Column(-1.0, 1.0)}
-    sunk = 0.0
+    columns: Mapping[str, Column] = {"fidelity": Column(-1.0, 1.0)}
+    drop = 0.0
 
     def __call__(self, samples):
         light = [ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples]
-        return {"worth": torch.tensor(light) - self.sunk}
+        return {"fidelity": torch.tensor(light) - self.drop}
 
 
 def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:

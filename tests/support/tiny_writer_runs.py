@@ -1,4 +1,4 @@
-"""Model folders and recipes of tiny writers, for tests of whole runs."""
+"""Model folders and recipes of tiny writers, for tests of complete runs."""
 
 import json
 from pathlib import Path
@@ -29,14 +29,14 @@ def save_writer(folder: Path) -> None:
     qwen_parts.image_processor().save_pretrained(folder)
 
 
-def save_speaker(folder: Path) -> None:
+def save_language_model(folder: Path) -> None:
     """Save a random Qwen2.5, a language model without vision."""
     tiny_writers.module("qwen2.5").save_pretrained(folder)
     tiny_writers.tokenizer().save_pretrained(folder)
 
 
 def save_emu3(folder: Path) -> None:
-    """Save the playground's image-token editor, untrained, in transformers' layout."""
+    """Save the playground's untrained image-token editor in the layout of transformers."""
     words = emu3_tokenizer(0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

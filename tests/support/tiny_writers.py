@@ -1,4 +1,4 @@
-"""Tiny random writers of the real classes, with one tokenizer of bytes."""
+"""Tiny random writers of the real classes, with one byte tokenizer."""
 
 import functools
 
@@ -24,9 +24,9 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.types import Task
 
-SEES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
-SPEAKS = ("qwen2.5", "qwen3")
-KINDS = (*SEES, *SPEAKS)
+VISION_KINDS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+TEXT_KINDS = ("qwen2.5", "qwen3")
+KINDS = (*VISION_KINDS, *TEXT_KINDS)
 TEMPLATE = TURNS.format(system="write", user="{}")
 SPREAD = 0.3  # standard deviation of the weights: with the classes' default of 0.02 all tokens would be about equally likely
 
@@ -130,7 +130,7 @@ def writer(kind="qwen2.5-vl", *, train="lora", seed=0, checkpointing=False, text
         made,
         tokenizer(),
         template=TEMPLATE,
-        image_processor=image_processor(kind) if kind in SEES else None,
+        image_processor=image_processor(kind) if kind in VISION_KINDS else None,
         gradient_checkpointing=checkpointing,
         **options,
     )
@@ -140,14 +140,14 @@ make_trainable = functools.partial(tiny_models.make_trainable, targets=Pretraine
 
 
 @torch.no_grad()
-def move(module, size=0.1, key=0):
+def perturb(module, size=0.1, key=0):
     random = generator("move", key)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.add_(size * torch.randn(parameter.shape, generator=random).to(parameter))
 
 
-def tasks(count=3, *, pictures=True):
+def tasks(count=3, *, with_images=True):
     """Make tasks with different instructions; the first has one image, the second none, the third two."""
     texts = ["red", "make it blue and put it left of that", "a"]
     # The larger images have more tokens than the longer side of their grid, so positions are smaller than token indices.
@@ -156,7 +156,7 @@ def tasks(count=3, *, pictures=True):
         Task(
             id=f"t{k}",
             instruction=texts[k % 3],
-            images=tuple(tiny_models.picture(10 * k + n, *shape) for n, shape in enumerate(shapes[k % 3])) if pictures else (),
+            images=tuple(tiny_models.image(10 * k + n, *shape) for n, shape in enumerate(shapes[k % 3])) if with_images else (),
         )
         for k in range(count)
     )

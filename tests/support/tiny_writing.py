@@ -1,4 +1,4 @@
-"""Tiny policies that write, and batches, for tests of the code that uses such a policy."""
+"""Tiny policies that generate text, and batches, for tests of the code that uses such a policy."""
 
 import torch
 
@@ -42,7 +42,7 @@ def batch(tasks=None, group_size=2, *, seed=3, step=5):
     )
 
 
-class Form:
+class ForcedGrammar:
     """A grammar: the second token is ``forced[0]``, the third is a digit, the fifth is ``forced[1]``; all others are free."""
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)

@@ -11,11 +11,11 @@ from retouch.core.random import generator
 from retouch.policies.weights import WeightCopies
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 
-LENGTH, WORDS, STOP = 5, 6, 0
+LENGTH, VOCABULARY_SIZE, STOP = 5, 6, 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Words(Trajectory):
+class TokenTrajectory(Trajectory):
     """``outputs``: (b, t) tokens; the end of a row is filled with ``STOP``."""
 
     def take(self, rows):
@@ -33,7 +33,7 @@ class TokenPolicy:
 
     def __init__(self, microbatch=2, key=0):
         self.module = nn.Module()
-        self.module.table = nn.Parameter(torch.randn(LENGTH, WORDS, WORDS, generator=generator("table", key)))
+        self.module.table = nn.Parameter(torch.randn(LENGTH, VOCABULARY_SIZE, VOCABULARY_SIZE, generator=generator("table", key)))
         self.copies = WeightCopies(self.module)
         self.copies.snapshot("reference")
         self.microbatch = microbatch
@@ -52,7 +52,7 @@ class TokenPolicy:
         mask = torch.zeros(len(batch), LENGTH, dtype=torch.bool)
         for row, (group, slot) in enumerate(zip(batch.group, batch.slot, strict=True)):
             random = generator(batch.seed, "token", batch.step, batch.group_ids[group], slot)
-            tokens[row, 0] = 1 + batch.group_ids[group] % (WORDS - 1)
+            tokens[row, 0] = 1 + batch.group_ids[group] % (VOCABULARY_SIZE - 1)
             for place in range(1, LENGTH):
                 chances = self.module.table[place, tokens[row, place - 1]].softmax(-1)
                 tokens[row, place] = torch.multinomial(chances, 1, generator=random).item()
@@ -60,7 +60,7 @@ class TokenPolicy:
                 if tokens[row, place] == STOP:
                     break
         kind = torch.full_like(tokens, Kind.TEXT_TOKEN)
-        return Words(log_probs=self._log_probs(tokens), mask=mask, kind=kind, outputs=tokens)
+        return TokenTrajectory(log_probs=self._log_probs(tokens), mask=mask, kind=kind, outputs=tokens)
 
     sample = rollout
 

@@ -16,7 +16,7 @@ from retouch.training.loop import train
 def main(folder: Path) -> None:
     ranks = init_distributed("cpu")
     policy = tiny.policy(mode="window", microbatch=2)
-    run = tiny_loop.run(policy, judge=tiny_loop.Drawn(missing=[(1, 1)]), ranks=ranks, chunk=2)
+    run = tiny_loop.run(policy, judge=tiny_loop.RandomJudge(missing=[(1, 1)]), ranks=ranks, chunk=2)
     phase = tiny_loop.phase(count=3, group_size=2, ranks=ranks, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
     assert len(collected.batch) == 3

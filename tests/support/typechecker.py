@@ -1,4 +1,4 @@
-"""The type checker of annotations while the tests run: beartype, which accepts an int for a float, as in PEP 484.
+"""Checks annotations while the tests run, with beartype; an int is accepted for a float, as in PEP 484.
 
 Modules that are imported when a recipe is parsed import ``torch`` and other heavy modules in an ``if TYPE_CHECKING:`` block. The
 checker needs these names at run time, so it runs such blocks first.

@@ -1,8 +1,8 @@
 """A double of a vLLM server, as strict as the interface of vLLM 0.32 and 0.33: a tiny model that loads LoRA folders and samples.
 
-It refuses every field, type and value that the real server refuses. It merges adapters into its own copy of the base weights by
-hand, can inject faults, and computes without a cache and without our kernel. ``tests/engines_real/test_double_like_vllm.py``
-compares its answers with the answers of a real server.
+It rejects every field, type and value that the real server rejects. It merges adapters into its own copy of the base weights by
+hand, can inject faults, and computes without a cache and without our kernel. ``like_vllm`` compares its answers with the answers of
+a real server.
 """
 
 import base64
@@ -57,7 +57,7 @@ class Sampling(Strict):
     extra_args: dict[str, Any] | None = None
 
 
-class Picture(Strict):
+class ImagePart(Strict):
     type: Literal["image_url"]
     url: str
 
@@ -66,7 +66,7 @@ class Generate(Strict):
     request_id: str | None = None
     model: str | None = None
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    content_parts: list[Picture] | None = None
+    content_parts: list[ImagePart] | None = None
     sampling_params: Sampling
     return_token_ids: bool | None = None
 
@@ -103,7 +103,7 @@ class Refusal(Exception):
 class Double:
     """The server. ``base``: the model that it serves. ``fault``: returns the fault of the next request to a path, or None.
 
-    ``processor``: the class of its flag ``--logits-processors``; without it the ``extra_args`` of a request are ignored.
+    ``processor``: the class that the flag ``--logits-processors`` names; without it the ``extra_args`` of a request are ignored.
     """
 
     base: nn.Module
@@ -133,11 +133,11 @@ class Double:
     loaded: list[str] = field(default_factory=list)
     unloaded: list[str] = field(default_factory=list)
     asked: list[Generate] = field(default_factory=list)
-    tries: int = 0
+    request_count: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, method: str, path: str, body: bytes) -> Any:
-        """Return the document of the answer. Raises Refusal if the request is refused."""
+        """Return the document of the answer. Raises Refusal if the request is rejected."""
         match method, path:
             case "GET", "/health":
                 return ""
@@ -210,7 +210,7 @@ class Double:
         file = Path(asked.kwargs.weights_path) / "model.safetensors"
         if not file.is_file():
             with torch.no_grad():
-                for parameter in self.base.parameters():  # as in vLLM, whose parameters have no data then
+                for parameter in self.base.parameters():  # as in vLLM, where the parameters then have no data
                     parameter.fill_(torch.nan)
             raise Refusal(500, _worker_failed(f"Repo id must use alphanumeric chars: '{file.parent}'", "collective_rpc"))
         assert isinstance(self.base, PreTrainedModel)
@@ -219,7 +219,7 @@ class Double:
         return {"results": [None]}
 
     def _generate(self, asked: Generate) -> dict[str, Any]:
-        assert not self.asleep, "a server that is asleep does not answer"
+        assert not self.asleep, "the server was asked to generate while it was asleep"
         self.states.append("generates")
         module = self.base if asked.model in (None, "base") else self.adapters.get(asked.model)
         if module is None:
@@ -308,7 +308,7 @@ class Double:
             token = int((logits.softmax(-1) / noise).argmax())
             written.append(token)
             if runner is not None:
-                runner.write(runner.here[0], token)
+                runner.write(runner.active[0], token)
             chances = (logits if self.processed else raw).log_softmax(-1)
             chance = {"token_id": token, "logprob": max(chances[token].item(), -9999.0)}
             chance["rank"] = int((chances > chances[token]).sum()) + 1
@@ -381,7 +381,7 @@ def _read(kind: Any, body: bytes) -> Any:
 Change = Callable[[dict[str, Any]], object]
 
 
-def _first(reply: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def _with_first(reply: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {**reply, "choices": [{**reply["choices"][0], **changes}, *reply["choices"][1:]]}
 
 
@@ -392,32 +392,32 @@ def _row(reply: dict[str, Any]) -> dict[str, Any]:
 
 def _logged(reply: dict[str, Any], values: Sequence[object]) -> dict[str, Any]:
     content = [{**each, "logprob": value} for each, value in zip(_row(reply)["logprobs"]["content"], values, strict=True)]
-    return _first(reply, logprobs={"content": content})
+    return _with_first(reply, logprobs={"content": content})
 
 
-# Changes of an answer that was right.
+# Changes that make a correct answer wrong.
 CHANGES: dict[str, Change] = {
     "another prompt": lambda reply: {**reply, "prompt_token_ids": reply["prompt_token_ids"][1:]},
     "no prompt": lambda reply: {**reply, "prompt_token_ids": None},
-    "a completion too few": lambda reply: {**reply, "choices": reply["choices"][1:]},
+    "a missing completion": lambda reply: {**reply, "choices": reply["choices"][1:]},
     "a completion twice": lambda reply: {**reply, "choices": [reply["choices"][0]] * len(reply["choices"])},
-    "no ids": lambda reply: _first(reply, token_ids=None),
-    "an empty completion": lambda reply: _first(reply, token_ids=[], logprobs={"content": []}),
-    "other ids": lambda reply: _first(reply, token_ids=[token ^ 1 for token in _row(reply)["token_ids"]]),
-    "an id beyond the vocabulary": lambda reply: _first(reply, token_ids=[10**6, *_row(reply)["token_ids"][1:]]),
-    "an id that is a text": lambda reply: _first(reply, token_ids=["7", *_row(reply)["token_ids"][1:]]),
-    "a completion that goes on": lambda reply: _first(
+    "no ids": lambda reply: _with_first(reply, token_ids=None),
+    "an empty completion": lambda reply: _with_first(reply, token_ids=[], logprobs={"content": []}),
+    "other ids": lambda reply: _with_first(reply, token_ids=[token ^ 1 for token in _row(reply)["token_ids"]]),
+    "an id beyond the vocabulary": lambda reply: _with_first(reply, token_ids=[10**6, *_row(reply)["token_ids"][1:]]),
+    "an id that is a string": lambda reply: _with_first(reply, token_ids=["7", *_row(reply)["token_ids"][1:]]),
+    "a completion with an additional token": lambda reply: _with_first(
         reply,
         token_ids=[*_row(reply)["token_ids"], 1],
         logprobs={"content": [*_row(reply)["logprobs"]["content"], {"token_id": 1, "logprob": -1.0}]},
     ),
-    "aborted": lambda reply: _first(reply, finish_reason="abort"),
-    "no reason": lambda reply: _first(reply, finish_reason=None),
-    "no log-probabilities": lambda reply: _first(reply, logprobs=None),
-    "a log-probability too few": lambda reply: _first(reply, logprobs={"content": _row(reply)["logprobs"]["content"][1:]}),
-    "a log-probability that is none": lambda reply: _logged(reply, [-9999.0] * len(_row(reply)["token_ids"])),
+    "aborted": lambda reply: _with_first(reply, finish_reason="abort"),
+    "no finish reason": lambda reply: _with_first(reply, finish_reason=None),
+    "no log-probabilities": lambda reply: _with_first(reply, logprobs=None),
+    "a missing log-probability": lambda reply: _with_first(reply, logprobs={"content": _row(reply)["logprobs"]["content"][1:]}),
+    "-9999 as log-probability": lambda reply: _logged(reply, [-9999.0] * len(_row(reply)["token_ids"])),
     "a log-probability above 0": lambda reply: _logged(reply, [0.5] * len(_row(reply)["token_ids"])),
-    "a log-probability that is a text": lambda reply: _logged(reply, ["-1"] * len(_row(reply)["token_ids"])),
+    "a log-probability that is a string": lambda reply: _logged(reply, ["-1"] * len(_row(reply)["token_ids"])),
     "a log-probability that is NaN": lambda reply: _logged(reply, [math.nan] * len(_row(reply)["token_ids"])),
     "no choices": lambda reply: {key: value for key, value in reply.items() if key != "choices"},
     "null": lambda reply: None,
@@ -429,8 +429,8 @@ CHANGES: dict[str, Change] = {
         ],
     },
 }
-# Transient faults: they occur instead of an answer.
-WAYS = ("503", "502", "429", "hang", "reset", "close mid-body", "forgets its adapters")
+# Transient faults, which replace the answer.
+TRANSIENT_FAULTS = ("503", "502", "429", "hang", "reset", "close mid-body", "forgets its adapters")
 
 
 class _Handler(loopback.Handler):
@@ -445,12 +445,12 @@ class _Handler(loopback.Handler):
     def _exchange(self, method: str, body: bytes) -> None:
         double = self.server.double
         with double.lock:
-            double.tries += 1
+            double.request_count += 1
             way = double.fault(self.path)
             if way == "forgets its adapters":
                 double.adapters.clear()
-        if way in WAYS[:-1] or way == "500":
-            self._go_wrong(way)
+        if way in TRANSIENT_FAULTS[:-1] or way == "500":
+            self._inject_fault(way)
             return
         if double.key is not None and self.headers["Authorization"] != f"Bearer {double.key}":
             self._send(401, {"error": "Unauthorized"})
@@ -463,7 +463,7 @@ class _Handler(loopback.Handler):
             return
         self._send(200, CHANGES[way](answer) if way in CHANGES else answer)
 
-    def _go_wrong(self, way: str) -> None:
+    def _inject_fault(self, way: str) -> None:
         self.close_connection = True
         match way:
             case "hang":

@@ -2,7 +2,7 @@
 
 The number of slots is fixed, and a new request gets a slot that still contains the data of the previous request. The order of rows
 changes at each step. Prompts are prefilled in chunks, and the samples of unfinished prompts are discarded. Requests are preempted
-and resumed in another slot, where the tokens that they had written belong to the prefill. The objects have only the attributes of
+and resumed in another slot, where the tokens that they had generated belong to the prefill. The objects have only the attributes of
 the real objects.
 """
 
@@ -64,7 +64,7 @@ class LogitsProcessor(ABC):
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor: ...
 
 
-def installed(monkeypatch: Any) -> type[LogitsProcessor]:
+def install_plugin(monkeypatch: Any) -> type[LogitsProcessor]:
     """Import the plug-in as vLLM does, with a double of vLLM that has only the names that the plug-in imports."""
     names = INTERFACE.split(".")
     for count in range(1, len(names) + 1):
@@ -112,7 +112,7 @@ class Runner:
         # The data of previous requests: any ids, also ids that begin an image.
         junk = np.random.default_rng(0).integers(0, vocabulary, (slots, longest))
         self.ids = SimpleNamespace(gpu=torch.from_numpy(junk).int())
-        self.prompt_len, self.prefill_len = _backed(slots), _backed(slots)
+        self.prompt_len, self.prefill_len = _backed_array(slots), _backed_array(slots)
         self.total_len = SimpleNamespace(gpu=torch.zeros(slots, dtype=torch.int32))
         states = LogitsProcRequestState(
             torch.device("cpu"), slots, vocabulary, self.ids, self.prompt_len, self.prefill_len, self.total_len
@@ -121,10 +121,10 @@ class Runner:
         self.vocabulary = vocabulary
         self.random = random
         self.free = list(range(slots))
-        self.here: list[Request] = []
+        self.active: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """Give the request the slot that was freed last; the tokens that it has written are read again."""
+        """Give the request the slot that was freed last; the tokens that it has generated are read again."""
         request.slot = self.free.pop()
         request.prefill, request.read = len(request.tokens), 0
         self.prompt_len.np[request.slot] = len(request.prompt)
@@ -133,18 +133,18 @@ class Runner:
         self.ids.gpu[request.slot, : request.prefill] = torch.tensor(request.tokens, dtype=torch.int32)
         needed = self.processor.add_request(request.slot, request.params)
         assert isinstance(needed, bool)
-        self.here.append(request)
+        self.active.append(request)
 
     def remove(self, request: Request) -> None:
         """Free the slot of a request that has ended or is preempted."""
         assert request.slot is not None
         self.free.append(request.slot)
         request.slot = None
-        self.here.remove(request)
+        self.active.remove(request)
 
     def step(self, logits: Callable[[list[Request]], Tensor]) -> list[tuple[Request, Tensor]]:
         """Return the requests whose next token counts, with their logits (v,); the caller samples and calls ``write``."""
-        rows = list(self.here)
+        rows = list(self.active)
         if self.random is not None:
             self.random.shuffle(rows)  # type: ignore[arg-type]
             rows = rows[: max(1, int(len(rows) * self.random.uniform(0.5, 1)))]
@@ -182,7 +182,7 @@ class Runner:
         self.total_len.gpu[request.slot] += 1
 
 
-def _backed(slots: int) -> Any:
+def _backed_array(slots: int) -> Any:
     array = np.zeros(slots, dtype=np.int32)
     return SimpleNamespace(np=array, gpu=torch.from_numpy(array), cpu=torch.from_numpy(array))
 

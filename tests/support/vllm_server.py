@@ -17,23 +17,23 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("RETOUCH_TEST_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
 """The interpreter with vLLM; ``RETOUCH_TEST_VLLM`` names another environment."""
 SHIM = Path(__file__).parent / "vllm_cpu"
-NEEDED = pytest.mark.skipif(
+NEEDS_VLLM = pytest.mark.skipif(
     not PYTHON.is_file(), reason="vLLM is not installed: `make engines` builds .venv-vllm, about 3.5 GB, and runs these tests"
 )
-STARTS_WITHIN = 1200.0
+START_TIMEOUT = 1200.0
 COMMON = (
     *("--max-model-len", "512", "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"),
     *("--logprobs-mode", "processed_logprobs"),
 )
-LORA = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
+LORA_FLAGS = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
 CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "64")
-WHOLE = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
+WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Flags of runner V1: on a CPU it cannot sample with seeds while prompts are prefilled in chunks."""
 
 
 @dataclass
 class Server:
-    """A vLLM server. ``runner``: 1 or 2; runner 2 accepts the plug-in, and runs in Triton's interpreter, ten times as slowly.
+    """A vLLM server. ``runner``: 1 or 2; runner 2 accepts the plug-in, but runs in Triton's interpreter and is ten times slower.
 
     ``runtime_lora``, ``scale_out``, ``dev_mode``: which groups of endpoints the server has.
     """
@@ -62,10 +62,10 @@ class Server:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, start_new_session=True)
         self.starts += 1
-        ends = time.monotonic() + STARTS_WITHIN
-        while not self._answers():
+        ends = time.monotonic() + START_TIMEOUT
+        while not self._is_healthy():
             assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
-            assert time.monotonic() < ends, f"vLLM did not start within {STARTS_WITHIN:g} s:\n{self.tail()}"
+            assert time.monotonic() < ends, f"vLLM did not start within {START_TIMEOUT:g} s:\n{self.tail()}"
             time.sleep(0.5)
 
     def kill(self) -> None:
@@ -93,14 +93,14 @@ class Server:
             **({"VLLM_SERVER_DEV_MODE": "1"} if self.dev_mode else {}),
         }
 
-    def _answers(self) -> bool:
+    def _is_healthy(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
     def _end(self, how: int) -> None:
-        """Signal all processes of the server's session; the server was started in a session of its own."""
+        """Send a signal to all processes of the server's session; the server was started in a new session."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -119,7 +119,7 @@ class Server:
 def running(model: Path, folder: Path, *flags: str, runner: int = 1, **endpoints: bool) -> Iterator[Server]:
     """Run a server until the end of the block. ``folder``: for its log. ``endpoints``: as for ``Server``."""
     folder.mkdir(parents=True, exist_ok=True)
-    reading = () if any(flag.startswith("--max-num-batched") for flag in flags) else WHOLE if runner == 1 else ()
+    reading = () if any(flag.startswith("--max-num-batched") for flag in flags) else WHOLE_PROMPTS if runner == 1 else ()
     server = Server(model, folder / "server.log", (*reading, *flags), runner=runner, **endpoints)
     try:
         server.start()

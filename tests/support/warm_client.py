@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 def main(server: str, words: list[str]) -> NoReturn:
-    """Run the command line ``words`` on the server at this address, and end as it ends. SystemExit for an unknown option."""
+    """Run the command line ``words`` on this server; end with its status or signal. SystemExit for an unknown option."""
     status = run(server, words)
     if os.WIFSIGNALED(status):
         with suppress(OSError):  # SIGKILL has no handler
@@ -30,7 +30,7 @@ def run(server: str, words: list[str]) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "RETOUCH_LAUNCHER"}
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_IGN]
     files = open_files()
-    request = parsed(words) | {
+    request = parse_command_line(words) | {
         "executable": sys.argv[0],
         "environment": environment,
         "folder": os.getcwd(),
@@ -56,8 +56,8 @@ def run(server: str, words: list[str]) -> int:
     return int(status)
 
 
-def parsed(words: list[str]) -> dict[str, Any]:
-    """Return what a command line of Python runs."""
+def parse_command_line(words: list[str]) -> dict[str, Any]:
+    """Parse a command line of Python."""
     words = list(words)
     made: dict[str, Any] = {"safe_path": False, "unbuffered": bool(os.environ.get("PYTHONUNBUFFERED")), "warnings": []}
     while words:
@@ -78,7 +78,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
 
 
 def open_files() -> list[int]:
-    """Return the numbers of the open files that this process got from its parent."""
+    """Return the numbers of the open files that this process inherited."""
     found = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Starts Python programs from tests without the seconds that imports of torch, diffusers and transformers take.
+"""Starts Python programs from tests without waiting for the imports of torch, diffusers and transformers.
 
 ``python()`` returns an executable file that is used like ``sys.executable``; the program runs in a fork of a server that has
 imported these libraries. Four things differ: the program's parent is a fork of the server, so ``Popen.pid`` is the process ID of a
@@ -32,11 +32,11 @@ def is_warm() -> bool:
 
 def python() -> str:
     """Return the path of the executable; the server starts at the first call and ends with this process."""
-    return started() if is_warm() else sys.executable
+    return start_server() if is_warm() else sys.executable
 
 
 @functools.cache
-def started() -> str:
+def start_server() -> str:
     """Start the server of this process and return the path of its client. RuntimeError if it does not start."""
     folder = tempfile.TemporaryDirectory(prefix="retouch-warm-")
     server, client = f"{folder.name}/socket", Path(folder.name, "python")

@@ -62,8 +62,8 @@ LIBRARIES = (
     "diffusers.models.unets",
     "diffusers.schedulers.scheduling_flow_match_euler_discrete",
 )
-"""What most of the programs import. None of it may start a thread, which a fork would not have."""
-MOST_FILES = 64
+"""The modules that most programs import. They must not start threads, because a fork does not have them."""
+MAX_FILES = 64
 _HIGH = 500  # above the numbers of all open files
 
 
@@ -97,11 +97,11 @@ def handle(connection: socket.socket) -> Callable[[], object]:
 
     The fork is killed when the client has died, or when the standard input of the server is closed.
     """
-    request, files = received(connection)
+    request, files = receive_request(connection)
     process = os.fork()
     if not process:
         connection.close()
-        return prepared(request, files)
+        return prepare_interpreter(request, files)
     for file in files:
         os.close(file)
     with suppress(OSError):
@@ -116,9 +116,9 @@ def handle(connection: socket.socket) -> Callable[[], object]:
     os._exit(0)
 
 
-def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return a client's request and its open files."""
-    text, files, _, _ = socket.recv_fds(connection, 4, MOST_FILES)
+    text, files, _, _ = socket.recv_fds(connection, 4, MAX_FILES)
     (length,) = struct.unpack("i", text)
     body = b""
     while len(body) < length:
@@ -126,7 +126,7 @@ def received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(body), list(files)
 
 
-def prepared(request: dict[str, Any], files: list[int]) -> Callable[[], object]:
+def prepare_interpreter(request: dict[str, Any], files: list[int]) -> Callable[[], object]:
     """Make this fork look like a new interpreter of the client's command line, and return the program."""
     with suppress(PermissionError):  # the client may lead a session of its own
         os.setpgid(0, request["group"])
@@ -172,7 +172,7 @@ def program_of(request: dict[str, Any]) -> Callable[[], object]:
 
 
 def run(program: Callable[[], object]) -> NoReturn:
-    """Run the program and end this fork as an interpreter ends, but without the half second that freeing all modules takes."""
+    """Run the program and end this fork as an interpreter ends, but skip freeing all modules, which takes half a second."""
     code = 0
     try:
         program()

@@ -24,7 +24,7 @@ def test_a_correct_token_policy_passes_and_is_unchanged():
     assert policy.module.table.grad is None
 
 
-class DrawsFromEverywhere(TokenPolicy):
+class UsesGlobalRandomState(TokenPolicy):
     def rollout(self, batch):
         torch.rand(1)
         return super().rollout(batch)
@@ -35,7 +35,7 @@ class KeyedByPosition(TokenPolicy):
         return super().rollout(replace(batch, slot=tuple(range(len(batch)))))
 
 
-class Forgetful(TokenPolicy):
+class NonDeterministic(TokenPolicy):
     calls = 0
 
     def rollout(self, batch):
@@ -43,20 +43,20 @@ class Forgetful(TokenPolicy):
         return super().rollout(replace(batch, seed=self.calls))
 
 
-class MovesWhileActing(TokenPolicy):
+class ChangesWeightsInRollout(TokenPolicy):
     def rollout(self, batch):
         with torch.no_grad():
             self.module.table.add_(1e-3)
         return super().rollout(batch)
 
 
-class Unlocks(TokenPolicy):
+class FreezesWeights(TokenPolicy):
     def rollout(self, batch):
         self.module.table.requires_grad_(False)
         return super().rollout(batch)
 
 
-class Warm(TokenPolicy):
+class OtherTemperature(TokenPolicy):
     """Samples at another temperature than it is evaluated at."""
 
     def evaluate(self, trajectory, part, needs):
@@ -74,7 +74,7 @@ class ScoresARowTwice(TokenPolicy):
         return [*super().microbatches(trajectory), Slice(slice(0, 1), slice(2, 3))]
 
 
-class DependsOnTheCut(TokenPolicy):
+class DependsOnMicrobatches(TokenPolicy):
     """Right in value, but its gradient is that of a mean over the rows of a microbatch."""
 
     def evaluate(self, trajectory, part, needs):
@@ -83,13 +83,13 @@ class DependsOnTheCut(TokenPolicy):
         return replace(given, log_probs=log_probs)
 
 
-class NeverMoves(TokenPolicy):
+class ConstantRatio(TokenPolicy):
     def evaluate(self, trajectory, part, needs):
         given = super().evaluate(trajectory, part, needs)
         return Evaluation(log_probs=given.log_probs, log_ratio=given.log_ratio * 0, kl=given.kl)
 
 
-class OneRatioForAll(TokenPolicy):
+class MaskedActionsMatter(TokenPolicy):
     """Values that are stored for masked actions influence the other actions."""
 
     def evaluate(self, trajectory, part, needs):
@@ -97,7 +97,7 @@ class OneRatioForAll(TokenPolicy):
         return replace(given, log_ratio=given.log_ratio + 0 * given.log_ratio.sum())
 
 
-class ReferenceMovesAlong(TokenPolicy):
+class ReferenceFollowsPolicy(TokenPolicy):
     def __init__(self):
         super().__init__()
         self.copies.copies["reference"] = {"table": self.module.table.data}
@@ -117,18 +117,18 @@ class NoKl(TokenPolicy):
 @pytest.mark.parametrize(
     ("broken", "says"),
     [
-        (DrawsFromEverywhere, "draws from torch's global generator"),
+        (UsesGlobalRandomState, "draws from torch's global generator"),
         (KeyedByPosition, r"rows 2 to 4 rolled out alone"),
-        (Forgetful, "the same rollout again: they differ by"),
-        (MovesWhileActing, "rollout changed table"),
-        (Unlocks, "rollout changed requires_grad of table"),
-        (Warm, r"\|ratio - 1\| is \d\.\d\de"),
+        (NonDeterministic, "the same rollout again: they differ by"),
+        (ChangesWeightsInRollout, "rollout changed table"),
+        (FreezesWeights, "rollout changed requires_grad of table"),
+        (OtherTemperature, r"\|ratio - 1\| is \d\.\d\de"),
         (ForgetsTheLastRow, r"do not cover each|cover \(row, action\)"),
         (ScoresARowTwice, r"\[(\(0, 2\)|\[0, 2\])\]"),
-        (DependsOnTheCut, "the gradient depends on the slicing"),
-        (NeverMoves, r"masked actions change the gradient|still exactly 1"),
-        (OneRatioForAll, "masked actions change the gradient by"),
-        (ReferenceMovesAlong, "the reference changes with them"),
+        (DependsOnMicrobatches, "the gradient depends on the slicing"),
+        (ConstantRatio, r"masked actions change the gradient|still exactly 1"),
+        (MaskedActionsMatter, "masked actions change the gradient by"),
+        (ReferenceFollowsPolicy, "the reference changes with them"),
         (OtherReference, r"the k3 KL is \d.\d\de-\d\d at the reference"),
         (NoKl, "returns no KL"),
     ],
@@ -139,7 +139,7 @@ def test_broken_policies_fail_with_the_violated_requirement(broken, says):
 
 
 def test_weights_are_restored_after_a_failed_check():
-    policy = ReferenceMovesAlong()
+    policy = ReferenceFollowsPolicy()
     before = policy.module.table.detach().clone()
     with pytest.raises(AssertionError):
         check_policy(policy, BATCH, needs=K3)

@@ -28,7 +28,7 @@ PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
 
 def edits(**more: Any) -> list[dict[str, Any]]:
     """Rows with a source image."""
-    return [{**row, "image": tiny_models.picture(number, 32, 32), **more} for number, row in enumerate(PROMPTS)]
+    return [{**row, "image": tiny_models.image(number, 32, 32), **more} for number, row in enumerate(PROMPTS)]
 
 
 def trained(out: Path, model: Any, rows: list[dict[str, Any]] = PROMPTS, **changes: Any) -> retouch.Trainer:
@@ -97,7 +97,7 @@ WRITES = {"rollout": {"kind": "tokens", "max_new_tokens": 5}}
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_a_writer_trains_with_a_frozen_pipeline_as_prompt_renderer(kind: str, tmp_path: Path) -> None:
     processor = tiny_writers.tokenizer()
-    if kind in tiny_writers.SEES:
+    if kind in tiny_writers.VISION_KINDS:
         processor = tiny_models.ImageProcessorOnly(image_processor=tiny_writers.image_processor(kind), tokenizer=processor)
     pipe = tiny_pipelines.sd3()
     before = {name: weight.clone() for name, weight in pipe.transformer.state_dict().items()}

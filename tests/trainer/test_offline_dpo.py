@@ -253,7 +253,7 @@ def test_invalid_rows_raise_with_their_number_before_the_model_is_loaded(
 
 
 def test_pairs_are_resized_to_the_model_and_different_shapes_are_reported() -> None:
-    rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.picture(1, 48, 64), "rejected": tiny_models.picture(2, 40, 40)}]
+    rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.image(1, 48, 64), "rejected": tiny_models.image(2, 40, 40)}]
     table = TableData.of(rows, held_out=0)
     sets = table.build(DataContext(size=(32, 32), eval_split="train"))
     assert {image.size for task in sets.train for image in (task.chosen, task.rejected) if image} == {(32, 32)}

@@ -16,7 +16,7 @@ import tiny_pipelines
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
 from retouch.session.session import run
-from small_trainer import SMALL, assert_same, bits, redness
+from small_trainer import SMALL, assert_same, redness, run_results
 
 
 def prompts(count: int = 12) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_a_trainer_run_is_bitwise_equal_to_the_run_of_the_command(tmp_path: Path
     assert run(parse({**document, "out": str(tmp_path / "command")}), fresh=False) == 0
     made = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "python")}, progress=False)
     assert made.train() is not None
-    assert_same(bits(tmp_path / "command" / "quickstart"), bits(made.folder))
+    assert_same(run_results(tmp_path / "command" / "quickstart"), run_results(made.folder))
     loaded = retouch.load_run(tmp_path / "command" / "quickstart")
     source = Image.new("RGB", (24, 24), "blue")
     (edited,) = loaded.policy.sample(["make it red"], images=[source])
@@ -93,7 +93,7 @@ def test_a_trainer_built_from_arguments_is_bitwise_equal_to_a_run_of_its_recipe(
     made = trainer(tmp_path / "python", **given, reward_weights=[1.0])
     assert run(parse({**made.recipe.document(), "out": str(tmp_path / "command")}), fresh=False) == 0
     made.train()
-    assert_same(bits(tmp_path / "command" / "run"), bits(made.folder))
+    assert_same(run_results(tmp_path / "command" / "run"), run_results(made.folder))
 
 
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) 
     rest = trainer(tmp_path / "parts")
     assert rest.train() is not None
     assert rest.state.step == 3
-    assert_same(bits(whole.folder), bits(rest.folder))
+    assert_same(run_results(whole.folder), run_results(rest.folder))
 
 
 def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +158,7 @@ def test_two_interleaved_trainers_in_one_process_are_bitwise_equal(tmp_path: Pat
     one, other = trainer(tmp_path / "one"), trainer(tmp_path / "other")
     for _, _ in zip(one, other, strict=False):
         pass
-    assert_same(bits(one.folder), bits(other.folder))
+    assert_same(run_results(one.folder), run_results(other.folder))
 
 
 def test_training_the_same_pipeline_twice_is_bitwise_equal(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_training_the_same_pipeline_twice_is_bitwise_equal(tmp_path: Path) -> No
     one, other = trainer(tmp_path / "one", model=pipe), trainer(tmp_path / "other", model=pipe)
     one.train()
     other.train()
-    assert_same(bits(one.folder), bits(other.folder))
+    assert_same(run_results(one.folder), run_results(other.folder))
 
 
 def test_several_rewards_are_weighted_and_receive_a_data_column(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_imported_rewards_need_consent_in_a_recipe_but_not_as_a_trainer_argument
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
-    path = "tiny_recipes:Middle"
+    path = "tiny_recipes:RedInCentre"
     for reward in (path, ImportedReward(**{"class": path})):
         made = trainer(tmp_path, reward_funcs=reward, reward_weights={"red": 1})
         assert made.recipe.document()["reward"]["class"] == path

@@ -38,7 +38,7 @@ class Counted:
         return self._policy.velocity(trajectory, rows, x, sigma, weights)
 
 
-def step_on(ranks=tiny_loop.ALONE, *, policy=None, judge=tiny_loop.Share, advantage=BEST, missing=(), max_missing=0.5, **sizes):
+def step_on(ranks=tiny_loop.ALONE, *, policy=None, judge=tiny_loop.RedJudge, advantage=BEST, missing=(), max_missing=0.5, **sizes):
     """The gradient, the metrics, the scored rollout and the numbers of evaluated rows of a run's first step."""
     policy = policy or tiny.policy(kind="ode", microbatch=2)
     run = tiny_loop.run(policy, judge=judge(missing), ranks=ranks, chunk=100, max_missing=max_missing)
@@ -120,10 +120,10 @@ def test_best_advantage_gradient_equals_cross_entropy_of_the_best_completions():
 @pytest.mark.parametrize("advantage", [BestAdvantage(), ExponentialAdvantage()], ids=["best", "exponential"])
 def test_gradient_and_metrics_on_several_ranks_match_one_rank(world, advantage):
     """Three groups of four over two or three ranks, one row missing: groups span ranks, which keep unequal numbers of rows."""
-    options = {"advantage": advantage, "missing": [(1, 1)], "judge": tiny_loop.Drawn}
+    options = {"advantage": advantage, "missing": [(1, 1)], "judge": tiny_loop.RandomJudge}
     alone, wanted, _, _ = step_on(**options)
     policies = [tiny.policy(kind="ode", microbatch=2) for _ in range(world)]
-    results = tiny_loop.together(world, lambda ranks: step_on(ranks, policy=policies[ranks.rank], **options))
+    results = tiny_loop.run_on_threads(world, lambda ranks: step_on(ranks, policy=policies[ranks.rank], **options))
     for found, metrics, _, rows in results:
         assert tiny.distance(found, alone) < 1e-5
         assert rows == results[0][3], "every rank evaluates equally many rows"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from judge_double import asking
+from judge_double import on_panel
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.recipe.derived.differences import differences
@@ -42,7 +42,7 @@ class Fixed:
         return [Answer(scores={"yes": 1.0}, text="yes", attempts=1) for _ in questions]
 
 
-def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> list[tuple[str, int]]:
+def start_run(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> list[tuple[str, int]]:
     """Start the run with this judge; return the fingerprint and the first step of every judge in the ledger."""
     with closing(Ledger(run, Ranks(), keep_images=False, new_judge=new_judge)) as ledger:
         kept = ledger.cached(reward)
@@ -55,51 +55,51 @@ def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> l
 
 
 def test_resume_with_a_changed_judge_raises_unless_new_judge_is_set(tmp_path: Path) -> None:
-    first, second = asking(YesReward, Panel(Fixed("model a"))), asking(YesReward, Panel(Fixed("model b")))
-    assert meet(tmp_path, first, since=0) == meet(tmp_path, first, since=5) == [(identity.fingerprint(first), 0)]
+    first, second = on_panel(YesReward, Panel(Fixed("model a"))), on_panel(YesReward, Panel(Fixed("model b")))
+    assert start_run(tmp_path, first, since=0) == start_run(tmp_path, first, since=5) == [(identity.fingerprint(first), 0)]
     with pytest.raises(ValueError, match=r"own: model a; .* in the run, model b; .* now\n.*--new-judge"):
-        meet(tmp_path, second, since=7)
+        start_run(tmp_path, second, since=7)
     both = [(identity.fingerprint(first), 0), (identity.fingerprint(second), 7)]
-    assert meet(tmp_path, second, since=7, new_judge=True) == both
-    assert meet(tmp_path, second, since=9) == both
+    assert start_run(tmp_path, second, since=7, new_judge=True) == both
+    assert start_run(tmp_path, second, since=9) == both
     with pytest.raises(ValueError, match="own: model b"):
-        meet(tmp_path, first, since=9)
+        start_run(tmp_path, first, since=9)
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        asking(YesReward, Panel(Fixed(), repeats=2)),
-        asking(YesReward, Panel(Fixed(), temperature=0.5)),
-        asking(YesReward, Panel(Fixed(), seed=1)),
-        asking(YesReward, Panel(Fixed()), min_mass=0.6),
-        CompositeReward({"a": asking(YesReward, Panel(Fixed()))}),
+        on_panel(YesReward, Panel(Fixed(), repeats=2)),
+        on_panel(YesReward, Panel(Fixed(), temperature=0.5)),
+        on_panel(YesReward, Panel(Fixed(), seed=1)),
+        on_panel(YesReward, Panel(Fixed()), min_mass=0.6),
+        CompositeReward({"a": on_panel(YesReward, Panel(Fixed()))}),
         ShareReward(),
     ],
     ids=["repeats", "temperature", "seed", "settings", "several", "class"],
 )
 def test_judge_with_changed_settings_or_class_is_rejected(tmp_path: Path, other: Reward) -> None:
-    meet(tmp_path, asking(YesReward, Panel(Fixed())), since=0)
+    start_run(tmp_path, on_panel(YesReward, Panel(Fixed())), since=0)
     with pytest.raises(ValueError, match="the judge is not the one"):
-        meet(tmp_path, other, since=1)
+        start_run(tmp_path, other, since=1)
 
 
 def test_judge_with_a_changed_rubric_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = asking(YesReward, Panel(Fixed()))
-    meet(tmp_path, reward, since=0)
+    reward = on_panel(YesReward, Panel(Fixed()))
+    start_run(tmp_path, reward, since=0)
     monkeypatch.setattr("retouch.rewards.judges.base.rubric", lambda name: f"another {name}")
     with pytest.raises(ValueError, match="rubrics"):
-        meet(tmp_path, reward, since=1)
+        start_run(tmp_path, reward, since=1)
 
 
 def test_composite_reward_with_one_changed_part_is_rejected(tmp_path: Path) -> None:
     def both(name: str) -> CompositeReward:
-        return CompositeReward({"judge": asking(YesReward, Panel(Fixed(name))), "share": ShareReward()})
+        return CompositeReward({"judge": on_panel(YesReward, Panel(Fixed(name))), "share": ShareReward()})
 
-    meet(tmp_path, both("model a"), since=0)
-    meet(tmp_path, both("model a"), since=1)
+    start_run(tmp_path, both("model a"), since=0)
+    start_run(tmp_path, both("model a"), since=1)
     with pytest.raises(ValueError, match="the judge is not the one"):
-        meet(tmp_path, both("model b"), since=1)
+        start_run(tmp_path, both("model b"), since=1)
 
 
 def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,22 +108,22 @@ def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkey
     class Mine(ShareReward):
         pass
 
-    meet(tmp_path, Mine(), since=0)
+    start_run(tmp_path, Mine(), since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
     with pytest.raises(ValueError, match=r"the code of test_ledger:.*Mine was changed"):
-        meet(tmp_path, Mine(), since=1)
+        start_run(tmp_path, Mine(), since=1)
 
 
 def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = meet(tmp_path, ShareReward(), since=0)
+    first = start_run(tmp_path, ShareReward(), since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
     monkeypatch.setattr(ShareReward, "__module__", "retouch.elsewhere")
-    assert meet(tmp_path, ShareReward(max_missing=0.5), since=1) == first
+    assert start_run(tmp_path, ShareReward(max_missing=0.5), since=1) == first
     with pytest.raises(ValueError, match=r"own: {'channel': 'red'} in the run, {'channel': 'blue'} now"):
-        meet(tmp_path, ShareReward(channel="blue"), since=1)
+        start_run(tmp_path, ShareReward(channel="blue"), since=1)
     monkeypatch.setattr(ShareReward, "version", 2)
     with pytest.raises(ValueError, match="version: 1 in the run, 2 now"):
-        meet(tmp_path, ShareReward(), since=1)
+        start_run(tmp_path, ShareReward(), since=1)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Pa
         (ShareReward(), "83ee13154baa9271"),
         (PhotosReward(colour=(200, 30, 30)), "8e45d671ac31172b"),
         (PlaygroundReward(), "38293467dcaca87e"),
-        (asking(YesReward, Panel(Fixed(), repeats=2, temperature=0.5), min_mass=0.6), "fae50c3f9054a137"),
-        (CompositeReward({"a": asking(YesReward, Panel(Fixed())), "b": ShareReward()}), "e3f2420afd5f5dd2"),
+        (on_panel(YesReward, Panel(Fixed(), repeats=2, temperature=0.5), min_mass=0.6), "fae50c3f9054a137"),
+        (CompositeReward({"a": on_panel(YesReward, Panel(Fixed())), "b": ShareReward()}), "e3f2420afd5f5dd2"),
     ],
     ids=["share", "photos", "playground", "yes", "several"],
 )
@@ -142,12 +142,12 @@ def test_reward_fingerprints_equal_those_of_existing_runs(reward: Reward, digits
     assert identity.fingerprint(reward) == digits
 
 
-def earlier(reward: Reward) -> dict[str, object]:
+def old_description(reward: Reward) -> dict[str, object]:
     """The description of a packaged reward in the format of earlier releases."""
     now = identity.describe(reward)
     own = now["own"]
     if isinstance(reward, CompositeReward):
-        own = json.dumps({name: earlier(part) for name, part in reward.rewards.items()}, sort_keys=True)
+        own = json.dumps({name: old_description(part) for name, part in reward.rewards.items()}, sort_keys=True)
     elif not isinstance(own, str):
         own = None
     return {"class": "retouch.rewards.an_old_place:Old", "source": "0123456789abcdef", "columns": now["columns"], "own": own}
@@ -157,22 +157,22 @@ def earlier(reward: Reward) -> dict[str, object]:
     ("reward", "other"),
     [
         (ShareReward(), AppearanceReward()),
-        (asking(YesReward, Panel(Fixed())), asking(YesReward, Panel(Fixed("model b")))),
+        (on_panel(YesReward, Panel(Fixed())), on_panel(YesReward, Panel(Fixed("model b")))),
         (
-            CompositeReward({"a": asking(YesReward, Panel(Fixed())), "b": ShareReward()}),
-            CompositeReward({"a": asking(YesReward, Panel(Fixed("model b"))), "b": ShareReward()}),
+            CompositeReward({"a": on_panel(YesReward, Panel(Fixed())), "b": ShareReward()}),
+            CompositeReward({"a": on_panel(YesReward, Panel(Fixed("model b"))), "b": ShareReward()}),
         ),
     ],
     ids=["columns", "own", "several"],
 )
 def test_run_of_an_earlier_release_resumes_under_its_stored_fingerprint(tmp_path: Path, reward: Reward, other: Reward) -> None:
-    known = earlier(reward)
+    known = old_description(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger, ledger._database.writing() as connection:
         row = (identity.short(known), json.dumps(known, sort_keys=True), 0)
         connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
-    assert meet(tmp_path, reward, since=3) == [(identity.short(known), 0)]
+    assert start_run(tmp_path, reward, since=3) == [(identity.short(known), 0)]
     with pytest.raises(ValueError, match="the judge is not the one"):
-        meet(tmp_path, other, since=3)
+        start_run(tmp_path, other, since=3)
 
 
 class TwoRanks(Ranks):
@@ -190,7 +190,7 @@ def test_rank_raises_if_the_judge_changed_on_another_rank(tmp_path: Path) -> Non
 
 def test_cached_judge_scores_equal_images_once_and_keeps_its_identity(tmp_path: Path) -> None:
     asker = Fixed()
-    reward = asking(YesReward, Panel(asker))
+    reward = on_panel(YesReward, Panel(asker))
     before = identity.describe(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         kept = ledger.cached(reward)
@@ -217,7 +217,7 @@ def test_client_of_a_user_defined_judge_is_replaced_by_the_caching_client(tmp_pa
     class Mine(YesReward):
         pass
 
-    reward = asking(Mine, Panel(Fixed()))
+    reward = on_panel(Mine, Panel(Fixed()))
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         assert ledger.cached(reward) is reward
         assert isinstance(reward.panel.client, CachedJudgeClient)

@@ -37,7 +37,7 @@ DRAFT_OPTIONS = {"kind": "ode", "objective": DRAFT}
 
 def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
     """The gradient and the metrics of a run's first step."""
-    run = tiny_loop.run(policy or tiny.policy(mode="window"), judge=tiny_loop.Share(missing), chunk=chunk, **options)
+    run = tiny_loop.run(policy or tiny.policy(mode="window"), judge=tiny_loop.RedJudge(missing), chunk=chunk, **options)
     ((_, _, metrics),) = train(run, phase or tiny_loop.phase(steps=range(1)), start=0)
     return tiny_loop.gradient(run), metrics
 
@@ -83,7 +83,7 @@ def _share_of_red(image):
 def test_collected_images_rewards_and_advantages_belong_to_the_same_rows():
     run, phase = tiny_loop.run(tiny.policy(mode="window"), chunk=4), tiny_loop.phase(count=3, group_size=2)
     collected = collect(run, phase, 0)
-    assert run.judge.asked == [4, 2]
+    assert run.judge.sample_counts == [4, 2]
     assert len(collected.images) == len(collected.trajectory) == len(collected.advantages) == 6
     drawn = [_share_of_red(image) for image in collected.images]
     assert collected.judged.rewards.tolist() == pytest.approx(drawn, abs=1e-6)
@@ -136,7 +136,7 @@ def test_chunks_change_nothing_but_rounding(whole, chunk):
 
 
 def step_on(ranks, policy, objective, missing):
-    run = tiny_loop.run(policy, judge=tiny_loop.Drawn(missing), ranks=ranks, chunk=100)
+    run = tiny_loop.run(policy, judge=tiny_loop.RandomJudge(missing), ranks=ranks, chunk=100)
     phase = tiny_loop.phase(objective, count=3, group_size=2, ranks=ranks, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
     return tiny_loop.gradient(run), metrics, collected
@@ -152,7 +152,7 @@ def test_gradient_on_several_ranks_matches_one_rank(world, objective, options):
     """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
     alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(microbatch=2, **options), objective, [(1, 1)])
     policies = [tiny.policy(microbatch=2, **options) for _ in range(world)]
-    results = tiny_loop.together(world, lambda ranks: step_on(ranks, policies[ranks.rank], objective, [(1, 1)]))
+    results = tiny_loop.run_on_threads(world, lambda ranks: step_on(ranks, policies[ranks.rank], objective, [(1, 1)]))
     for found, metrics, collected in results:
         assert len(collected.batch) == 6 // world
         assert tiny.distance(found, alone) < 1e-5
@@ -167,12 +167,12 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
     policies = [tiny.policy(mode="window") for _ in range(3)]
 
     def advantages(policy, ranks):
-        run = tiny_loop.run(policy, judge=tiny_loop.Drawn(), ranks=ranks, chunk=100)
+        run = tiny_loop.run(policy, judge=tiny_loop.RandomJudge(), ranks=ranks, chunk=100)
         phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=BatchAdvantage())
         return collect(run, phase, 0).advantages[:, 0]
 
     wanted = advantages(policies[0], tiny_loop.ALONE)
-    shared = tiny_loop.together(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
+    shared = tiny_loop.run_on_threads(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
     torch.testing.assert_close(torch.cat(shared), wanted, atol=1e-3, rtol=1e-3)
     assert wanted.abs().min() > 1e-2
 
@@ -205,7 +205,7 @@ def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(obje
 
     def step(missing, **cut):
         policy = tiny.policy(**options)
-        tiny.move(policy)
+        tiny.perturb(policy)
         phase = tiny_loop.phase(objective, steps=range(1), **cut)
         batch = phase.batch(0).take(slice(0, len(phase.order)))
         return first_step(policy, missing=missing, chunk=100, phase=replace(phase, batch=lambda step: batch))
@@ -235,7 +235,7 @@ def test_output_that_cannot_be_rendered_gets_the_lowest_score_and_is_not_missing
 def test_too_many_missing_scores_raise_before_any_weight_changes():
     policy = tiny.policy(mode="window")
     before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
-    run = tiny_loop.run(policy, judge=tiny_loop.Share([(0, 0), (0, 1), (1, 0)]), max_missing=0.4)
+    run = tiny_loop.run(policy, judge=tiny_loop.RedJudge([(0, 0), (0, 1), (1, 0)]), max_missing=0.4)
     with pytest.raises(TooManyMissing, match=r"50% of the samples .*, and the recipe allows 40%.*on purpose, set max_missing"):
         list(train(run, tiny_loop.phase(), start=0))
     assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
@@ -243,7 +243,7 @@ def test_too_many_missing_scores_raise_before_any_weight_changes():
 
 def test_share_of_missing_scores_equal_to_max_missing_is_accepted():
     """2 of 10 scores are missing; 0.2 in fp32 is greater than 0.2."""
-    run = tiny_loop.run(tiny.policy(mode="window"), judge=tiny_loop.Share([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
+    run = tiny_loop.run(tiny.policy(mode="window"), judge=tiny_loop.RedJudge([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
     collected = collect(run, tiny_loop.phase(group_size=5), 0)
     assert collected.valid.tolist() == [False, True, True, True, True] * 2
 
@@ -253,22 +253,22 @@ def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
     policies = [tiny.policy(mode="window") for _ in range(2)]
 
     def act(ranks):
-        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.Share([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
+        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
         with pytest.raises(TooManyMissing):
             collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
         return ranks.rank
 
-    assert tiny_loop.together(2, act) == [0, 1]
+    assert tiny_loop.run_on_threads(2, act) == [0, 1]
 
 
 def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submitted():
     """The budget is spent at the second chunk of rank 1; both ranks stop, after rank 1 has also submitted its third chunk."""
     awaited = []
 
-    class Spent(tiny_loop.Share):
+    class OutOfBudget(tiny_loop.RedJudge):
         def __call__(self, batch, samples):
             future = super().__call__(batch, samples)
-            if len(self.asked) == 2:
+            if len(self.sample_counts) == 2:
                 future = Future()
                 future.set_exception(BudgetSpent("10 of 10"))
             awaited.append(future)
@@ -277,13 +277,13 @@ def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submi
     policies = [tiny.policy(mode="window") for _ in range(2)]
 
     def act(ranks):
-        judge = tiny_loop.Share() if ranks.is_main else Spent()
+        judge = tiny_loop.RedJudge() if ranks.is_main else OutOfBudget()
         run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
         with pytest.raises(BudgetSpent, match="as another rank's log says" if ranks.is_main else "10 of 10"):
             collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
         return ranks.rank
 
-    assert tiny_loop.together(2, act) == [0, 1]
+    assert tiny_loop.run_on_threads(2, act) == [0, 1]
     assert len(awaited) == 3
 
 
@@ -334,7 +334,7 @@ def test_supervised_phase_calls_no_judge_and_weights_all_rows_equally():
     run = tiny_loop.run(policy)
     phase = tiny_loop.phase(Supervised(), count=3, group_size=1, advantage=None, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
-    assert run.judge.asked == []
+    assert run.judge.sample_counts == []
     assert isinstance(collected, ScoredRollout)
     assert collected.judged is None
     twin = tiny.policy(train="full")

@@ -21,7 +21,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module", params=["full", "lora"])
-def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def preflight_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of ``preflight_memory`` on a simulated device."""
     file = tmp_path_factory.mktemp("recipe") / "recipe.json"
     train = {"kind": "full"} if request.param == "full" else SMALL["policy"]["train"]
@@ -36,19 +36,19 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return found
 
 
-def test_preflight_keeps_no_copy_of_the_weights_on_the_device(tried: dict[str, Any]) -> None:
-    assert tried["trained"] > 10_000
+def test_preflight_keeps_no_copy_of_the_weights_on_the_device(preflight_result: dict[str, Any]) -> None:
+    assert preflight_result["trained"] > 10_000
     # A sum and a sum of absolute values of each frozen tensor, in fp64.
-    assert tried["during"] - tried["before"] < 0.02 * tried["before"]
+    assert preflight_result["during"] - preflight_result["before"] < 0.02 * preflight_result["before"]
 
 
-def test_preflight_passes_and_restores_every_bit(tried: dict[str, Any]) -> None:
-    assert tried["checks"] == dict.fromkeys(("ratio_before", "gradient", "moved", "ratio_after", "frozen"), True)
-    assert tried["restored"]
+def test_preflight_passes_and_restores_every_bit(preflight_result: dict[str, Any]) -> None:
+    assert preflight_result["checks"] == dict.fromkeys(("ratio_before", "gradient", "moved", "ratio_after", "frozen"), True)
+    assert preflight_result["restored"]
 
 
-def test_a_resumed_optimizer_has_its_moments_on_the_device(tried: dict[str, Any]) -> None:
-    assert tried["moments_on"] == ["pretend:0"]
+def test_a_resumed_optimizer_has_its_moments_on_the_device(preflight_result: dict[str, Any]) -> None:
+    assert preflight_result["moments_on"] == ["pretend:0"]
 
 
 @pytest.mark.parametrize(

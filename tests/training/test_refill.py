@@ -22,7 +22,7 @@ from retouch.training.refill import collect_refilled
 SPARE = tuple(replace(task, id=f"spare-{k}") for k, task in enumerate(tiny.tasks(12)))
 
 
-class Dull(tiny_loop.Share):
+class EqualScores(tiny_loop.RedJudge):
     """How red an image is, but 0.5 for every sample of the tasks in ``dull``."""
 
     def __init__(self, dull=(), missing=()):
@@ -45,7 +45,7 @@ def refilled(rounds, **options):
 
 
 def one_step(dull=(), *, rounds=3, missing=(), ranks=tiny_loop.ALONE, policy=None, max_missing=0.5):
-    judge = Dull(dull, missing)
+    judge = EqualScores(dull, missing)
     run = tiny_loop.run(policy or tiny.policy(mode="window"), judge=judge, ranks=ranks, chunk=100, max_missing=max_missing)
     ((_, collected, metrics),) = train(run, refilled(rounds, ranks=ranks), start=0)
     return run, collected, metrics, judge
@@ -56,7 +56,7 @@ def test_step_without_equal_groups_is_bitwise_unchanged_by_refill():
     _, collected, metrics, judge = one_step()
     assert torch.equal(collected.trajectory.latents, plain.trajectory.latents)
     assert torch.equal(collected.advantages, plain.advantages)
-    assert judge.asked == [12]
+    assert judge.sample_counts == [12]
     assert {name: metrics[name] for name in plain.metrics} == plain.metrics
     told = {name: value for name, value in metrics.items() if name.startswith("refill/")}
     assert told == {"refill/rounds": 0, "refill/samples": 12, "refill/dropped_fraction": 0, "refill/equal_fraction": 0}
@@ -70,7 +70,7 @@ def test_a_group_of_equal_rewards_is_replaced_and_the_others_stay():
     assert collected.batch.group_ids == (0, 7, 2)
     others = [*range(4), *range(8, 12)]
     assert torch.equal(collected.trajectory.latents[others], plain.trajectory.latents[others])
-    assert judge.asked == [12, 4, 4]
+    assert judge.sample_counts == [12, 4, 4]
     assert judge.seen[12:] == [(4, slot, "spare-1") for slot in range(4)] + [(7, slot, "spare-4") for slot in range(4)]
     twin = tiny.policy(mode="window").rollout(collected.batch)
     torch.testing.assert_close(collected.trajectory.latents, twin.latents, atol=1e-5, rtol=0)
@@ -96,7 +96,7 @@ def test_reward_metrics_cover_only_the_original_tasks_of_the_step():
 def test_refill_stops_after_the_configured_number_of_rounds():
     dull = ["t0", "t1", "t2", *(task.id for task in SPARE)]
     _, collected, metrics, judge = one_step(dull, rounds=2)
-    assert judge.asked == [12, 12, 12]
+    assert judge.sample_counts == [12, 12, 12]
     assert metrics["refill/samples"] == 36
     assert metrics["refill/equal_fraction"] == 1
     assert metrics["refill/dropped_fraction"] == pytest.approx(6 / 9)
@@ -108,7 +108,7 @@ def test_missing_scores_do_not_count_as_equal_rewards():
     """Group 0 has no score, group 1 has one score, and group 2 has two different scores. None of them is replaced."""
     missing = [(0, slot) for slot in range(4)] + [(1, slot) for slot in range(3)] + [(2, 0), (2, 1)]
     _, collected, metrics, judge = one_step(["t0", "t1"], missing=missing, max_missing=0.8)
-    assert judge.asked == [12]
+    assert judge.sample_counts == [12]
     assert metrics["refill/dropped_fraction"] == 0
     assert collected.batch.group_ids == (0, 1, 2)
     rewards = torch.tensor([0.5, 0.5, torch.nan, 0.2, 0.3, torch.nan, 0.7, torch.nan])
@@ -116,23 +116,23 @@ def test_missing_scores_do_not_count_as_equal_rewards():
 
 
 def test_too_many_missing_scores_raise_before_more_tasks_are_sampled():
-    judge = Dull(["t1"], [(0, slot) for slot in range(4)])
+    judge = EqualScores(["t1"], [(0, slot) for slot in range(4)])
     run = tiny_loop.run(tiny.policy(mode="window"), judge=judge, chunk=100, max_missing=0.2)
     with pytest.raises(TooManyMissing):
         list(train(run, refilled(3), start=0))
-    assert judge.asked == [12]
+    assert judge.sample_counts == [12]
 
 
 def test_refilled_step_depends_only_on_weights_and_step_number():
     """A resumed run makes the same step again without the steps before it."""
     policy = tiny.policy(mode="window")
-    run, phase = tiny_loop.run(policy, judge=Dull(["t1", "spare-1"]), chunk=100), replace(refilled(3), steps=range(3))
+    run, phase = tiny_loop.run(policy, judge=EqualScores(["t1", "spare-1"]), chunk=100), replace(refilled(3), steps=range(3))
     seen = []
     for step, collected in enumerate(phase.source(run, phase, 0)):
         seen.append(collected)
         if step < 2:
             update(run, phase, step, collected)
-    again = next(phase.source(replace(run, judge=Dull(["t1", "spare-1"])), phase, 2))
+    again = next(phase.source(replace(run, judge=EqualScores(["t1", "spare-1"])), phase, 2))
     assert again.batch.group_ids == seen[2].batch.group_ids == (0, 7, 2)
     assert torch.equal(again.trajectory.latents, seen[2].trajectory.latents)
     assert torch.equal(again.advantages, seen[2].advantages)
@@ -146,15 +146,15 @@ def test_refill_on_several_ranks_matches_one_rank(world):
     run, _, wanted, _ = one_step(dull, policy=tiny.policy(mode="window", microbatch=2))
     alone = tiny_loop.gradient(run)
     policies = [tiny.policy(mode="window", microbatch=2) for _ in range(world)]
-    results = tiny_loop.together(world, lambda ranks: one_step(dull, ranks=ranks, policy=policies[ranks.rank]))
+    results = tiny_loop.run_on_threads(world, lambda ranks: one_step(dull, ranks=ranks, policy=policies[ranks.rank]))
     for run, collected, metrics, judge in results:
-        assert judge.asked == results[0][3].asked
+        assert judge.sample_counts == results[0][3].sample_counts
         assert tiny.distance(tiny_loop.gradient(run), alone) < 1e-4
         assert not {1, 2} & set(collected.batch.group_ids)
         for name, value in wanted.items():
             if name != "refill/samples":
                 assert metrics[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
-        assert metrics["refill/samples"] == world * sum(judge.asked) >= wanted["refill/samples"]
+        assert metrics["refill/samples"] == world * sum(judge.sample_counts) >= wanted["refill/samples"]
 
 
 def test_further_tasks_differ_from_those_of_the_step_and_do_not_repeat():

@@ -41,7 +41,7 @@ def task(place, text):
     ImageDraw.Draw(mask).rectangle(BOXES[place % 2], fill=255)
     # Two of the three have the same instruction: a group belongs to a row of data, not to a string.
     instruction = "The text is new." if place < 2 else "Another."
-    return Task(id=text, instruction=instruction, images=(tiny.tiny_models.picture(place, HEIGHT, WIDTH),), mask=mask, text=text)
+    return Task(id=text, instruction=instruction, images=(tiny.tiny_models.image(place, HEIGHT, WIDTH),), mask=mask, text=text)
 
 
 TASKS = tuple(task(place, text) for place, text in enumerate(WORDS))
@@ -55,7 +55,7 @@ def policy():
     )
 
 
-class WritesEachItsWord:
+class DrawsWordOfSample:
     """Draws, for each row, the word of the sample with these latents; the order of the rows does not matter."""
 
     def __init__(self, latents):
@@ -77,7 +77,7 @@ class WritesEachItsWord:
         return image
 
 
-class Reads:
+class OcrJudge:
     """The real OCR model."""
 
     def __init__(self):
@@ -94,8 +94,8 @@ def test_gradient_weights_each_sample_by_its_own_score():
     batch = replace(phase.batch(0), tasks=TASKS)
     acting = policy()
     alone = [acting.rollout(batch.take(slice(row, row + 1))) for row in range(ROWS)]
-    run = tiny_loop.run(policy(), judge=Reads(), chunk=5)
-    run = replace(run, renderer=WritesEachItsWord(torch.cat([each.outputs for each in alone])))
+    run = tiny_loop.run(policy(), judge=OcrJudge(), chunk=5)
+    run = replace(run, renderer=DrawsWordOfSample(torch.cat([each.outputs for each in alone])))
     ((_, collected, _),) = train(run, replace(phase, batch=lambda step: batch), start=0)
     assert collected.judged.rewards.tolist() == pytest.approx(SCORES, abs=1e-6)
 

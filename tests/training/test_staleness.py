@@ -102,9 +102,9 @@ def test_metrics_report_the_staleness_of_the_samples():
 
 def test_samples_of_later_steps_are_sent_to_the_judge_before_the_update():
     run, phase = stale_run(2, steps=4)
-    asked, order = run.judge.asked, []
+    sample_counts, order = run.judge.sample_counts, []
     for _ in train(run, phase, start=0):
-        order.append(sum(asked))
+        order.append(sum(sample_counts))
     rows = sum(len(phase.batch(step)) for step in range(4))
     assert order == [3 * rows / 4, rows, rows, rows]
 
@@ -124,7 +124,7 @@ def test_engine_mismatch_weight_of_stale_completions_is_unchanged_by_an_update()
     policy.limits = CachedEngine(truncate_at=2.0)
     trajectory = policy.rollout(tiny_writing.batch())
     trajectory = replace(trajectory, behaviour_log_probs=trajectory.log_probs + 0.25)
-    tiny_writers.move(writer.module, size=0.02)
+    tiny_writers.perturb(writer.module, size=0.02)
     part = next(policy.microbatches(trajectory))
     with torch.no_grad():
         stale = policy.evaluate(trajectory, part, Needs()).log_probs
@@ -146,7 +146,7 @@ def test_stale_completions_get_truncated_importance_weights():
     trajectory = policy.rollout(tiny_writing.batch(group_size=2))
     advantages = images.advantages[:, :1].expand(trajectory.mask.shape)
     made = replace(images, trajectory=trajectory, advantages=advantages)
-    tiny_writers.move(writer.module, size=0.05)
+    tiny_writers.perturb(writer.module, size=0.05)
     found = under_current_weights(replace(run, policy=policy), made, age=1, truncate_at=CAP)
     assert found.importance is not None
     expected = importance_weights(found.trajectory.log_probs, trajectory.log_probs, trajectory.mask, cap=CAP)

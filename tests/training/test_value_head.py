@@ -34,7 +34,7 @@ from retouch.training.preflight import preflight
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 from tiny_recipes import SMALL
 
-PAYS = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
+REWARD = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
 """The reward of a chain of two choices; the row is the first choice."""
 CREDIT = GAEAdvantage()
 
@@ -99,9 +99,9 @@ class Chooser:
         return Evaluation(log_probs, log_probs - trajectory.log_probs[part.rows], values=values)
 
 
-def paid(tasks, trajectory):
+def reward_images(tasks, trajectory):
     """Images whose share of red is the reward of the choices."""
-    earned = [PAYS[first, second].item() for first, second in trajectory.outputs.tolist()]
+    earned = [REWARD[first, second].item() for first, second in trajectory.outputs.tolist()]
     return [new("RGB", (1, 1), (round(250 * share), 250 - round(250 * share), 0)) for share in earned]
 
 
@@ -110,8 +110,8 @@ def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
     plain = ReplicatedStepper(policy.module, tiny_loop.ALONE, max_grad_norm=None)
     run = Run(
         policy=policy,
-        renderer=paid,
-        judge=tiny_loop.Share(),
+        renderer=reward_images,
+        judge=tiny_loop.RedJudge(),
         stepper=HeadStepper(plain, ReplicatedStepper(policy.head, tiny_loop.ALONE), learning_rate=0.05),
         ranks=tiny_loop.ALONE,
         chunk=64,
@@ -129,15 +129,15 @@ def test_value_head_converges_to_the_expected_return():
     """With a uniform policy: the mean of all rewards at the start, and the mean of a row of rewards after the first choice."""
     policy = Chooser()
     metrics = chain_run(policy, 0.0, steps=60)
-    wanted = 2 * torch.stack([PAYS.mean(), *PAYS.mean(1)]) - 1
+    wanted = 2 * torch.stack([REWARD.mean(), *REWARD.mean(1)]) - 1
     torch.testing.assert_close(policy.head.weight[:, 0].detach(), wanted, atol=0.1, rtol=0)
-    # Only the second of the two states tells something about the reward: the head explains the variance of the row means of PAYS.
-    wanted = PAYS.mean(1).var(correction=0) / PAYS.var(correction=0) / 2
+    # Only the second of the two states tells something about the reward: the head explains the variance of the row means of REWARD.
+    wanted = REWARD.mean(1).var(correction=0) / REWARD.var(correction=0) / 2
     late = torch.tensor([one["value/explained_variance"] for one in metrics[-20:]]).mean()
     assert late.item() == pytest.approx(wanted.item(), abs=0.06)
     assert metrics[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
     # The remaining loss is half the variance of all rewards at the first choice, and of a row of rewards at the second.
-    left = 4 * torch.stack([PAYS.var(correction=0), PAYS.var(1, correction=0).mean()]).mean() / 2
+    left = 4 * torch.stack([REWARD.var(correction=0), REWARD.var(1, correction=0).mean()]).mean() / 2
     assert torch.tensor([one["value/loss"] for one in metrics[-20:]]).mean().item() == pytest.approx(left.item(), abs=0.02)
 
 
@@ -155,7 +155,7 @@ def test_policy_trained_with_a_value_head_finds_the_best_actions(gamma, lam):
 # A denoising policy
 
 
-def drawing():
+def denoising_policy():
     policy = tiny.policy(mode="window", microbatch=2)
     conditioning = policy.model.encode(tiny.tasks(4))
     x = policy.model.initial_noise(conditioning, [generator("state")] * 4)
@@ -163,29 +163,29 @@ def drawing():
     return policy
 
 
-def drawing_run(policy, ranks=tiny_loop.ALONE, **options):
+def denoising_run(policy, ranks=tiny_loop.ALONE, **options):
     run = tiny_loop.run(policy, ranks=ranks, chunk=100, **options)
     head = ReplicatedStepper(policy.head, ranks, max_grad_norm=None)
     return replace(run, stepper=HeadStepper(run.stepper, head, learning_rate=0.01))
 
 
-def drawing_phase(ranks=tiny_loop.ALONE, **options):
+def denoising_phase(ranks=tiny_loop.ALONE, **options):
     objective = ActorCritic(actor=tiny_loop.GRPO, clip=0.2)
     return tiny_loop.phase(objective, advantage=CREDIT, count=3, group_size=2, ranks=ranks, **options)
 
 
 def after_two_steps(ranks, policy):
-    run = drawing_run(policy, ranks, judge=tiny_loop.Drawn([(1, 1)]))
-    metrics = [metrics for _, _, metrics in train(run, drawing_phase(ranks, steps=range(2)), start=0)]
+    run = denoising_run(policy, ranks, judge=tiny_loop.RandomJudge([(1, 1)]))
+    metrics = [metrics for _, _, metrics in train(run, denoising_phase(ranks, steps=range(2)), start=0)]
     return metrics, {name: parameter.detach().clone() for name, parameter in policy.head.named_parameters()}, tiny.trained(policy)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_with_a_value_head_on_several_ranks_matches_one_rank(world):
     """One score is missing, so that ranks have unequal numbers of valid rows; the second step uses the head after one update."""
-    wanted, head, weights = after_two_steps(tiny_loop.ALONE, drawing())
-    policies = [drawing() for _ in range(world)]
-    for metrics, same_head, same in tiny_loop.together(world, lambda ranks: after_two_steps(ranks, policies[ranks.rank])):
+    wanted, head, weights = after_two_steps(tiny_loop.ALONE, denoising_policy())
+    policies = [denoising_policy() for _ in range(world)]
+    for metrics, same_head, same in tiny_loop.run_on_threads(world, lambda ranks: after_two_steps(ranks, policies[ranks.rank])):
         for one, other in zip(metrics, wanted, strict=True):
             assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
         for name, parameter in head.items():
@@ -196,8 +196,8 @@ def test_training_with_a_value_head_on_several_ranks_matches_one_rank(world):
 
 
 def test_preflight_restores_the_value_head_and_its_optimizer():
-    policy = drawing()
-    run, phase = drawing_run(policy), drawing_phase()
+    policy = denoising_policy()
+    run, phase = denoising_run(policy), denoising_phase()
     list(train(run, replace(phase, steps=range(1)), start=0))
     before = {name: tensor.clone() for name, tensor in run.stepper.state().items()}
     checks = preflight(run, phase, step=1, rows=4)

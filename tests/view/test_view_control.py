@@ -11,12 +11,12 @@ from starlette.testclient import TestClient
 from retouch.records.control import answer_request, read_requests
 from retouch.view.app import build_app
 
-OWN = {"Origin": "http://127.0.0.1:8765"}
-PLACE = "/api/runs/one/control"
+SAME_ORIGIN = {"Origin": "http://127.0.0.1:8765"}
+CONTROL_PATH = "/api/runs/one/control"
 
 
 @pytest.fixture
-def steering(tmp_path: Path) -> Iterator[TestClient]:
+def control_client(tmp_path: Path) -> Iterator[TestClient]:
     """A browser on a page with ``--control``, with the token."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     app = build_app(tmp_path / "runs", token=TOKEN, control=True, poll_seconds=0.02)
@@ -25,21 +25,21 @@ def steering(tmp_path: Path) -> Iterator[TestClient]:
         yield client
 
 
-def test_control_request_is_stored_and_returned_with_its_answer(running, steering) -> None:
-    assert steering.get("/api/features").json()["control"] is True
-    reply = steering.post(PLACE, json={"action": "samples", "value": 3}, headers=OWN)
+def test_control_request_is_stored_and_returned_with_its_answer(running, control_client) -> None:
+    assert control_client.get("/api/features").json()["control"] is True
+    reply = control_client.post(CONTROL_PATH, json={"action": "samples", "value": 3}, headers=SAME_ORIGIN)
     assert reply.status_code == 202
     ((name, request),) = read_requests(running).items()
     assert (name, request.action, request.value) == (reply.json()["id"], "samples", 3)
     assert request.by.endswith("(page)")
     answer_request(running, name, request, taken=True, step=3, answer="samples are stored every 3 steps from now on")
-    (shown,) = steering.get("/api/runs/one").json()["requests"]
+    (shown,) = control_client.get("/api/runs/one").json()["requests"]
     assert (shown["taken"], shown["step"], shown["value"]) == (True, 3, 3)
 
 
 def test_control_requests_without_the_flag_are_rejected(running, browser) -> None:
     assert browser.get("/api/features").json() == {"vote": False, "control": False, "try": False}
-    assert browser.post(PLACE, json={"action": "stop"}, headers=OWN).status_code == 405
+    assert browser.post(CONTROL_PATH, json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 405
     assert not running.control.exists()
 
 
@@ -53,28 +53,28 @@ def test_control_requests_without_the_flag_are_rejected(running, browser) -> Non
         {"Origin": "http://localhost:8765"},
         {"Origin": "http://127.0.0.1:8765.attacker.example"},
         {"Origin": "http://user@127.0.0.1:8765"},
-        OWN | {"Host": "attacker.example"},
-        OWN | {"Cookie": "retouch_view_8765=wrong"},
-        OWN | {"Content-Type": "text/plain"},
-        OWN | {"Content-Type": "application/x-www-form-urlencoded"},
-        OWN | {"Content-Type": "multipart/form-data; boundary=x"},
+        SAME_ORIGIN | {"Host": "attacker.example"},
+        SAME_ORIGIN | {"Cookie": "retouch_view_8765=wrong"},
+        SAME_ORIGIN | {"Content-Type": "text/plain"},
+        SAME_ORIGIN | {"Content-Type": "application/x-www-form-urlencoded"},
+        SAME_ORIGIN | {"Content-Type": "multipart/form-data; boundary=x"},
     ],
     ids=str,
 )
-def test_other_sites_cannot_make_requests(running, steering, headers: dict[str, str]) -> None:
+def test_other_sites_cannot_make_requests(running, control_client, headers: dict[str, str]) -> None:
     content = b'{"action": "stop"}'
-    reply = steering.post(PLACE, content=content, headers={"Content-Type": "application/json", **headers})
+    reply = control_client.post(CONTROL_PATH, content=content, headers={"Content-Type": "application/json", **headers})
     assert reply.status_code in (403, 421)
-    steering.cookies.clear()
-    assert steering.post(f"{PLACE}?token={TOKEN}", json={"action": "stop"}, headers=OWN).status_code == 403
+    control_client.cookies.clear()
+    assert control_client.post(f"{CONTROL_PATH}?token={TOKEN}", json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 403
     assert not running.control.exists()
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
-@pytest.mark.parametrize("place", ["/api/runs", PLACE])
-def test_other_http_methods_and_paths_return_405(running, steering, method: str, place: str) -> None:
-    assert steering.request(method, place, headers=OWN).status_code == 405
-    assert steering.post("/api/runs", json={}, headers=OWN).status_code == 405
+@pytest.mark.parametrize("place", ["/api/runs", CONTROL_PATH])
+def test_other_http_methods_and_paths_return_405(running, control_client, method: str, place: str) -> None:
+    assert control_client.request(method, place, headers=SAME_ORIGIN).status_code == 405
+    assert control_client.post("/api/runs", json={}, headers=SAME_ORIGIN).status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -93,25 +93,25 @@ def test_other_http_methods_and_paths_return_405(running, steering, method: str,
     ],
     ids=range(10),
 )
-def test_malformed_control_requests_are_rejected(running, steering, content: bytes, status: int) -> None:
-    reply = steering.post(PLACE, content=content, headers={**OWN, "Content-Type": "application/json"})
+def test_malformed_control_requests_are_rejected(running, control_client, content: bytes, status: int) -> None:
+    reply = control_client.post(CONTROL_PATH, content=content, headers={**SAME_ORIGIN, "Content-Type": "application/json"})
     assert reply.status_code == status
     assert reply.json()["error"]
     assert not running.control.exists()
 
 
-def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, steering) -> None:
+def test_control_requests_to_runs_that_are_not_training_are_rejected(write_run, control_client) -> None:
     write_run("one")
-    reply = steering.post(PLACE, json={"action": "stop"}, headers=OWN)
+    reply = control_client.post(CONTROL_PATH, json={"action": "stop"}, headers=SAME_ORIGIN)
     assert (reply.status_code, reply.json()) == (409, {"error": "run one is not training, so nothing would take the request"})
-    assert steering.post("/api/runs/..%2fother/control", json={"action": "stop"}, headers=OWN).status_code == 404
-    assert steering.post("/api/runs/other/control", json={"action": "stop"}, headers=OWN).status_code == 404
+    assert control_client.post("/api/runs/..%2fother/control", json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 404
+    assert control_client.post("/api/runs/other/control", json={"action": "stop"}, headers=SAME_ORIGIN).status_code == 404
 
 
-def test_hostile_text_in_a_control_request_is_returned_unchanged(running, steering) -> None:
+def test_hostile_text_in_a_control_request_is_returned_unchanged(running, control_client) -> None:
     running.control.mkdir()
     hostile = "<script>alert(1)</script>\u202e" + "x" * 5000
     request = {"action": "stop", "value": None, "by": hostile, "at": "<b>", "taken": False, "step": 1, "answer": hostile[:40]}
     (running.control / "0.json").write_text(json.dumps(request))
-    (shown,) = steering.get("/api/runs/one").json()["requests"]
+    (shown,) = control_client.get("/api/runs/one").json()["requests"]
     assert shown["by"] == hostile

@@ -11,7 +11,7 @@ from PIL import Image
 from retouch.distributed.ranks import Ranks
 from retouch.types import Batch, Task
 from retouch.watch.measures import group_diversity
-from tiny_loop import together
+from tiny_loop import run_on_threads
 
 
 def batch(groups, slots):
@@ -62,6 +62,6 @@ def test_group_diversity_of_groups_that_span_ranks_matches_one_rank():
         rows = slice(0, 4) if ranks.rank == 0 else slice(4, 7)
         return group_diversity(batch(GROUPS[rows], SLOTS[rows]), PICTURES[rows], ranks)
 
-    found = together(2, one)
+    found = run_on_threads(2, one)
     assert found[0] == found[1] == pytest.approx(pairs(PICTURES, GROUPS), rel=1e-9)
     assert torch.get_default_dtype() == torch.float32

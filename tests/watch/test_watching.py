@@ -168,15 +168,15 @@ def test_diversity_is_logged_even_if_the_budget_is_spent_in_the_observation(watc
 
 @pytest.mark.parametrize("gamed", [True, False])
 def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed):
-    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded")
-    held = {"kind": "import", "class": "tiny_watched:Sinking", "combine": {"worth": 1}}
+    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:PanelJudge")
+    held = {"kind": "import", "class": "tiny_watched:FallingJudge", "combine": {"fidelity": 1}}
     document["watch"] |= {"judge": {"reward": held, "on_alarm": "stop"}, "canaries": None}
     recipe = parse(document)
-    tiny_watched.Fickle.shift = tiny_watched.Sinking.sunk = 0.0
+    tiny_watched.ShiftedClient.shift = tiny_watched.FallingJudge.drop = 0.0
     real = checkpoint.save
 
     def then_part(*arguments, **options):
-        tiny_watched.Fickle.shift, tiny_watched.Sinking.sunk = 0.2, 0.3
+        tiny_watched.ShiftedClient.shift, tiny_watched.FallingJudge.drop = 0.2, 0.3
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -194,20 +194,20 @@ def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed)
     assert (folder.read_alarm() is not None) == gamed
     assert ("Stopped by an alarm after step 4" in folder.report.read_text()) == gamed
     with closing(sqlite3.connect(ledger_path(recipe.folder, 0))) as ledger:
-        told = ledger.execute("SELECT DISTINCT split, scores LIKE '%worth%', scores LIKE '%tone%' FROM samples").fetchall()
-    assert {split for split, worth, _ in told if worth} == {"watch"}, "the held-out judge is called only for observations"
-    assert not any(worth and tone for _, worth, tone in told)
-    assert not any("worth" in name for name in last)
+        told = ledger.execute("SELECT DISTINCT split, scores LIKE '%fidelity%', scores LIKE '%tone%' FROM samples").fetchall()
+    assert {split for split, fidelity, _ in told if fidelity} == {"watch"}, "the held-out judge is called only for observations"
+    assert not any(fidelity and tone for _, fidelity, tone in told)
+    assert not any("fidelity" in name for name in last)
 
 
 def test_canary_scores_are_never_taken_from_the_ledger(tmp_path):
     """A judge that changes during the run is detected, although the ledger contains its earlier scores of the same images."""
-    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded"))
-    tiny_watched.Fickle.shift = 0.0
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:PanelJudge"))
+    tiny_watched.ShiftedClient.shift = 0.0
     real = checkpoint.save
 
     def then_drift(*arguments, **options):
-        tiny_watched.Fickle.shift = 0.3
+        tiny_watched.ShiftedClient.shift = 0.3
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -218,14 +218,14 @@ def test_canary_scores_are_never_taken_from_the_ledger(tmp_path):
 
 
 def test_repeated_observations_after_a_resume_call_no_judge(tmp_path):
-    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:Graded"))
-    tiny_watched.Fickle.shift = 0.0
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:PanelJudge"))
+    tiny_watched.ShiftedClient.shift = 0.0
     assert run(recipe, fresh=False) == 0
     folder = RunFolder(recipe.folder)
     whole = folder.metrics.read_bytes()
     shutil.rmtree(folder.checkpoints / "step-000004")
     folder.summary.unlink()
-    tiny_watched.Fickle.shift = 0.3  # would change the metrics if the judge were called again for step 4
+    tiny_watched.ShiftedClient.shift = 0.3  # would change the metrics if the judge were called again for step 4
     assert run(recipe, fresh=False) == 0
     assert folder.metrics.read_bytes() == whole
 

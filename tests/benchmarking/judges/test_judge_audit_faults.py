@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from judge_double import FAULTS, KEY, Double
-from lying_judge import SCORES, _json, lying_judge
+from lying_judge import SCORES, _json, faulty_judge
 from retouch.benchmarks.judges import audit
 from retouch.benchmarks.judges.audit import judge_audit
 from retouch.benchmarks.judges.ladders import playground_ladders
@@ -41,7 +41,7 @@ def judged(url: str, **changes) -> AspectsReward:
     )
 
 
-def recorded(folder: Path) -> dict[str, dict[str, float]]:
+def ledger_answers(folder: Path) -> dict[str, dict[str, float]]:
     """The usable answers in the ledger, by their content; no content has two."""
     with closing(open_read_only(folder / "ledger.sqlite")) as connection:
         rows = connection.execute("SELECT content, scores FROM answers WHERE scores IS NOT NULL").fetchall()
@@ -50,18 +50,18 @@ def recorded(folder: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory) -> dict[str, dict[str, float]]:
+def faultless_answers(tmp_path_factory) -> dict[str, dict[str, float]]:
     """What a judge without faults answers about the first item."""
-    folder = tmp_path_factory.mktemp("clean")
+    folder = tmp_path_factory.mktemp("faultless_answers")
     with pytest.MonkeyPatch.context() as patch, Double() as double:
         patch.setenv("OPENAI_API_KEY", KEY)
         patch.setattr(audit, "playground_ladders", lambda count, **_: playground_ladders(1, side=72))
         judge_audit(judged(double.url), items=1, repeats=2, out=folder)
-    return recorded(folder)
+    return ledger_answers(folder)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, clean, fault) -> None:
+def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, faultless_answers, fault) -> None:
     """A third of the questions get the fault once. A 429 with Retry-After is retried at once and does not count as an attempt."""
 
     def sometimes(digest: str, times: int) -> str | None:
@@ -70,39 +70,39 @@ def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_aga
     limits = {"timeout": 1.0} if fault == "time-out" else {}
     with Double(sometimes, hang=2.0) as double:
         first = judge_audit(judged(double.url, **limits), items=1, repeats=2, out=tmp_path)
-        before = recorded(tmp_path)
-        assert before == clean if fault == "429" else 0 < len(before) < len(clean)
-        assert before.items() <= clean.items()
+        before = ledger_answers(tmp_path)
+        assert before == faultless_answers if fault == "429" else 0 < len(before) < len(faultless_answers)
+        assert before.items() <= faultless_answers.items()
         missing = next(line for line in first.lines if line.name == "missing scores")
         assert missing.measured == pytest.approx(1 - len(before) / QUESTIONS)
         asked = len(double.requests)
         second = judge_audit(judged(double.url), items=1, repeats=2, out=tmp_path)
-        assert len(double.requests) - asked == len(clean) - len(before)
-    assert recorded(tmp_path) == clean
+        assert len(double.requests) - asked == len(faultless_answers) - len(before)
+    assert ledger_answers(tmp_path) == faultless_answers
     assert next(line for line in second.lines if line.name == "missing scores").measured == 0
     assert double.refused == []
 
 
-def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, clean) -> None:
+def test_retries_within_an_audit_leave_no_missing_scores(tmp_path, faultless_answers) -> None:
     """Every question gets a fault at each of its first two attempts; the kinds alternate."""
     kinds = itertools.cycle([kind for kind in FAULTS if kind not in ("time-out", "refusal", "filtered")])
     with Double(lambda digest, times: next(kinds) if times < 2 else None) as double:
         result = judge_audit(judged(double.url, attempts=6), items=1, repeats=2, out=tmp_path)
     assert next(line for line in result.lines if line.name == "missing scores").measured == 0
     assert next(line for line in result.lines if line.name == "unreadable answers").measured > 0.2
-    assert recorded(tmp_path).keys() == clean.keys()  # a repeated question has another seed, and another score
+    assert ledger_answers(tmp_path).keys() == faultless_answers.keys()  # a repeated question has another seed, and another score
     assert result.requests == 3 * QUESTIONS
 
 
 def test_invalid_answers_of_a_judge_are_not_recorded(tmp_path) -> None:
     """The first answer is valid, because an audit raises if no image of its first item gets a score."""
     lies = itertools.chain([_json], itertools.cycle(SCORES.values()))
-    with lying_judge() as judge:
-        judge.lie = lambda true: next(lies)(true)
+    with faulty_judge() as judge:
+        judge.make_reply = lambda true: next(lies)(true)
         section = GroundReward(judge=judged(judge.url, key=None).judge, temperature=0.7)  # wrong replies have a score from 0 to 10
         result = judge_audit(section, items=3, repeats=3, out=tmp_path)
     assert judge.questions > len(SCORES)
-    assert list(recorded(tmp_path).values()) == [{"score": 7.0}]
+    assert list(ledger_answers(tmp_path).values()) == [{"score": 7.0}]
     assert result.failed
     assert result.alarms["missing scores"] == "fail"
 
@@ -131,7 +131,7 @@ def test_no_kind_of_judge_is_asked_a_question_twice(tmp_path, kind, questions) -
         else:
             document["judge"] = model
         results = [judge_audit(json.dumps(document), items=1, repeats=2, out=tmp_path) for _ in range(2)]
-        assert len(double.requests) == len(recorded(tmp_path)) == questions
+        assert len(double.requests) == len(ledger_answers(tmp_path)) == questions
     assert results[0].to_json() == results[1].to_json()
     assert (kind == "win_rate") == (results[0].samples == 12)
 
@@ -144,7 +144,7 @@ def test_an_audit_stops_at_its_budget_and_the_next_call_continues_it(tmp_path) -
         assert len(double.requests) <= 2 * QUESTIONS + 3
         second = judge_audit(judged(double.url), items=3, repeats=2, budget=2 * QUESTIONS + 3, out=tmp_path)
         assert (second.items, second.left) == (3, 0)
-        assert len(double.requests) == len(recorded(tmp_path)) == 3 * QUESTIONS
+        assert len(double.requests) == len(ledger_answers(tmp_path)) == 3 * QUESTIONS
         with pytest.raises(ValueError, match="does not suffice for one item; raise it with --budget"):
             judge_audit(judged(double.url), items=1, repeats=2, budget=5, out=tmp_path / "other")
 
@@ -182,10 +182,10 @@ def test_a_killed_audit_resumes_without_repeating_recorded_questions(tmp_path) -
             child.send_signal(signal.SIGKILL)
             child.wait()
         time.sleep(0.3)  # until then the requests of the killed process are answered
-        before, asked = recorded(tmp_path), len(double.requests)
+        before, asked = ledger_answers(tmp_path), len(double.requests)
         assert 0 < len(before) < 3 * QUESTIONS
         result = judge_audit(judged(double.url), items=3, repeats=2, out=tmp_path)
         assert len(double.requests) - asked == 3 * QUESTIONS - len(before)
-    assert recorded(tmp_path).items() >= before.items()
+    assert ledger_answers(tmp_path).items() >= before.items()
     assert result.items == 3
     assert json.loads((tmp_path / "audit.json").read_text())["items"] == 3

@@ -74,21 +74,21 @@ def judge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CannedClient:
     return client
 
 
-def audited(*, judge: Any = MODEL) -> list[str]:
+def audit_notes(*, judge: Any = MODEL) -> list[str]:
     notes: list[str] = []
     audit_judges(VieScore(judge=judge), ranks=Ranks(), clients=JudgeClients("cpu"), note=notes.append)
     return notes
 
 
 def test_an_honest_judge_passes_and_its_result_is_reused(judge: CannedClient) -> None:
-    (said,) = audited()
+    (said,) = audit_notes()
     assert "passes (24 images; mean score 1.00 with the whole edit and 0.32 without; 100% of pairs in the right order" in said
     asked = len(judge.asked)
     assert 24 < asked <= 48
-    (again,) = audited()
+    (again,) = audit_notes()
     assert "(earlier): passes (24 images" in again
     assert len(judge.asked) == asked
-    audited(judge=InProcess(path="another"))
+    audit_notes(judge=InProcess(path="another"))
     assert len(judge.asked) == 2 * asked
 
 
@@ -96,10 +96,10 @@ def test_an_honest_judge_passes_and_its_result_is_reused(judge: CannedClient) ->
 def test_a_useless_judge_is_rejected_and_audited_again_once_it_is_corrected(judge: CannedClient, kind: str) -> None:
     judge.reply = JUDGES[kind]
     with pytest.raises(ValueError, match=REFUSED[kind]) as error:
-        audited()
+        audit_notes()
     assert "--no-audit" in str(error.value)
     judge.reply = JUDGES["honest"]
-    assert "passes" in audited()[0]
+    assert "passes" in audit_notes()[0]
 
 
 def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(
@@ -115,7 +115,7 @@ def test_many_unreadable_answers_fail_the_audit_even_if_retries_gave_scores(
     with pytest.raises(
         ValueError, match=r"0 of 24 images got no score and 20 of 60 answers could not be read \(20 unreadable reply\)"
     ):
-        audited()
+        audit_notes()
 
 
 @pytest.mark.parametrize(("worst", "kind"), [(1.0, ValueError), (2.0, BudgetSpent)])
@@ -172,5 +172,5 @@ def test_the_audit_counts_against_the_budget(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv("RETOUCH_KEYS", f"DOUBLE_KEY={server.url.removesuffix('/v1')}")
         model = Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", quota=JudgeQuota(calls=20))
         with pytest.raises(BudgetSpent, match="does not suffice for its audit"):
-            audited(judge=model)
+            audit_notes(judge=model)
         assert 0 < len(server.requests) <= 20

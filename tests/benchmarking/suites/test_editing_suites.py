@@ -6,7 +6,7 @@ import math
 import pytest
 from PIL import Image
 
-from canned_judge import JUDGE, headline, number_of, numbered, saved, scored
+from canned_judge import JUDGE, headline, number_of, numbered_image, save_numbered_image, scored
 from retouch.benchmarks.suites.editing.complex_edit import ComplexEditSuite
 from retouch.benchmarks.suites.editing.earl import EarlSuite
 from retouch.benchmarks.suites.editing.gedit import GEditSuite
@@ -121,7 +121,7 @@ def test_complex_edit_averages_levels(tmp_path):
 def imgedit_folder(tmp_path, rows, name="basic_edit.json"):
     for number, row in enumerate(rows.values(), 1):
         if "id" in row:
-            saved(tmp_path / "original_images" / row["id"], number)
+            save_numbered_image(tmp_path / "original_images" / row["id"], number)
     (tmp_path / name).write_text(json.dumps(rows))
     return tmp_path
 
@@ -190,7 +190,7 @@ def test_each_imgedit_turn_edits_the_image_of_the_previous_turn(tmp_path):
     assert "turn2" in broken[0].reason
     (tmp_path / "version_backtracking.json").write_text(json.dumps(rows))  # the files of all categories count from 1
     assert [item.id for item in suite.items(tmp_path)[0]] == ["content_memory-1", "version_backtracking-1"]
-    tasks = [suite.task_for(items[0], turn=turn, previous=numbered(77) if turn else None) for turn in range(3)]
+    tasks = [suite.task_for(items[0], turn=turn, previous=numbered_image(77) if turn else None) for turn in range(3)]
     assert [task.instruction for task in tasks] == ["all green", "add fruit", "another plate"]
     assert [number_of(task.images[0]) for task in tasks] == [1, 77, 77]
     found = scored(suite, items, vie({1: (9, 4, 9, 10)}), turns=3)
@@ -216,10 +216,10 @@ def earl_folder(tmp_path):
     parquet(tmp_path / "aurora.parquet", [{"input": encoded(1), "instruction": "a", "source": "ag"}])
     vismin = {"source_image": encoded(1), "edit_instruction": "edit_instruction: v", "edited_image": encoded(2), "id": "7"}
     parquet(tmp_path / "vismin" / "counting.parquet", [vismin])
-    saved(tmp_path / "magicbrush" / "images" / "242679" / "242679-input.png", 1)
+    save_numbered_image(tmp_path / "magicbrush" / "images" / "242679" / "242679-input.png", 1)
     turns = [{"input": "242679-input.png", "mask": "m.png", "output": "o.png", "instruction": "m"}, {"input": None}]
     (tmp_path / "magicbrush" / "edit_turns.json").write_text(json.dumps(turns))
-    saved(tmp_path / "i2ebench" / "Counting" / "input" / "1.png", 1)
+    save_numbered_image(tmp_path / "i2ebench" / "Counting" / "input" / "1.png", 1)
     (tmp_path / "i2ebench" / "Counting" / "Counting.json").write_text(json.dumps({"1": {"image": "1.png", "ori_exp": "i"}}))
     (tmp_path / "i2ebench" / "Counting" / "Counting2.json").write_text("{}")
     return tmp_path
@@ -244,7 +244,7 @@ def test_earl_averages_six_sets(tmp_path):
 
 
 def test_preservation_is_measured_outside_the_mask(tmp_path):
-    saved(tmp_path / "a.png", 100)
+    save_numbered_image(tmp_path / "a.png", 100)
     mask = Image.new("L", (8, 8), 0)
     mask.paste(255, (0, 0, 4, 8))
     mask.save(tmp_path / "mask.png")
@@ -260,7 +260,7 @@ def test_preservation_is_measured_outside_the_mask(tmp_path):
     assert len(items) == 2
     assert "no mask" in broken[0].reason
     reward = suite.reward(None).build()
-    edited = numbered(100)
+    edited = numbered_image(100)
     edited.paste((0, 0, 0), (0, 0, 4, 8))  # inside the mask
     edited.paste((151, 100, 200), (4, 0, 6, 8))  # half of what should stay: 51 / 255 / 3 channels
     given = {name: column.item() for name, column in reward([Sample(suite.task_for(items[0]), edited)]).items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import suite_rows
-from canned_judge import JUDGE, headline, number_of, numbered
+from canned_judge import JUDGE, headline, number_of, numbered_image
 from retouch.benchmarks.image_files import ImageFolder, image_keys
 from retouch.benchmarks.kinds import SUITES, find_suite
 from retouch.benchmarks.running import run
@@ -239,7 +239,7 @@ def test_missing_and_broken_items_are_reported_and_excluded_from_the_headline(na
     folder = ImageFolder(tmp_path / "images", suite=plain)
     places = image_keys(list(enumerate(items)), suite=plain)
     for place in places:
-        folder.write(place, numbered(place.number + 1))
+        folder.write(place, numbered_image(place.number + 1))
     first, second = case.given
     unread = dict.fromkeys(second, NAN)
     more: dict[str, Any] = {"data": data, "images": folder.root}
@@ -274,7 +274,7 @@ def test_every_suite_can_be_scored_by_another_reward(name: str, tmp_path: Path) 
     items, _ = suite.items(data)
     folder = ImageFolder(tmp_path / "images", suite=suite)
     for place in image_keys(list(enumerate(items)), suite=suite):
-        folder.write(place, numbered(place.number + 1))
+        folder.write(place, numbered_image(place.number + 1))
     found = run(suite, judge=ShareReward(channel="green"), data=data, images=folder.root, out=tmp_path / "out")
     assert found is not None
     assert not found.missing
@@ -294,7 +294,7 @@ def test_hpsv2_is_the_mean_cosine_of_text_and_image(tmp_path: Path) -> None:
 
     reward: Any = suite.reward(None)
     scores = reward.with_model(SimpleNamespace(score_samples=cosines))(
-        [Sample(suite.task_for(item), numbered(number)) for number, item in enumerate(items, 1)]
+        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
     )["hps"].tolist()
     assert scores == pytest.approx([0.6, 0.0])
     table = {item.id: suite.score(item, {"hps": score}) for item, score in zip(items, scores, strict=True)}
@@ -316,7 +316,7 @@ def test_aesthetic_is_the_mean_rating_of_the_head(tmp_path: Path) -> None:
     )
     reward: Any = suite.reward(None)
     scores = reward.with_model(AestheticModel(encoder, layers, head="h"))(
-        [Sample(suite.task_for(item), numbered(number)) for number, item in enumerate(items, 1)]
+        [Sample(suite.task_for(item), numbered_image(number)) for number, item in enumerate(items, 1)]
     )["aesthetic"].tolist()
     assert scores == pytest.approx([3.1, 2.5])
     table = {item.id: suite.score(item, {"aesthetic": score}) for item, score in zip(items, scores, strict=True)}

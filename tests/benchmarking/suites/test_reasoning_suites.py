@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from canned_judge import JUDGE, CannedClient, headline, number_of, saved, scored
+from canned_judge import JUDGE, CannedClient, headline, number_of, save_numbered_image, scored
 from retouch.benchmarks.suites.editing.kris import KrisSuite
 from retouch.benchmarks.suites.editing.rise import RiseSuite
 from retouch.rewards.judges.panel import Panel
@@ -31,7 +31,7 @@ def kris(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "annotation.json").write_text(json.dumps(rows))
     for number, name in enumerate(("biology/1.png", *(f"temporal_prediction/7-{frame}.png" for frame in (1, 2, 3))), 1):
-        saved(tmp_path / name, number)
+        save_numbered_image(tmp_path / name, number)
     return tmp_path
 
 
@@ -86,8 +86,8 @@ def rise(tmp_path):
     ]
     (tmp_path / "datav2_total_w_subtask.json").write_text(json.dumps(rows))
     for number, row in enumerate(rows, 1):
-        saved(tmp_path / "data" / row["image"], number)
-    saved(tmp_path / "data" / "spatial_reasoning_images" / "ref.png", 50)
+        save_numbered_image(tmp_path / "data" / row["image"], number)
+    save_numbered_image(tmp_path / "data" / "spatial_reasoning_images" / "ref.png", 50)
     return tmp_path
 
 

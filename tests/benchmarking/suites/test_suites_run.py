@@ -6,8 +6,8 @@ import math
 import pytest
 from PIL import Image
 
-from canned_judge import numbered, saved
-from judge_double import KEY, Double, clean
+from canned_judge import numbered_image, save_numbered_image
+from judge_double import KEY, Double, expected_score
 from retouch.benchmarks.running import run
 from retouch.rewards.vlm.models import Endpoint
 
@@ -20,9 +20,9 @@ def judge(monkeypatch):
         yield Endpoint(model="double", base_url=server.url, key="DOUBLE_KEY", pause=0.01, longest_pause=0.02)
 
 
-def said(number: int, name: str, top: int = 5) -> float:
+def server_score(number: int, name: str, top: int = 5) -> float:
     """The score that the server gives an image."""
-    return clean(numbered(number), name, 0, low=1, high=top, whole=True)
+    return expected_score(numbered_image(number), name, 0, low=1, high=top, whole=True)
 
 
 def test_an_imgedit_run_with_a_judge_server_gives_the_expected_table(tmp_path, judge):
@@ -33,14 +33,14 @@ def test_an_imgedit_run_with_a_judge_server_gives_the_expected_table(tmp_path, j
         "8": {"id": "a/gone.png", "prompt": "x", "edit_type": "add"},
     }
     for number in (1, 2):
-        saved(tmp_path / "data" / "original_images" / "a" / f"{number}.png", number)
+        save_numbered_image(tmp_path / "data" / "original_images" / "a" / f"{number}.png", number)
     (tmp_path / "data" / "basic_edit.json").write_text(json.dumps(rows))
     for item, number in {"12": 21, "7": 22}.items():
-        saved(tmp_path / "images" / f"{item}.png", number)
+        save_numbered_image(tmp_path / "images" / f"{item}.png", number)
     result = run("imgedit", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     names = ("compliance", "naturalness", "integrity")
-    means = [sum(said(number, name) for name in names) / 3 for number in (21, 22)]
+    means = [sum(server_score(number, name) for name in names) / 3 for number in (21, 22)]
     assert result.headline == pytest.approx(sum(means) / 2)
     assert result.table["remove"]["score"]["mean"] == pytest.approx(means[1])
     assert [(each["item"], "no image 9.png" in each["reason"]) for each in result.missing] == [("9", True)]
@@ -51,36 +51,36 @@ def test_kris_scores_that_a_category_lacks_are_not_reported_as_missing(tmp_path,
     biology = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "after a month", "explain_en": "it is mouldy"}}
     colour = {"1": {"ori_img": "1.png", "gt_img": "", "ins_en": "make it red", "explain_en": ""}}
     for folder, rows in {"biology": biology, "color_change": colour}.items():
-        saved(tmp_path / "data" / folder / "1.png", 1)
+        save_numbered_image(tmp_path / "data" / folder / "1.png", 1)
         (tmp_path / "data" / folder / "annotation.json").write_text(json.dumps(rows))
-        saved(tmp_path / "images" / f"{folder}-1.png", 30 + len(folder))
+        save_numbered_image(tmp_path / "images" / f"{folder}-1.png", 30 + len(folder))
     result = run("kris", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     assert not result.missing
     assert [row.reason for row in result.rows] == ["", ""]
-    assert result.table["biology"]["knowledge"]["mean"] == said(37, "knowledge")
+    assert result.table["biology"]["knowledge"]["mean"] == server_score(37, "knowledge")
     assert math.isnan(result.table["color_change"]["knowledge"]["mean"])
     assert result.table["color_change"]["score"]["mean"] == pytest.approx(
-        sum(said(42, name) for name in ("consistency", "instruction", "quality")) / 3
+        sum(server_score(42, name) for name in ("consistency", "instruction", "quality")) / 3
     )
 
 
 def test_the_table_of_imgedit_multi_turn_has_a_row_for_each_turn(tmp_path, judge):
-    saved(tmp_path / "data" / "original_images" / "1.png", 1)
+    save_numbered_image(tmp_path / "data" / "original_images" / "1.png", 1)
     rows = {"1": {"id": "1.png", "turn1": "all green", "turn2": "add fruit"}}
     (tmp_path / "data" / "content_memory.json").write_text(json.dumps(rows))
-    saved(tmp_path / "images" / "content_memory-1.png", 51)
-    saved(tmp_path / "images" / "content_memory-1-turn2.png", 52)
+    save_numbered_image(tmp_path / "images" / "content_memory-1.png", 51)
+    save_numbered_image(tmp_path / "images" / "content_memory-1-turn2.png", 52)
     result = run(
         "imgedit-multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out"
     )
     assert result is not None
-    restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
+    restraint = [expected_score(numbered_image(number), "restraint", 0, low=0, high=10) for number in (51, 52)]
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
 
 
 def test_the_table_of_multi_turn_has_reward_and_preservation_of_each_turn(tmp_path, judge):
-    saved(tmp_path / "data" / "a.png", 100)
+    save_numbered_image(tmp_path / "data" / "a.png", 100)
     mask = Image.new("L", (8, 8), 0)
     mask.paste(255, (0, 0, 4, 8))
     mask.save(tmp_path / "data" / "mask.png")
@@ -89,12 +89,12 @@ def test_the_table_of_multi_turn_has_reward_and_preservation_of_each_turn(tmp_pa
         {"id": "b", "file_name": "a.png", "instruction": "red", "later": []},
     ]
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    saved(tmp_path / "images" / "a.png", 151)
-    saved(tmp_path / "images" / "a-turn2.png", 49)
+    save_numbered_image(tmp_path / "images" / "a.png", 151)
+    save_numbered_image(tmp_path / "images" / "a-turn2.png", 49)
     result = run("multi-turn", data=tmp_path / "data", images=tmp_path / "images", judge=judge, audit=False, out=tmp_path / "out")
     assert result is not None
     # each turn is compared with the turn before, in one of three channels
     assert [result.table[f"turn {turn}"]["l1"]["mean"] for turn in (1, 2)] == pytest.approx([51 / 255 / 3, 102 / 255 / 3], abs=1e-6)
-    restraint = [clean(numbered(number), "restraint", 0, low=0, high=10) for number in (151, 49)]
+    restraint = [expected_score(numbered_image(number), "restraint", 0, low=0, high=10) for number in (151, 49)]
     assert [result.table[f"turn {turn}"]["restraint"]["mean"] for turn in (1, 2)] == pytest.approx(restraint)
     assert ["later" in each["reason"] for each in result.about["broken"]] == [True]

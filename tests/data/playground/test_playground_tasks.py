@@ -15,7 +15,7 @@ from retouch.playground.world.instructions import content
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import Scene, Thing
 from retouch.types import SplitName, Task
-from scene_reader import meaning, read, singles
+from scene_reader import all_single_edits, meaning, read
 
 LEVELS = [1, 2, 3, 4]
 
@@ -34,7 +34,7 @@ def parts(task: Task) -> tuple[Scene, list[Edit]]:
     return Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in edits]
 
 
-def face(task: Task) -> tuple[str, str, bytes]:
+def visible_parts(task: Task) -> tuple[str, str, bytes]:
     """The id of a task, and all that a policy sees of it."""
     return task.id, task.instruction, task.images[0].tobytes()
 
@@ -67,16 +67,16 @@ def test_every_kind_of_single_edit_is_in_every_split(split: SplitName) -> None:
 
 def test_a_task_is_determined_by_seed_and_index() -> None:
     long, short = tasks("train", 1000), tasks("train", 10)
-    assert [face(task) for task in short] == [face(long[i]) for i in range(10)]
-    assert face(long[7]) == face(long[7])
-    assert [face(task) for task in long[3:6]] == [face(long[i]) for i in (3, 4, 5)]
-    assert face(long[-1]) == face(long[999])
-    assert not {face(task)[2] for task in tasks("train", 10, seed=1)} & {face(task)[2] for task in short}
+    assert [visible_parts(task) for task in short] == [visible_parts(long[i]) for i in range(10)]
+    assert visible_parts(long[7]) == visible_parts(long[7])
+    assert [visible_parts(task) for task in long[3:6]] == [visible_parts(long[i]) for i in (3, 4, 5)]
+    assert visible_parts(long[-1]) == visible_parts(long[999])
+    assert not {visible_parts(task)[2] for task in tasks("train", 10, seed=1)} & {visible_parts(task)[2] for task in short}
 
 
 def test_ids_are_unique_also_over_seeds_splits_and_complexities() -> None:
     sets = [tasks("train"), tasks("train", seed=1), tasks("test"), tasks("train", complexity=[1])]
-    faces = {face(task) for drawn in sets for task in drawn}
+    faces = {visible_parts(task) for drawn in sets for task in drawn}
     assert len({identity for identity, _, _ in faces}) == len(faces)
     assert all(len({task.id for task in drawn}) == len(drawn) for drawn in sets)
 
@@ -123,7 +123,7 @@ def test_impossible_edits_are_of_absent_objects_and_have_the_requested_frequency
 
 
 def test_impossible_edits_of_training_tasks_have_no_content_of_other_splits() -> None:
-    single = {meaning(edit): split_of(content([edit])) for edit in singles()}
+    single = {meaning(edit): split_of(content([edit])) for edit in all_single_edits()}
     for task in tasks("train", 60, complexity=[1], impossible=1.0):
         assert {single[asked] for asked in read(task.instruction)} == {"train"}
 

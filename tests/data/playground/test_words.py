@@ -121,7 +121,7 @@ def test_the_ocr_model_reads_correct_targets_correctly(read):
 
 def test_correctness_drops_by_the_share_of_wrong_letters_and_is_0_without_text(read):
     chosen = tasks("test", 12)
-    wrong = [(task, written(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
+    wrong = [(task, with_word(task, "S" + task.text[1:] if task.text[0] != "S" else "K" + task.text[1:])) for task in chosen]
     wanted = torch.tensor([1 - 1 / len(task.text) for task in chosen])
     assert (correctness(read, wrong) - wanted).abs().mean() <= 0.05
     assert correctness(read, [(task, task.images[0]) for task in chosen]).max() == 0.0
@@ -139,7 +139,7 @@ def test_a_line_width_of_160_gives_the_same_correctness_as_the_full_width():
     assert torch.equal(correctness(wide, made), correctness(narrow, made))
 
 
-def written(task, word):
+def with_word(task, word):
     """The task's image with another word."""
     picture = task.images[0].copy()
     words.write(picture, task.mask.getbbox(), word, words.Style((0, 0, 0), (255, 255, 255), 11))

@@ -73,16 +73,16 @@ def test_pth_files_are_read_only_if_they_are_trusted(tmp_path):
     assert found.target.tolist() == earl(7)["edited_image"].tolist()
 
 
-class Evil:
+class MaliciousPickle:
     def __reduce__(self):
         return print, ("run",)
 
 
 def test_pth_files_with_arbitrary_objects_raise_and_run_no_code(tmp_path, capsys):
-    torch.save(earl(CoT=Evil()), tmp_path / "7.pth")
+    torch.save(earl(CoT=MaliciousPickle()), tmp_path / "7.pth")
     with pytest.raises(ValueError, match=r"7\.pth: contains more than numbers"):
         read_feature(tmp_path / "7.pth", trusted=True)
-    torch.save(earl(original_image=np.array([[Evil()]], dtype=object)), tmp_path / "8.pth")
+    torch.save(earl(original_image=np.array([[MaliciousPickle()]], dtype=object)), tmp_path / "8.pth")
     with pytest.raises(ValueError, match=r"8\.pth: contains more"):
         read_feature(tmp_path / "8.pth", trusted=True)
     (tmp_path / "9.pth").write_bytes(b"no file of torch's")

@@ -94,9 +94,9 @@ def image(pipe: Any, family: type[DiffusersModel]) -> torch.Tensor:
     else:
         inputs |= {"prompt": "blue", "max_sequence_length": 64}
     if family is FluxKontextModel:
-        inputs |= {"image": tiny_models.picture(1, 32, 32), "max_area": 32 * 32, "_auto_resize": False}
+        inputs |= {"image": tiny_models.image(1, 32, 32), "max_area": 32 * 32, "_auto_resize": False}
     if family is FluxFillModel:
-        inputs |= {"image": tiny_models.picture(1, 32, 32), "mask_image": tiny_models.picture(2, 32, 32).convert("L")}
+        inputs |= {"image": tiny_models.image(1, 32, 32), "mask_image": tiny_models.image(2, 32, 32).convert("L")}
     made: torch.Tensor = pipe(**inputs).images
     return made
 

@@ -108,7 +108,7 @@ def test_incomplete_weights_stop_the_run_and_doctor_suggests_the_download(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.rmtree(folder / "vae")
-    recipe = family_runs.recipe_of({"kind": "flux", "path": str(folder), "size": [32, 32]}, tmp_path, device="cpu")
+    recipe = family_runs.small_recipe({"kind": "flux", "path": str(folder), "size": [32, 32]}, tmp_path, device="cpu")
     file = tmp_path / "recipe.json"
     file.write_text(json.dumps(recipe))
     with pytest.raises(IncompleteWeights, match="vae is missing"):

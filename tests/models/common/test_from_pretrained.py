@@ -38,13 +38,13 @@ def test_qwen_image_models_load_from_a_pipeline_folder(qwen_folder, monkeypatch,
         assert model.text.image_processor.merge_size == 2
         assert model.text.image_processor.patch_size == 8
         model.condition_area = model.source_area = 32 * 32
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
+    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
     x = model.initial_noise(conditioning, tiny_models.generators(1))
     assert (x.shape, x.dtype) == ((1, 24, 64), torch.float32)
     velocity = model.velocity(model.module, x, torch.tensor([0.5]), conditioning)
     assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
     assert model.decode(x, conditioning)[0].size == (48, 32)
-    assert model.encode_images([tiny_models.picture(1)]).dtype == torch.float32
+    assert model.encode_images([tiny_models.image(1)]).dtype == torch.float32
 
 
 @pytest.mark.parametrize("t5", [True, False])
@@ -70,7 +70,7 @@ def test_flux_models_load_from_a_pipeline_folder(tmp_path, cls):
     assert model.module.dtype == model.latents.vae.dtype == model.text.t5.dtype == model.text.clip.dtype == torch.bfloat16
     assert not any(weight.requires_grad for part in (model.latents.vae, *model.text.encoders) for weight in part.parameters())
     assert (model.guidance, model.scheduler_config["max_image_seq_len"]) == (2.5, 8192)
-    task = tiny_models.task("a", "red", tiny_models.picture(0, 24, 40))
+    task = tiny_models.task("a", "red", tiny_models.image(0, 24, 40))
     conditioning = model.encode([replace(task, mask=Image.new("L", (40, 24), 255))])
     x = model.initial_noise(conditioning, tiny_models.generators(1))
     assert (x.shape, x.dtype) == ((1, 3 * 5, 64), torch.float32)

@@ -143,8 +143,8 @@ def test_compiled_transformer_gives_the_same_samples_and_gradients(family, recom
     log_probs, kl, _ = gradients(compiled, trajectories[1])
     torch.testing.assert_close(log_probs, trajectories[1].log_probs.flatten(), rtol=0, atol=1e-5)
     assert (kl == 0).all()  # the reference runs the same graph
-    tiny_policies.move(plain)
-    tiny_policies.move(compiled)
+    tiny_policies.perturb(plain)
+    tiny_policies.perturb(compiled)
     for one, other in zip(gradients(plain, trajectories[1])[2], gradients(compiled, trajectories[1])[2], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max()))
     assert list(compiled.module.state_dict()) == names
@@ -187,7 +187,7 @@ def test_decoder_layers_are_compiled_for_the_update_and_not_for_generation():
     assert torch.equal(trajectories[0].ids, trajectories[1].ids)
     assert not calls
     for policy in (plain, compiled):
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
     one, other = (gradients(policy, trajectories[0]) for policy in (plain, compiled))
     assert calls
     torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-5)

@@ -19,9 +19,9 @@ from retouch.types import Completion, Kind, Needs, Task
 
 def tasks():
     return (
-        tiny_models.task("one", "make it red", tiny_models.picture(0, 16, 24)),
-        tiny_models.task("two", "no", tiny_models.picture(1, 32, 32)),
-        tiny_models.task("three", "add a blue circle", tiny_models.picture(2, 16, 24)),
+        tiny_models.task("one", "make it red", tiny_models.image(0, 16, 24)),
+        tiny_models.task("two", "no", tiny_models.image(1, 32, 32)),
+        tiny_models.task("three", "add a blue circle", tiny_models.image(2, 16, 24)),
     )
 
 
@@ -51,12 +51,12 @@ def test_prompt_consists_of_source_image_instruction_and_prefill(editor):
 
 
 def test_codes_and_decoded_images_match_the_autoencoder(editor):
-    picture = tiny_models.picture(3, 16, 24)
+    picture = tiny_models.image(3, 16, 24)
     pixels = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
         expected = editor.vq.encode(pixels, torch.tensor([[16, 24]]), return_dict=True).image_tokens[0]
         again = editor.vq.decode(expected[None])[0]
-    codes = editor.encode_codes([picture, tiny_models.picture(4, 16, 24)])
+    codes = editor.encode_codes([picture, tiny_models.image(4, 16, 24)])
     assert torch.equal(codes[0], expected)
     shown = editor.decode_codes(codes[:1])[0]
     assert shown.size == (24, 16)
@@ -65,7 +65,7 @@ def test_codes_and_decoded_images_match_the_autoencoder(editor):
 
 
 def test_image_token_ids_convert_back_to_codes_and_malformed_ids_give_none(editor):
-    codes = editor.encode_codes([tiny_models.picture(5, 16, 24)])[0]
+    codes = editor.encode_codes([tiny_models.image(5, 16, 24)])[0]
     ids = editor.words.image_ids(codes)[1:]  # boi is the prefill
     assert torch.equal(editor.codes_in(ids), codes)
     place = ids.index(editor.words.img) + 1
@@ -76,7 +76,7 @@ def test_image_token_ids_convert_back_to_codes_and_malformed_ids_give_none(edito
 
 
 def test_target_ids_and_demonstrations_contain_the_target_image(editor):
-    target = tiny_models.picture(7, 16, 24)
+    target = tiny_models.image(7, 16, 24)
     task = dataclasses.replace(tasks()[0], target=target)
     codes = editor.encode_codes([target])[0]
     (drawn,) = editor.target_ids([task])
@@ -91,7 +91,7 @@ def test_target_ids_and_demonstrations_contain_the_target_image(editor):
 
 def test_target_ids_contain_the_thought_before_the_image():
     made = tiny_emu3.editor(prefill=THINK)
-    task = dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))
+    task = dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24))
     with pytest.raises(ValueError, match="'thought'"):
         made.target_ids([task])
     (drawn,) = made.target_ids([dataclasses.replace(task, meta={"thought": "hm"})])
@@ -150,7 +150,7 @@ def test_grammar_allows_text_before_or_instead_of_an_image():
 
 def test_malformed_image_without_the_grammar_decodes_to_none():
     made = tiny_emu3.editor(grammar=False)
-    longest = len(made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))])[0]) + 1
+    longest = len(made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24))])[0]) + 1
     policy = tiny_writing.policy(writer=made, sampling={"max_new_tokens": longest})
     batch = tiny_writing.batch(tasks(), group_size=8)
     check_policy(policy, batch, needs=Needs())
@@ -159,18 +159,18 @@ def test_malformed_image_without_the_grammar_decodes_to_none():
     images = CodesDecoder(made)([batch.tasks[k] for k in batch.group], trajectory)
     assert images == [None] * len(batch)
     # Ids that form a whole image are decoded, and all tokens after the header have the kind IMAGE_TOKEN.
-    shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24)),)))
+    shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24)),)))
     assert CodesDecoder(made)(batch.tasks[:1], shown)[0] is not None
     assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
 
 
-class Said:
+class OnlyOutputs:
     def __init__(self, outputs):
         self.outputs = outputs
 
 
 def test_rows_without_a_complete_image_decode_to_none(editor):
-    codes = editor.encode_codes([tiny_models.picture(k, 16, 24) for k in range(3)])
+    codes = editor.encode_codes([tiny_models.image(k, 16, 24) for k in range(3)])
     whole = [tuple(editor.words.image_ids(each)[1:]) for each in codes]
     key = (0, 0, 0, 0)
     outputs = [
@@ -179,7 +179,7 @@ def test_rows_without_a_complete_image_decode_to_none(editor):
         Completion(ids=whole[1][:6], text="", truncated=False, key=key),
         Completion(ids=whole[2], text="", truncated=False, key=key),
     ]
-    images = CodesDecoder(editor, batch=1)([tasks()[0]] * 4, Said(outputs))
+    images = CodesDecoder(editor, batch=1)([tasks()[0]] * 4, OnlyOutputs(outputs))
     assert [image is None for image in images] == [False, True, True, False]
     expected = editor.decode_codes(codes[[0, 2]])
     assert [images[0].tobytes(), images[3].tobytes()] == [image.tobytes() for image in expected]
@@ -198,7 +198,7 @@ def test_invalid_tasks_and_settings_raise(editor):
     with pytest.raises(ValueError, match="0 images"):
         editor.encode([Task(id="x", instruction="red")])
     with pytest.raises(ValueError, match="special token"):
-        editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.picture(0))])
+        editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.image(0))])
     with pytest.raises(ValueError, match="multiples of"):
         Emu3Editor(editor.module, tiny_emu3.tokenizer(), vq=editor.vq, size=(15, 24))
     with pytest.raises(ValueError, match="has no token"):

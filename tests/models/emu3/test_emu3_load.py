@@ -45,11 +45,11 @@ def original(folder, tmp_path_factory):
     save_file(
         {n.replace("model.text_model.", "model."): w for n, w in weights.items() if "vqmodel" not in n}, language / "m.safetensors"
     )
-    save_file({_old(n): _convolution(n, w) for n, w in weights.items() if "vqmodel" in n}, autoencoder / "m.safetensors")
+    save_file({_original_name(n): _convolution(n, w) for n, w in weights.items() if "vqmodel" in n}, autoencoder / "m.safetensors")
     return language, autoencoder
 
 
-def _old(name):
+def _original_name(name):
     """The name of the weight in BAAI's autoencoder."""
     name = name.removeprefix("model.vqmodel.")
     for ours, theirs in (("_proj.", "."), (".out.", ".proj_out."), (".down_block.down.", ".down."), (".up_block.up.", ".up.")):
@@ -63,19 +63,19 @@ def _convolution(name, weight):
     return weight[:, :, None, None].clone() if "_proj.weight" in name else weight
 
 
-def told(editor):
-    task = Task(id="a", instruction="make it red", images=(tiny_models.picture(0, 16, 24),), target=None, tags={}, meta={})
+def model_outputs(editor):
+    task = Task(id="a", instruction="make it red", images=(tiny_models.image(0, 16, 24),), target=None, tags={}, meta={})
     prompts = editor.encode([task])
     states, _ = editor.prefill(editor.module, prompts)
     return prompts.ids, editor.logits(editor.module, states), editor.decode_codes(editor.encode_codes(task.images))[0]
 
 
 def test_both_folder_layouts_load_the_same_model(folder, original):
-    expected = told(load_emu3(folder, **SETTINGS))
+    expected = model_outputs(load_emu3(folder, **SETTINGS))
     language, autoencoder = original
     names = load_file(autoencoder / "m.safetensors")
     assert {"encoder.mid.attn_1.q.weight", "encoder.mid.attn_1.norm.weight", "encoder.down.1.attn.0.norm.weight"} <= names.keys()
-    found = told(load_emu3(language, autoencoder=autoencoder, tokenizer=folder, **SETTINGS))
+    found = model_outputs(load_emu3(language, autoencoder=autoencoder, tokenizer=folder, **SETTINGS))
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
     assert found[2].tobytes() == expected[2].tobytes()
@@ -84,8 +84,8 @@ def test_both_folder_layouts_load_the_same_model(folder, original):
 def test_saved_weights_load_with_the_same_logits(folder, tmp_path):
     editor = load_emu3(folder, **SETTINGS)
     editor.module.save_pretrained(tmp_path)
-    found = told(load_emu3(tmp_path, tokenizer=folder, autoencoder=folder, **SETTINGS))
-    assert torch.equal(found[1], told(editor)[1])
+    found = model_outputs(load_emu3(tmp_path, tokenizer=folder, autoencoder=folder, **SETTINGS))
+    assert torch.equal(found[1], model_outputs(editor)[1])
 
 
 def test_export_for_vllm_is_a_llama_model_with_the_same_logits(folder, tmp_path):
@@ -95,7 +95,7 @@ def test_export_for_vllm_is_a_llama_model_with_the_same_logits(folder, tmp_path)
     assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLM"], "llama")
     served = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
     assert served.state_dict().keys() == editor.module.state_dict().keys()
-    ids = told(editor)[0]
+    ids = model_outputs(editor)[0]
     with torch.no_grad():
         assert torch.equal(served(ids).logits, editor.module(ids).logits)
     assert AutoTokenizer.from_pretrained(tmp_path, local_files_only=True).get_vocab() == editor.words.tokenizer.get_vocab()

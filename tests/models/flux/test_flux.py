@@ -46,7 +46,7 @@ def pipeline(kind, model):
 def masked(name, prompt, seed=0, size=(40, 24)):
     mask = Image.new("L", size)
     ImageDraw.Draw(mask).rectangle((5, 3, 21 + seed, 14), fill=255)
-    return Task(id=name, instruction=prompt, images=(tiny_models.picture(seed, size[1], size[0]),), mask=mask)
+    return Task(id=name, instruction=prompt, images=(tiny_models.image(seed, size[1], size[0]),), mask=mask)
 
 
 SETTINGS = {"num_inference_steps": 4, "max_sequence_length": 20, "output_type": "latent"}
@@ -125,7 +125,7 @@ def test_fill_conditioning_does_not_depend_on_pixels_under_the_mask(text):
 def test_kontext_latents_match_the_pipeline(text):
     model = build(FluxKontext, text, size=(24, 40))
     model.source_as_is = True
-    tasks = [tiny_models.task(prompt, prompt, tiny_models.picture(seed, 16, 32)) for seed, prompt in enumerate(TEXTS)]
+    tasks = [tiny_models.task(prompt, prompt, tiny_models.image(seed, 16, 32)) for seed, prompt in enumerate(TEXTS)]
     theirs = pipeline(FluxKontextPipeline, model)(
         [task.images[0] for task in tasks],
         TEXTS,
@@ -143,8 +143,8 @@ def test_kontext_latents_match_the_pipeline(text):
 
 def test_kontext_fits_sources_to_a_training_resolution(text):
     model = build(FluxKontext, text)
-    assert model.fit(tiny_models.picture(0, 300, 200)) == (1248, 832)
-    assert model.fit(tiny_models.picture(0, 64, 64)) == (1024, 1024)
+    assert model.fit(tiny_models.image(0, 300, 200)) == (1248, 832)
+    assert model.fit(tiny_models.image(0, 64, 64)) == (1024, 1024)
 
 
 @pytest.mark.parametrize("kind", [Flux, FluxFill, FluxKontext])
@@ -164,9 +164,9 @@ def test_model_implements_denoising_model_and_rows_are_independent(text, kind):
 
 def test_encoded_images_match_the_packed_latents_of_the_autoencoder(text):
     model = build(Flux, text, size=(24, 40))
-    tokens = model.encode_images([tiny_models.picture(0, 24, 40)])
+    tokens = model.encode_images([tiny_models.image(0, 24, 40)])
     vae = model.latents.vae
-    mode = vae.encode(model.latents.pixels([tiny_models.picture(0, 24, 40)], (24, 40))).latent_dist.mode()
+    mode = vae.encode(model.latents.pixels([tiny_models.image(0, 24, 40)], (24, 40))).latent_dist.mode()
     expected = FluxPipeline._pack_latents((mode - vae.config.shift_factor) * vae.config.scaling_factor, 1, 16, 6, 10)
     torch.testing.assert_close(tokens, expected, atol=1e-6, rtol=0)
 

@@ -38,7 +38,7 @@ PROMPTS = {"kind": "prompts", "held_out": 1}
 
 
 @pytest.fixture(autouse=True)
-def little_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pad T5's input to 30 tokens instead of 512 and keep source images small; tiny models would spend all their time on them."""
     original = FluxText.__init__
 
@@ -115,7 +115,7 @@ def test_row_with_too_many_images_raises_with_its_line(triplets: Path) -> None:
 def test_missing_mask_in_a_data_folder_raises_before_the_model_is_loaded(
     tmp_path: Path, folders: dict[str, Path], triplets: Path
 ) -> None:
-    tiny_models.picture(0, 32, 48).save(tmp_path / "a.png")
+    tiny_models.image(0, 32, 48).save(tmp_path / "a.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "instruction": "red"}\n')
     made = recipe_of("flux-fill", folders, triplets) | {"data": {"kind": "folder", "path": str(tmp_path)}}
     made["policy"]["model"]["path"] = "nowhere/nothing"
@@ -159,9 +159,9 @@ def trained(request: Any, folders: dict[str, Path], triplets: Path) -> tuple[str
     return kind, recipe.folder
 
 
-def pictures(pipe: Any, kind: str) -> torch.Tensor:
+def rendered(pipe: Any, kind: str) -> torch.Tensor:
     pipe.set_progress_bar_config(disable=True)
-    given: dict[str, Any] = {} if kind == "flux" else {"image": tiny_models.picture(0, 32, 48)}
+    given: dict[str, Any] = {} if kind == "flux" else {"image": tiny_models.image(0, 32, 48)}
     if kind == "flux-fill":
         given["mask_image"] = Image.new("L", (48, 32), 255)
     if kind == "flux-kontext":
@@ -181,10 +181,10 @@ def test_diffusers_loads_the_adapter_and_generates_the_same_images(
     parts.judge.close()
     ours = KINDS[kind].from_pretrained(folders[kind], transformer=parts.model.module)
     theirs = KINDS[kind].from_pretrained(folders[kind])
-    untrained = pictures(theirs, kind)
+    untrained = rendered(theirs, kind)
     theirs.load_lora_weights(tmp_path / "out")
-    assert torch.equal(pictures(theirs, kind), pictures(ours, kind))
-    assert not torch.equal(pictures(theirs, kind), untrained)
+    assert torch.equal(rendered(theirs, kind), rendered(ours, kind))
+    assert not torch.equal(rendered(theirs, kind), untrained)
 
 
 @pytest.mark.parametrize("trained", ["flux-fill"], indirect=True)

@@ -8,14 +8,14 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 import retouch.testing
 import tiny_flux2
 import tiny_models
-from family_runs import check_recomputing
+from family_runs import check_gradient_checkpointing
 from retouch.models.common.latents import unpack
 from retouch.models.flux2.model import Flux2Klein, Flux2Text
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 
 TEXTS = ["a red circle on a green square, drawn by hand", "blue"]
-IMAGES = [tiny_models.picture(0, 72, 80), tiny_models.picture(1, 64, 100)]  # the second is cut to 64 x 96
+IMAGES = [tiny_models.image(0, 72, 80), tiny_models.image(1, 64, 100)]  # the second is cut to 64 x 96
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_model_passes_the_contract_checks(pipe, images):
 
 def test_rows_with_different_source_images_are_independent(pipe):
     model = build(pipe, length=96)
-    together = model.encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "red", tiny_models.picture(5, 72, 80))])
+    together = model.encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "red", tiny_models.image(5, 72, 80))])
     x, sigma = model.initial_noise(together, tiny_models.generators(1)).expand(2, -1, -1), torch.tensor([0.6, 0.6])
     first, second = model.velocity(model.module, x, sigma, together)
     alone = model.velocity(model.module, x[:1], sigma[:1], model.encode([tiny_models.task("a", "red", IMAGES[0])]))
@@ -101,12 +101,12 @@ def test_rows_with_different_source_images_are_independent(pipe):
 
 def test_gradient_checkpointing_gives_the_same_gradients():
     model = build(tiny_flux2.pipeline(), length=96)
-    check_recomputing(model, model.encode(tasks(IMAGES[0])), trained="single_transformer_blocks")
+    check_gradient_checkpointing(model, model.encode(tasks(IMAGES[0])), trained="single_transformer_blocks")
 
 
 def test_encoded_and_decoded_images_match_the_autoencoder(pipe):
     model = build(pipe)
-    images = [tiny_models.picture(k, 64, 96) for k in range(2)]
+    images = [tiny_models.image(k, 64, 96) for k in range(2)]
     encoded = model.encode_images(images)
     with torch.no_grad():
         theirs = pipe._encode_vae_image(pipe.image_processor.preprocess(images), generator=None)
@@ -121,7 +121,7 @@ def test_encoded_and_decoded_images_match_the_autoencoder(pipe):
 
 @pytest.mark.parametrize(("height", "width"), [(70, 81), (1100, 1001), (400, 3000)])
 def test_reference_image_preprocessing_is_bitwise_equal_to_the_pipeline(pipe, height, width):
-    model, image = build(pipe), tiny_models.picture(3, height, width)
+    model, image = build(pipe), tiny_models.image(3, height, width)
     processor = pipe.image_processor
     smaller = Flux2ImageProcessor._resize_to_target_area(image) if height * width > 1024 * 1024 else image
     sides = {"height": smaller.height // 8 * 8, "width": smaller.width // 8 * 8}
@@ -143,7 +143,7 @@ def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     x = model.initial_noise(conditioning, tiny_models.generators(2))
     velocity = model.velocity(model.module, x, torch.tensor([0.5, 0.5]), conditioning)
     assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
-    assert model.encode_images([tiny_models.picture(1)]).dtype == torch.float32
+    assert model.encode_images([tiny_models.image(1)]).dtype == torch.float32
     assert model.decode(x, conditioning)[0].size == (96, 64)
     with pytest.raises(ValueError, match=r"step-distilled weights sample without guidance; set guidance_scale to 1"):
         model.encode_negative(tasks())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny_flux2
-from family_runs import described, lines_of, recipe_of
+from family_runs import description_of, metrics_rows, small_recipe
 from measured_memory import saved_bytes
 from retouch.memory.plan import Setup, activation_bytes
 from retouch.memory.sizes import parameter_count, stored_count
@@ -27,7 +27,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_step_distilled_weights_train_without_guidance_and_raise_with_it(tmp_path: Path) -> None:
     weights = tiny_flux2.save(tmp_path / "distilled", distilled=True)
-    made = recipe_of({"kind": "flux2-klein", "path": str(weights), "size": [64, 96]}, tmp_path, steps=1)
+    made = small_recipe({"kind": "flux2-klein", "path": str(weights), "size": [64, 96]}, tmp_path, steps=1)
     assert run(parse(made), fresh=False) == 0
     made["rollout"]["guidance_scale"] = 2.0
     with pytest.raises(ValueError, match="step-distilled weights sample without guidance"):
@@ -43,7 +43,7 @@ def test_recipe_runs_one_step_with_a_tiny_model(weights: Path, tmp_path: Path) -
     judge = {"reward": json.dumps({"kind": "share", "channel": "red", "combine": {"share": 1}})}
     recipe = load(RECIPE, [f"{key}={value}" for key, value in (small | model | sizes | judge).items()])
     assert run(recipe, fresh=False) == 0
-    assert lines_of(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+    assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_parameter_counts_match_the_published_models(path: str, transformer: int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
-    part = described(tiny_flux2.transformer())
+    part = description_of(tiny_flux2.transformer())
     part["config"] |= {"num_layers": 3, "num_single_layers": 6, "num_attention_heads": 8}
     module = type(tiny_flux2.transformer())(**part["config"]).to(dtype).train()
     inputs: dict[str, Any] = {"hidden_states": torch.randn(2, 256, 64, dtype=dtype), "timestep": torch.tensor([0.5, 0.1])}

@@ -61,7 +61,7 @@ def flux(kind=Flux, form=SMALL, *, width=12, moved=True, dtype=torch.float32):
         scheduler_config=tiny_models.FLUX_SCHEDULER,
         size=(24, 40),
     )
-    return adapted(model, form, width=width, moved=moved)
+    return with_adapter(model, form, width=width, moved=moved)
 
 
 def qwen(form=QWEN, *, width=12, moved=True):
@@ -77,10 +77,10 @@ def qwen(form=QWEN, *, width=12, moved=True):
         condition_area="as_is",
         source_area="as_is",
     )
-    return adapted(model, form, width=width, moved=moved)
+    return with_adapter(model, form, width=width, moved=moved)
 
 
-def adapted(model, form, *, width, moved):
+def with_adapter(model, form, *, width, moved):
     model.module.requires_grad_(False)
     ip_adapter.attach(model.module, form, embed_width=width, seed=3)
     if moved:
@@ -99,8 +99,8 @@ def move(transformer):
 def tasks():
     return [
         replace(
-            tiny_models.task(words, words, tiny_models.picture(seed, 24, 40)),
-            reference=tiny_models.picture(10 + seed, 20 + seed, 30),
+            tiny_models.task(words, words, tiny_models.image(seed, 24, 40)),
+            reference=tiny_models.image(10 + seed, 20 + seed, 30),
             mask=mask(),
         )
         for seed, words in enumerate(["a red circle", "blue"])
@@ -108,7 +108,7 @@ def tasks():
 
 
 def mask():
-    made = tiny_models.picture(0, 24, 40).convert("L")
+    made = tiny_models.image(0, 24, 40).convert("L")
     made.paste(0, (0, 0, 40, 24))
     made.paste(255, (5, 3, 21, 14))
     return made
@@ -123,7 +123,7 @@ def velocity(model, conditioning, *, grad=False):
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 def test_image_embeddings_match_transformers(encoders, name):
     ours = encoder(encoders, name)
-    pictures = [tiny_models.picture(0, 20, 30), tiny_models.picture(1, 40, 17)]
+    pictures = [tiny_models.image(0, 20, 30), tiny_models.image(1, 40, 17)]
     kind, processor, field = {
         "clip": (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds"),
         "siglip": (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output"),
@@ -140,7 +140,7 @@ def test_image_embeddings_match_transformers(encoders, name):
 @pytest.mark.parametrize(("name", "kind"), [("two-clip", CLIPModel), ("two-siglip", SiglipModel)])
 def test_vision_tower_of_a_two_tower_model_is_used(encoders, name, kind):
     ours, whole = encoder(encoders, name), kind.from_pretrained(encoders / name)
-    picture = tiny_models.picture(0, 20, 30)
+    picture = tiny_models.image(0, 20, 30)
     pixels = ours._processor(images=picture, return_tensors="pt")["pixel_values"]
     expected = whole.get_image_features(pixel_values=pixels)
     expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
@@ -182,29 +182,29 @@ def test_unsupported_encoder_folder_raises(tmp_path):
         ImageEncoder.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
 
 
-EVERY = pytest.mark.parametrize(
+EVERY_MODEL = pytest.mark.parametrize(
     "model",
     [flux, lambda **o: flux(FluxFill, **o), lambda **o: flux(form=LARGE, **o), lambda **o: flux(form=QFORMER, **o), qwen],
     ids=["flux", "fill", "flux-large", "flux-qformer", "qwen"],
 )
 
 
-@EVERY
+@EVERY_MODEL
 def test_reference_model_passes_the_contract_checks(model, encoders):
     check_model(ReferenceModel(model(), encoder(encoders)), tasks())
 
 
-@EVERY
+@EVERY_MODEL
 def test_untrained_adapter_leaves_the_velocity_bitwise_unchanged(model, encoders):
     made = ReferenceModel(model(moved=False), encoder(encoders))
     base = model(moved=False).__class__
     told = made.encode(tasks())
     plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
-    bare = unadapted(made.model, base)
+    bare = without_adapter(made.model, base)
     assert torch.equal(velocity(made, told), velocity(bare, plain))
 
 
-@EVERY
+@EVERY_MODEL
 def test_adapter_with_scale_0_leaves_the_velocity_bitwise_unchanged(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
@@ -212,11 +212,11 @@ def test_adapter_with_scale_0_leaves_the_velocity_bitwise_unchanged(model, encod
     for part in ip_adapter.modules(made.module)[1:]:
         part.scale = 0.0 if not isinstance(part.scale, list) else [0.0]
     off = velocity(made, told)
-    assert torch.equal(off, velocity(unadapted(made.model, type(made.model)), told_nothing(told)))
+    assert torch.equal(off, velocity(without_adapter(made.model, type(made.model)), without_reference(told)))
     assert (moved - off).abs().max() > 1e-3
 
 
-@EVERY
+@EVERY_MODEL
 def test_only_adapter_weights_are_trainable_and_all_receive_gradients(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
@@ -229,7 +229,7 @@ def test_only_adapter_weights_are_trainable_and_all_receive_gradients(model, enc
     assert trained <= named == {name for name, each in made.module.named_parameters() if each.requires_grad}
 
 
-@EVERY
+@EVERY_MODEL
 def test_adapter_loaded_from_its_file_gives_a_bitwise_equal_velocity(model, encoders, tmp_path):
     made, other = model(), model(moved=False)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
@@ -238,11 +238,11 @@ def test_adapter_loaded_from_its_file_gives_a_bitwise_equal_velocity(model, enco
     assert torch.equal(velocity(made, told), velocity(other, told))
 
 
-@EVERY
+@EVERY_MODEL
 def test_velocity_depends_on_the_reference_and_a_missing_one_raises(model, encoders):
     made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
-    other = made.encode([replace(task, reference=tiny_models.picture(40)) for task in tasks()])
+    other = made.encode([replace(task, reference=tiny_models.image(40)) for task in tasks()])
     assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
     negative = made.encode_negative(tasks())
     assert torch.equal(negative.tensors[Conditioning.REFERENCE], torch.zeros(2, 12))
@@ -250,12 +250,12 @@ def test_velocity_depends_on_the_reference_and_a_missing_one_raises(model, encod
         made.encode([tasks()[0], replace(tasks()[1], reference=None)])
 
 
-def told_nothing(conditioning):
+def without_reference(conditioning):
     tensors = {name: each for name, each in conditioning.tensors.items() if name != Conditioning.REFERENCE}
     return replace(conditioning, tensors=tensors)
 
 
-def unadapted(model, kind):
+def without_adapter(model, kind):
     """The model with a transformer of the same weights to which no adapter was attached."""
     own = model.module
     bare = own.__class__.from_config(own.config).eval()
@@ -301,7 +301,7 @@ def test_diffusers_pipeline_loads_the_adapter_and_generates_the_same_image(encod
     made = flux()
     told = ReferenceModel(made, encoder(encoders)).encode(tasks()[:1])
     ip_adapter_files.write(made.module, tmp_path)
-    theirs = unadapted(made, Flux)
+    theirs = without_adapter(made, Flux)
     pipe = pipeline(theirs)
     pipe.load_ip_adapter(
         str(tmp_path),
@@ -329,7 +329,7 @@ def test_fill_transformer_of_diffusers_loads_the_adapter_file(encoders, tmp_path
     made = flux(FluxFill)
     told = ReferenceModel(made, encoder(encoders)).encode(tasks())
     ip_adapter_files.write(made.module, tmp_path)
-    theirs = unadapted(made, FluxFill)
+    theirs = without_adapter(made, FluxFill)
     loader = FillWithReference()
     loader.transformer = theirs.module
     loader.load_ip_adapter(str(tmp_path), weight_name=ip_adapter_files.FILE, local_files_only=True)
@@ -448,7 +448,7 @@ def test_bfloat16_base_keeps_fp32_adapter_weights_and_close_velocities(form, enc
     exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}
     assert next(rounded.module.parameters()).dtype == torch.bfloat16
-    task = Task(id="a", instruction="blue", reference=tiny_models.picture(1))
+    task = Task(id="a", instruction="blue", reference=tiny_models.image(1))
     told = ReferenceModel(exact, encoder(encoders)).encode([task])
     gap = (velocity(exact, told) - velocity(rounded, told)).norm() / velocity(exact, told).norm()
     assert 0 < gap < 0.1

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from changed_recipes import different, values
+from changed_recipes import differing_paths, values
 from retouch.config.packaged import find
 from retouch.doctor.memory import describe, footprint
 from retouch.models.common.pretrained import find_encoder
@@ -70,13 +70,13 @@ def test_grpo_recipe_has_the_values_of_system_b() -> None:
 
 
 def test_recipes_differ_only_in_the_expected_keys() -> None:
-    assert different(GRPO, PPO) == {"name", "advantage.kind", "advantage.baseline", "advantage.scale"}
-    apart = different(GRPO, NFT)
+    assert differing_paths(GRPO, PPO) == {"name", "advantage.kind", "advantage.baseline", "advantage.scale"}
+    apart = differing_paths(GRPO, NFT)
     assert {path.partition(".")[0] for path in apart - {"policy.prompt_embeddings"}} == {"name", "objective", "rollout"}
     assert "policy.prompt_embeddings" in apart  # NFT has GPUs with more memory
     assert load(NFT).objective.kind == "nft"
     assert values(load(NFT).document())["objective.reference_weight"] > 0
-    qwen = different(GRPO, QWEN)
+    qwen = differing_paths(GRPO, QWEN)
     assert {path.partition(".")[0] for path in qwen} == {"name", "policy", "data", "reward", "rollout", "eval"}
     assert {path for path in qwen if path.startswith("policy.train")} == {"policy.train.blocks"}
 
@@ -99,9 +99,9 @@ def test_published_recipes_have_the_values_of_the_scripts_of_system_b() -> None:
             "advantage.clip": 5.0,
         }
         assert {path: found[path] for path in wanted} == wanted
-        changed = {path.partition(".")[0] for path in different(name, published)}
+        changed = {path.partition(".")[0] for path in differing_paths(name, published)}
         assert changed <= {"name", "group_size", "tasks_per_step", "phases", "rollout", "policy", "reward", "objective", "eval"}
-    assert different(GRPO, published.replace("nft", "grpo")).isdisjoint({"objective.kl.weight", "objective.clip_high"})
+    assert differing_paths(GRPO, published.replace("nft", "grpo")).isdisjoint({"objective.kl.weight", "objective.clip_high"})
     # Half of the steps, from the first one on.
     window = load(published.replace("nft", "grpo")).rollout.window
     assert window.actions(num_steps=20, seed=0, step=7) == range(10)
@@ -115,7 +115,7 @@ def test_playground_twin_keeps_the_algorithm_settings_of_the_full_recipe(name: s
     same = ("policy.kind", "policy.train.kind", "policy.train.projection", "policy.train.blocks", "policy.train.scale")
     same += ("policy.train.dropout", "advantage", "objective", "optimizer", "rollout.transition", "rollout.window")
     same += ("rollout.guidance_scale", "phases.0.objective", "phases.0.name", "phases.1.name", "epochs", "reward.rewards.ocr.kind")
-    assert not {path for path in different(name, twin(name)) if path.startswith(same)} - {"objective.kl.weight"}
+    assert not {path for path in differing_paths(name, twin(name)) if path.startswith(same)} - {"objective.kl.weight"}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -141,9 +141,9 @@ def test_memory_plan_without_a_download_fits_a_141_gb_gpu(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def untrained_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The playground's image model for words, untrained."""
-    folder = tmp_path_factory.mktemp("painter")
+    folder = tmp_path_factory.mktemp("untrained_image_model")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         write(flux_parts.untrained(flux_parts.autoencoder().eval(), seed=0), folder)
@@ -151,7 +151,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_playground_twin_runs_warm_up_and_rl(name: str, painter: Path, tmp_path: Path) -> None:
+def test_playground_twin_runs_warm_up_and_rl(name: str, untrained_image_model: Path, tmp_path: Path) -> None:
     small = [
         "tasks_per_step=2",
         "group_size=2",
@@ -162,7 +162,7 @@ def test_playground_twin_runs_warm_up_and_rl(name: str, painter: Path, tmp_path:
     ]
     small += ["eval.tasks=2", "eval.num_steps=2", "samples.tasks=2", "eval.every=0", "trackers=[]", f"out={tmp_path}"]
     if name != QWEN:
-        small.append(f"policy.model.path={painter}")
+        small.append(f"policy.model.path={untrained_image_model}")
     recipe = load(twin(name), small)
     assert run(recipe, fresh=False) == 0
     lines = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]

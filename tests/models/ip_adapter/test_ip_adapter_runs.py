@@ -48,7 +48,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         names = {part: f"{number}-{part}.png" for part in ("image", "target", "reference")}
         task.images[0].save(photos / names["image"])
         task.target.save(photos / names["target"])
-        tiny_models.picture(number, 20, 30).save(photos / names["reference"])
+        tiny_models.image(number, 20, 30).save(photos / names["reference"])
         lines.append({"file_name": names.pop("image"), "instruction": task.instruction, **names})
     (photos / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return root
@@ -85,7 +85,7 @@ def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: P
 
     again = recipe(world, out=str(tmp_path / "again"), checkpoints={"every": 1, "keep": 9})
     for stop in (1, 3):
-        _until(again, stop)
+        _run_until_killed(again, stop)
     assert run(again, fresh=False) == 0
     newest = checkpoint.latest(again.folder / "checkpoints")
     assert newest is not None
@@ -103,7 +103,7 @@ def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: P
     assert _equal(adapter_of(assemble(warm, Ranks())), adapter_of(trained))
 
 
-def _until(recipe: Recipe, stop: int) -> None:
+def _run_until_killed(recipe: Recipe, stop: int) -> None:
     """Run in this process until step ``stop`` is saved, and then be killed."""
 
     class Killed(BaseException):
@@ -262,7 +262,7 @@ def test_memory_plan_of_a_value_head_depends_on_the_reference_width(world: Path,
 def test_training_on_two_fsdp2_ranks_matches_one_rank(world: Path, tmp_path: Path, form: dict[str, Any]) -> None:
     """Each rank has the whole projection; the attention of the blocks is sharded."""
     # With a smaller eps, AdamW would take a full-size step where a gradient consists of rounding errors only.
-    reward = {"kind": "import", "class": "tiny_recipes:Middle", "combine": {"red": 1}}
+    reward = {"kind": "import", "class": "tiny_recipes:RedInCentre", "combine": {"red": 1}}
     settings = {"optimizer": {"eps": 1e-4}, "train": form, "reward": reward, "out": str(tmp_path)}
     alone = recipe(world, name="alone", **settings)
     assert run(alone, fresh=False) == 0

@@ -41,7 +41,7 @@ def test_greedy_image_tokens_match_transformers(seed):
     prompts = model.encode(tasks())
     assert (~prompts.mask).any()  # of unequal lengths
     drawn = policy(model, train="full").sample(tiny_writing.batch(tasks(), group_size=1))
-    expected = tiny_janus.published(whole, prompts)
+    expected = tiny_janus.generate_with_transformers(whole, prompts)
     assert torch.equal(drawn.ids[:, :COUNT], expected)
     assert len(expected.unique()) > 4
     assert drawn.ids[:, COUNT].tolist() == [CODES] * 3
@@ -49,12 +49,12 @@ def test_greedy_image_tokens_match_transformers(seed):
 
 def test_codes_and_decoded_images_match_the_autoencoder():
     model = tiny_janus.image_model()
-    image = tiny_models.picture(3, *model.size)
+    image = tiny_models.image(3, *model.size)
     given = torch.from_numpy(np.array(image)).float().permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
         codes = model.vq.encode(given, return_dict=True).image_tokens
         again = model.vq.decode(codes.reshape(1, -1))[0]
-    assert torch.equal(model.encode_codes([image, tiny_models.picture(4, 40, 30)])[0].flatten(), codes.flatten())
+    assert torch.equal(model.encode_codes([image, tiny_models.image(4, 40, 30)])[0].flatten(), codes.flatten())
     (shown,) = model.decode_codes(codes.reshape(1, SIDE, SIDE))
     assert shown.size == model.size
     seen = torch.from_numpy(np.array(shown)).float().permute(2, 0, 1)
@@ -73,7 +73,7 @@ def test_prompt_is_the_formatted_template_and_the_begin_of_image_token():
     assert isinstance(model, DecodesCodes)
     assert isinstance(model.grammar, Grammar)
     with pytest.raises(ValueError, match="from text only"):
-        model.encode([tiny_models.task("edit", "x", tiny_models.picture(0, 8, 8))])
+        model.encode([tiny_models.task("edit", "x", tiny_models.image(0, 8, 8))])
     with pytest.raises(ValueError, match="contains the special token"):
         model.encode([Task(id="x", instruction=f"a {BEGIN}")])
 
@@ -95,7 +95,7 @@ def test_policy_passes_the_contract_checks(train, sampling):
 
 def test_every_trainable_module_receives_a_gradient():
     made = policy(tiny_janus.image_model(train="full"), train="full")
-    aims = tuple(dataclasses.replace(task, target=tiny_models.picture(row, 16, 16)) for row, task in enumerate(tasks()))
+    aims = tuple(dataclasses.replace(task, target=tiny_models.image(row, 16, 16)) for row, task in enumerate(tasks()))
     batch = tiny_writing.batch(aims, group_size=1)
     shown = made.demonstrate(batch)
     assert torch.equal(made.model.codes_in(shown.outputs[1].ids), made.model.encode_codes([aims[1].target])[0])

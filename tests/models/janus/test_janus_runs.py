@@ -73,7 +73,7 @@ def test_exported_full_weights_generate_the_same_tokens_when_loaded_again(tmp_pa
     assert not torch.equal(first, untrained)
     whole = tiny_janus.whole()
     assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
-    assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
+    assert torch.equal(tiny_janus.generate_with_transformers(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
     with pytest.raises(ValueError, match="does not contain the weights of this Janus model's trainable modules"):
         load_janus(base, weights=base, **settings)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiny_recipes
-from image_levels import ROUNDING, levels_apart
+from image_levels import ROUNDING, max_level_difference
 from retouch.doctor.checks import check_prompt_embeddings
 from retouch.doctor.memory import describe, footprint
 from retouch.recipe.derived.differences import differences
@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {"live": {}, "cached": CACHED, "offloaded": OF
 
 
 @pytest.fixture(autouse=True)
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def prompt_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of prompt embeddings."""
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE", str(tmp_path / "prompts"))
     return tmp_path / "prompts"
@@ -52,16 +52,16 @@ def step(tmp_path: Path, way: str, device: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def cpu_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The step with all parts on the CPU."""
-    return step(tmp_path_factory.mktemp("here"), "live", "cpu")
+    return step(tmp_path_factory.mktemp("cpu_step"), "live", "cpu")
 
 
 @pytest.mark.parametrize("way", [pytest.param("cached", marks=pytest.mark.slow), "offloaded"])
-def test_frozen_parts_are_on_the_device_only_while_they_are_used(here: dict[str, Any], tmp_path: Path, way: str) -> None:
+def test_frozen_parts_are_on_the_device_only_while_they_are_used(cpu_step: dict[str, Any], tmp_path: Path, way: str) -> None:
     there = step(tmp_path, way, "pretend:0")
-    assert levels_apart(there["images"], here["images"]) <= ROUNDING
-    assert there["loss"] == pytest.approx(here["loss"], abs=1e-6)
+    assert max_level_difference(there["images"], cpu_step["images"]) <= ROUNDING
+    assert there["loss"] == pytest.approx(cpu_step["loss"], abs=1e-6)
     assert there["used"] == {part: ["pretend:0"] for part in ("transformer", "text encoder", "autoencoder")}
     waits = {"transformer": ["pretend:0"], "text encoder": ["cpu"], "autoencoder": ["pretend:0" if way == "cached" else "cpu"]}
     assert there["waits"] == waits
@@ -73,13 +73,13 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
 
-def test_cached_and_offloaded_runs_give_bitwise_equal_metrics(tmp_path: Path, kept: Path) -> None:
+def test_cached_and_offloaded_runs_give_bitwise_equal_metrics(tmp_path: Path, prompt_cache: Path) -> None:
     found = {}
     for name, way in [("live", "live"), ("cold", "cached"), ("warm", "both")]:
         assert run(parse(small(tmp_path / name, way)), fresh=False) == 0
         found[name] = metrics(tmp_path / name)
         assert len(found[name]) == 2
-    assert len(list(kept.iterdir())) > 2
+    assert len(list(prompt_cache.iterdir())) > 2
     assert all(each == found["live"] for each in found.values())
 
 
@@ -115,12 +115,12 @@ def test_memory_plan_excludes_cached_and_offloaded_parts() -> None:
     assert sizes["live"].total - sizes["cached"].total == rows[0]["text_encoder"] > 16e9
 
 
-def test_doctor_reports_the_kept_embeddings(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_the_kept_embeddings(tmp_path: Path, prompt_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(check_prompt_embeddings(parse(small(tmp_path, "live")))) == []
     (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
-    assert f"0 stored prompt embeddings, 0.00 GB of at most 100.00 GB, in {kept}" in found.text
-    kept.mkdir()
-    (kept / "one.safetensors").write_bytes(bytes(2 * 10**7))
+    assert f"0 stored prompt embeddings, 0.00 GB of at most 100.00 GB, in {prompt_cache}" in found.text
+    prompt_cache.mkdir()
+    (prompt_cache / "one.safetensors").write_bytes(bytes(2 * 10**7))
     monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "1e9")
     (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
     assert "1 stored prompt embeddings, 0.02 GB of at most" in found.text

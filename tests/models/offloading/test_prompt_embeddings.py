@@ -61,7 +61,7 @@ def tasks(model: Any, texts: Sequence[str] = TEXTS) -> list[Task]:
     """One task for each text, with a different image each if the text encoder reads images."""
     side = 64 if isinstance(model, QwenImage2) else 24
     edits = isinstance(model, QwenImageEdit | QwenImage2)
-    images = [(tiny_models.picture(number, side, side),) if edits else () for number in range(len(texts))]
+    images = [(tiny_models.image(number, side, side),) if edits else () for number in range(len(texts))]
     return [tiny_models.task(f"{number}", text, *row) for number, (text, row) in enumerate(zip(texts, images, strict=True))]
 
 
@@ -135,14 +135,14 @@ def test_embeddings_are_stored_as_bfloat16_if_that_is_lossless(dtype: torch.dtyp
 def test_cache_entry_depends_on_prompt_image_and_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = cached(MODELS["qwen-image-edit"](tmp_path), tmp_path / "kept")
     computed = encodings(model, monkeypatch)
-    task = tiny_models.task("a", "make it red", tiny_models.picture(0))
+    task = tiny_models.task("a", "make it red", tiny_models.image(0))
     model.encode([task])
     assert computed == ["make it red"]
-    model.encode([task, tiny_models.task("another id", "make it red", tiny_models.picture(0))])
+    model.encode([task, tiny_models.task("another id", "make it red", tiny_models.image(0))])
     assert len(computed) == 1
-    model.encode([tiny_models.task("a", "make it red ", tiny_models.picture(0))])
+    model.encode([tiny_models.task("a", "make it red ", tiny_models.image(0))])
     assert len(computed) == 2
-    model.encode([tiny_models.task("a", "make it red", tiny_models.picture(1))])
+    model.encode([tiny_models.task("a", "make it red", tiny_models.image(1))])
     assert len(computed) == 3
     with torch.no_grad():
         next(model.text.encoder.parameters())[0, 0] += 1e-3
@@ -167,7 +167,7 @@ def test_cache_key_depends_on_the_encoder_settings(change: str) -> None:
     text = tiny_editing.editor(tiny_editing.parts()).text
     before = describe(text)
     assert describe(tiny_editing.editor(tiny_editing.parts()).text) == before
-    text.template.tokenise(["make it red"], [[tiny_models.picture(0)]])
+    text.template.tokenise(["make it red"], [[tiny_models.image(0)]])
     assert describe(text) == before, "use must not change it"
     CHANGES[change](text)
     assert describe(text) != before

@@ -70,7 +70,7 @@ def test_rows_do_not_depend_on_other_rows_of_the_batch(parts):
 def test_encoded_and_decoded_images_have_the_expected_sizes(parts):
     model = build(parts)
     conditioning = model.encode(tasks())
-    x = model.encode_images([tiny_models.picture(k, 24, 40) for k in range(2)])
+    x = model.encode_images([tiny_models.image(k, 24, 40) for k in range(2)])
     assert x.shape == (2, 15, 64)
     assert [picture.size for picture in model.decode(x, conditioning)] == [(40, 24)] * 2
 

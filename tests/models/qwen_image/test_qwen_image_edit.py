@@ -27,7 +27,7 @@ def build(cls, parts, **options):
 
 
 def pipeline(cls, parts, template):
-    parts = {**parts, "text_encoder": tiny_models.typed(parts["text_encoder"])}
+    parts = {**parts, "text_encoder": tiny_models.pass_token_types(parts["text_encoder"])}
     pipe = cls(
         **parts,
         scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
@@ -52,9 +52,7 @@ def test_edit_latents_match_the_pipeline(parts, monkeypatch, guidance_scale, tex
     real = edit_module.calculate_dimensions
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda area, ratio: real(AREA, ratio))
     # The pipeline resizes the text encoder's input if it gets one image, but not if it gets a list.
-    images = (
-        [tiny_models.picture(0, 40, 56)] if len(texts) == 1 else [tiny_models.picture(0, 64, 64), tiny_models.picture(1, 64, 64)]
-    )
+    images = [tiny_models.image(0, 40, 56)] if len(texts) == 1 else [tiny_models.image(0, 64, 64), tiny_models.image(1, 64, 64)]
     pipe = pipeline(QwenImageEditPipeline, parts, tiny_models.TEMPLATE)
     theirs = pipe(
         images if len(images) > 1 else images[0],
@@ -86,7 +84,7 @@ def test_edit_plus_latents_match_the_pipeline(parts, monkeypatch, guidance_scale
     monkeypatch.setattr(plus_module, "CONDITION_IMAGE_SIZE", 32 * 32)
     monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", AREA)
     parts = {**parts, "transformer": tiny_models.qwen_transformer(zero_cond_t=zero_cond_t)}
-    images = [tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32)]
+    images = [tiny_models.image(0, 40, 56), tiny_models.image(1, 64, 32)]
     theirs = pipeline(QwenImageEditPlusPipeline, parts, PLUS_TEMPLATE)(
         images,
         "put one on the other",
@@ -129,7 +127,7 @@ def test_packing_matches_the_pipeline():
 
 
 def test_rows_do_not_depend_on_other_rows_of_the_batch(model):
-    tasks = [tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.picture(k)) for k in range(3)]
+    tasks = [tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.image(k)) for k in range(3)]
     together = model.encode(tasks)
     x = model.initial_noise(together, tiny_models.generators(3))
     sigma = torch.tensor([0.9, 0.5, 0.1])
@@ -145,7 +143,7 @@ def test_rows_do_not_depend_on_other_rows_of_the_batch(model):
 
 
 def test_left_padding_gives_the_same_embeddings(model):
-    prepared = model.prepare([tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.picture(k)) for k in range(2)])
+    prepared = model.prepare([tiny_models.task(str(k), "x" * (3 + 9 * k), tiny_models.image(k)) for k in range(2)])
     ids, mask = prepared.tokens["input_ids"], prepared.tokens["attention_mask"]
     order = torch.argsort(mask, dim=1, stable=True)
     left = {**prepared.tokens, "input_ids": ids.gather(1, order), "attention_mask": mask.gather(1, order)}
@@ -157,8 +155,8 @@ def test_left_padding_gives_the_same_embeddings(model):
 
 def test_repeated_rows_keep_embeddings_and_masks_together(model):
     tasks = [
-        tiny_models.task("a", "a long instruction", tiny_models.picture(0)),
-        tiny_models.task("b", "b", tiny_models.picture(1)),
+        tiny_models.task("a", "a long instruction", tiny_models.image(0)),
+        tiny_models.task("b", "b", tiny_models.image(1)),
     ]
     conditioning = model.encode(tasks)
     repeated = conditioning.take(torch.tensor([0, 0, 1, 1]))
@@ -169,7 +167,7 @@ def test_repeated_rows_keep_embeddings_and_masks_together(model):
 
 
 def test_masked_padding_and_an_all_true_mask_do_not_change_the_velocity(model):
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
+    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
     x, sigma = model.initial_noise(conditioning, tiny_models.generators(1)), torch.tensor([0.7])
     embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
     wider = Conditioning(
@@ -195,8 +193,8 @@ def test_masked_padding_and_an_all_true_mask_do_not_change_the_velocity(model):
 
 
 def test_image_round_trip_matches_the_autoencoder(model, parts):
-    pictures = [tiny_models.picture(k) for k in range(3)]
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
+    pictures = [tiny_models.image(k) for k in range(3)]
+    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
     ours = model.decode(model.encode_images(pictures), conditioning)
     processor = QwenImageEditPipeline(**parts, scheduler=None, processor=None).image_processor
     with torch.no_grad():
@@ -208,14 +206,14 @@ def test_image_round_trip_matches_the_autoencoder(model, parts):
 
 
 def test_source_latents_equal_the_encoded_source_image(model):
-    photo = tiny_models.picture(5)
+    photo = tiny_models.image(5)
     source = model.encode([tiny_models.task("a", "red", photo)]).tensors["source"]
     assert torch.equal(source, model.encode_images([photo]))
 
 
 def test_embed_gives_the_text_encoder_gradients_and_encode_does_not(model, parts):
     encoder = parts["text_encoder"]
-    tasks = [tiny_models.task("a", "red", tiny_models.picture(0))]
+    tasks = [tiny_models.task("a", "red", tiny_models.image(0))]
     encoder.train()
     assert not model.encode(tasks).tensors["embeds"].requires_grad
     assert encoder.training
@@ -231,7 +229,7 @@ def test_embed_gives_the_text_encoder_gradients_and_encode_does_not(model, parts
 
 def test_image_tokens_have_row_and_column_positions(model, parts):
     """Image tokens have positions of rows and columns; as text they would have others."""
-    prepared = model.prepare([tiny_models.task("a", "red", tiny_models.picture(0, 48, 48))])
+    prepared = model.prepare([tiny_models.task("a", "red", tiny_models.image(0, 48, 48))])
     with torch.no_grad():
         embeds, _ = model.text.embed(prepared.tokens)
         flat = parts["text_encoder"].model(**prepared.tokens).last_hidden_state[:, model.text.prefix :]
@@ -242,7 +240,7 @@ def test_image_tokens_have_row_and_column_positions(model, parts):
 
 
 def test_images_of_different_sizes_in_one_batch_raise(model):
-    tasks = [tiny_models.task("a", "red", tiny_models.picture(0)), tiny_models.task("b", "red", tiny_models.picture(0, 24, 32))]
+    tasks = [tiny_models.task("a", "red", tiny_models.image(0)), tiny_models.task("b", "red", tiny_models.image(0, 24, 32))]
     with pytest.raises(ValueError, match="group the tasks"):
         model.encode(tasks)
     with pytest.raises(ValueError, match="group the tasks"):
@@ -252,12 +250,12 @@ def test_images_of_different_sizes_in_one_batch_raise(model):
 @pytest.mark.parametrize("number", [0, 2])
 def test_edit_without_exactly_one_source_raises(model, number):
     with pytest.raises(ValueError, match=f"{number} source images"):
-        model.encode([tiny_models.task("a", "red", *[tiny_models.picture(0)] * number)])
+        model.encode([tiny_models.task("a", "red", *[tiny_models.image(0)] * number)])
 
 
 def test_edit_plus_prompt_numbers_the_source_images(parts):
     model = build(QwenImageEditPlus, parts, template=PLUS_TEMPLATE)
-    prepared = model.prepare([tiny_models.task("a", "both", tiny_models.picture(0, 24, 32), tiny_models.picture(1))])
+    prepared = model.prepare([tiny_models.task("a", "both", tiny_models.image(0, 24, 32), tiny_models.image(1))])
     text = parts["tokenizer"].decode(prepared.tokens["input_ids"][0])
     assert "Picture 1: <|vision_start|>" in text
     assert "Picture 2: <|vision_start|>" in text
@@ -267,23 +265,23 @@ def test_edit_plus_prompt_numbers_the_source_images(parts):
 
 def test_prompt_longer_than_the_rotary_table_raises(model):
     with pytest.raises(ValueError, match="rotary positions"):
-        model.encode([tiny_models.task("a", "x" * 4096, tiny_models.picture(0))])
+        model.encode([tiny_models.task("a", "x" * 4096, tiny_models.image(0))])
 
 
 def test_source_size_that_is_not_divisible_raises(model):
     with pytest.raises(ValueError, match="multiples"):
-        model.encode([tiny_models.task("a", "red", tiny_models.picture(0, 24, 28))])
+        model.encode([tiny_models.task("a", "red", tiny_models.image(0, 24, 28))])
 
 
 def test_latent_of_the_wrong_size_raises(model):
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
+    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
     with pytest.raises(ValueError, match="3 x 3"):
         model.velocity(model.module, torch.zeros(1, 4, 64), torch.ones(1), conditioning)
 
 
 def test_special_token_in_an_instruction_raises(model):
     with pytest.raises(ValueError, match="im_end"):
-        model.encode([tiny_models.task("a", "red<|im_end|>", tiny_models.picture(0))])
+        model.encode([tiny_models.task("a", "red<|im_end|>", tiny_models.image(0))])
 
 
 def test_official_template_with_another_tokenizer_raises(parts):
@@ -292,7 +290,7 @@ def test_official_template_with_another_tokenizer_raises(parts):
 
 
 def test_sigmas_decrease_from_1_to_0_and_a_single_step_raises(model):
-    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.picture(0))])
+    conditioning = model.encode([tiny_models.task("a", "red", tiny_models.image(0))])
     sigmas = model.sigmas(10, conditioning)
     assert sigmas[0] == 1
     assert sigmas[-1] == 0

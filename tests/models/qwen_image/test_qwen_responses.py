@@ -14,8 +14,8 @@ from retouch.models.qwen_image.responses import QwenResponses, writer_for
 ODD = (3, 200, 255, 7, 180)  # bytes that are not valid text: decoding and tokenising them again gives other ids
 
 
-def typed(encoder):
-    return tiny_models.typed(encoder).to(encoder.dtype)
+def pass_token_types(encoder):
+    return tiny_models.pass_token_types(encoder).to(encoder.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def embeds(editor, tasks, responses):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline(dtype):
     made = tiny_editing.parts(dtype)
-    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, typed=typed)
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, pass_token_types=pass_token_types)
     tasks = tiny_editing.tasks()[:2]
     with torch.no_grad():
         theirs, mask = pipe.encode_prompt([task.instruction for task in tasks], image=[task.images[0] for task in tasks])
@@ -49,8 +49,8 @@ def test_empty_response_gives_embeddings_bitwise_equal_to_the_pipeline(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_empty_response_with_several_images_is_bitwise_equal_to_the_pipeline(dtype):
     made = tiny_editing.parts(dtype)
-    pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, typed=typed)
-    task = tiny_models.task("a", "put one on the other", tiny_models.picture(0, 48, 32), tiny_models.picture(1, 32, 64))
+    pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, pass_token_types=pass_token_types)
+    task = tiny_models.task("a", "put one on the other", tiny_models.image(0, 48, 32), tiny_models.image(1, 32, 64))
     with torch.no_grad():
         theirs, mask = pipe.encode_prompt(task.instruction, image=list(task.images))
     ours = embeds(tiny_editing.responses(tiny_editing.editor(made, QwenImageEditPlus)), [task], [()])
@@ -98,7 +98,7 @@ def test_negative_conditioning_matches_the_image_model(editor):
 def test_encoding_uses_current_policy_weights_and_the_negative_does_not(made):
     editor = tiny_editing.editor(made)
     policy = tiny_editing.policy(editor)
-    reader, task = QwenResponses(editor, tiny_editing.policys_own(policy)), tiny_editing.tasks()[0]
+    reader, task = QwenResponses(editor, tiny_editing.policy_encoder(policy)), tiny_editing.tasks()[0]
     with policy.copies.using("reference"):
         published = reader.encode([reader.prepare(task)], [ODD])[0]
         negative = reader.encode_negative([task])[0]
@@ -113,9 +113,7 @@ def test_writer_and_response_encoder_use_the_same_ids_and_states(made, cls):
     module = tiny_writers.module()
     writer, reader = writer_for(editor, module.requires_grad_(False)), QwenResponses(editor, ResponseEncoder.frozen(module))
     images = (
-        (tiny_models.picture(0, 40, 56),)
-        if cls is QwenImageEdit
-        else (tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32))
+        (tiny_models.image(0, 40, 56),) if cls is QwenImageEdit else (tiny_models.image(0, 40, 56), tiny_models.image(1, 64, 32))
     )
     task = tiny_models.task("a", "make it red", *images)
     prompts, context = writer.encode([task]), reader.prepare(task)
@@ -144,4 +142,4 @@ def test_accepts_rejects_long_responses_and_invalid_tokens(made, editor):
 
 def test_task_that_fills_the_rotary_positions_raises(editor):
     with pytest.raises(ValueError, match="task 'a' fill the transformer's 4096 rotary positions; shorten"):
-        editor.prepare(tiny_models.task("a", "x" * 4096, tiny_models.picture(0, 48, 48)))
+        editor.prepare(tiny_models.task("a", "x" * 4096, tiny_models.image(0, 48, 48)))

@@ -7,13 +7,13 @@ from PIL.Image import Image, new
 import retouch.testing
 import tiny_models
 import tiny_qwen_image_2
-from family_runs import check_recomputing
+from family_runs import check_gradient_checkpointing
 from retouch.models.qwen_image_2.model import QwenImage2, QwenImage2Text
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 
 TEXTS = ["a red circle on a green square, drawn by hand", "blue"]
-IMAGES = [tiny_models.picture(0, 72, 80), tiny_models.picture(1, 40, 120)]
+IMAGES = [tiny_models.image(0, 72, 80), tiny_models.image(1, 40, 120)]
 AREA = 64 * 64
 
 
@@ -126,12 +126,12 @@ def test_prompt_embeddings_match_the_pipeline(pipe):
 
 def test_gradient_checkpointing_gives_the_same_gradients():
     model = build(tiny_qwen_image_2.pipeline())
-    check_recomputing(model, model.encode(tasks(IMAGES[0])), trained="txt_in")
+    check_gradient_checkpointing(model, model.encode(tasks(IMAGES[0])), trained="txt_in")
 
 
 def test_encoded_and_decoded_images_match_the_autoencoder(pipe):
     model = build(pipe)
-    images = [tiny_models.picture(k, 64, 96) for k in range(2)]
+    images = [tiny_models.image(k, 64, 96) for k in range(2)]
     encoded = model.encode_images(images)
     pixels = pipe.image_processor.preprocess([image.convert("RGBA") for image in images]).unsqueeze(2)
     with torch.no_grad():
@@ -167,7 +167,7 @@ def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     x = model.initial_noise(conditioning, tiny_models.generators(2))
     velocity = model.velocity(model.module, x, torch.tensor([0.5, 0.5]), conditioning)
     assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
-    assert model.encode_images([tiny_models.picture(1)]).dtype == torch.float32
+    assert model.encode_images([tiny_models.image(1)]).dtype == torch.float32
     assert model.decode(x, conditioning)[0].size == (96, 64)
 
 

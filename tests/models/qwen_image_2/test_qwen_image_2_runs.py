@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny_qwen_image_2
-from family_runs import described, edits_of, lines_of
+from family_runs import description_of, metrics_rows, write_edits
 from measured_memory import saved_bytes
 from retouch.memory.plan import Setup, activation_bytes
 from retouch.memory.sizes import parameter_count
@@ -27,12 +27,12 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipe_runs_one_step_with_a_tiny_model(weights: Path, tmp_path: Path) -> None:
     small = {"steps": 1, "tasks_per_step": 2, "group_size": 2, "ranks": "null", "out": tmp_path, "device": "cpu", "minibatches": 1}
     model = {"path": weights, "size": [64, 96], "dtype": "float32", "source_area": 64**2}
-    sizes = {"data.path": edits_of(tmp_path), "data.held_out": 1, "eval.tasks": 1, "eval.num_steps": 6, "rollout.num_steps": 6}
+    sizes = {"data.path": write_edits(tmp_path), "data.held_out": 1, "eval.tasks": 1, "eval.num_steps": 6, "rollout.num_steps": 6}
     small |= {f"policy.model.{key}": value for key, value in model.items()} | sizes | {"trackers": [], "eval.batch": 1}
     small["reward"] = '{"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
     recipe = load(RECIPE, [f"{key}={value}" for key, value in small.items()])
     assert run(recipe, fresh=False) == 0
-    assert lines_of(recipe)[0]["policy/ratio_max_first"] <= 1e-5
+    assert metrics_rows(recipe)[0]["policy/ratio_max_first"] <= 1e-5
 
 
 def test_parameter_counts_match_the_published_model() -> None:
@@ -50,7 +50,7 @@ def test_parameter_counts_match_the_published_model() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
-    part = described(tiny_qwen_image_2.transformer())
+    part = description_of(tiny_qwen_image_2.transformer())
     part["config"] |= {"num_layers": 8, "num_attention_heads": 4}
     module = type(tiny_qwen_image_2.transformer())(**part["config"]).to(dtype).train()
     mask = torch.arange(40 + 256 // 4)[None] >= 40

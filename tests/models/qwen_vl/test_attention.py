@@ -17,7 +17,7 @@ def test_sdpa_and_eager_attention_give_close_logits(kind, tmp_path):
     made = tiny_writers.module(kind)
     made.save_pretrained(tmp_path)
     tiny_writers.tokenizer().save_pretrained(tmp_path)
-    if kind in tiny_writers.SEES:
+    if kind in tiny_writers.VISION_KINDS:
         tiny_writers.image_processor(kind).save_pretrained(tmp_path)
     states = []
     for attention in ("sdpa", "eager"):

@@ -33,7 +33,7 @@ class Qwen3WithoutVideo(Qwen3VLProcessor):
         return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
 
 
-def alone(prompts, row):
+def single_prompt(prompts, row):
     return prompts.take(torch.tensor([row]))
 
 
@@ -50,7 +50,7 @@ def more_padding(prompts, columns):
 
 def prompts_of(kind, writer):
     with torch.no_grad():
-        return writer.encode(tiny_writers.tasks(pictures=kind in tiny_writers.SEES))
+        return writer.encode(tiny_writers.tasks(with_images=kind in tiny_writers.VISION_KINDS))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_padding_and_other_rows_do_not_change_the_states(kind):
         padded = writer.states(writer.module, more_padding(prompts, 5), ids, mask)
         scribbled = writer.states(writer.module, prompts, ids.where(mask, 11), mask)
         for row, end in enumerate(ends.tolist()):
-            single = writer.states(writer.module, alone(prompts, row), ids[row : row + 1, :end], mask[row : row + 1, :end])
+            single = writer.states(writer.module, single_prompt(prompts, row), ids[row : row + 1, :end], mask[row : row + 1, :end])
             for other in (together, padded, scribbled):
                 torch.testing.assert_close(other[row, :end], single[0], atol=2e-6, rtol=1e-6)
         first, _ = writer.prefill(writer.module, more_padding(prompts, 3))
@@ -98,7 +98,7 @@ def test_padding_and_other_rows_do_not_change_the_states(kind):
 def test_incremental_decoding_matches_the_full_forward_pass(kind):
     """Three tokens at once, then one by one, for repeated and reordered rows; the gradients match too."""
     writer = tiny_writers.writer(kind)
-    tiny_writers.move(writer.module)
+    tiny_writers.perturb(writer.module)
     prompts = prompts_of(kind, writer)
     rows = torch.tensor([2, 0, 0, 1])
     ids = torch.randint(0, 200, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def test_incremental_decoding_matches_the_full_forward_pass(kind):
         torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", tiny_writers.SEES)
+@pytest.mark.parametrize("kind", tiny_writers.VISION_KINDS)
 def test_frozen_vision_tower_runs_only_when_prompts_are_encoded(kind):
     frozen, training = (tiny_writers.writer(kind, train=train) for train in ("lora", "full"))
     ids, mask = torch.tensor([[1, 2]] * 3), torch.ones(3, 2, dtype=torch.bool)
@@ -140,12 +140,12 @@ def test_frozen_vision_tower_runs_only_when_prompts_are_encoded(kind):
     assert gradient.abs().max() > 0
 
 
-@pytest.mark.parametrize("kind", tiny_writers.SEES)
+@pytest.mark.parametrize("kind", tiny_writers.VISION_KINDS)
 def test_states_depend_on_images_and_their_order(kind):
     writer = tiny_writers.writer(kind)
     shapes = ((16, 16), (32, 16))
     tasks = [
-        Task(id=str(k), instruction="a", images=tuple(tiny_models.picture(k + 9 * n, *shape) for n, shape in enumerate(shapes)))
+        Task(id=str(k), instruction="a", images=tuple(tiny_models.image(k + 9 * n, *shape) for n, shape in enumerate(shapes)))
         for k in (0, 1)
     ]
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_writer_prompt_equals_the_prompt_of_qwen_image_edit(template, picture, m
         module, tiny_writers.tokenizer(), template=template, image_processor=processor, image_block=picture, area=32 * 32
     )
     text = QwenText(module, tiny_writers.tokenizer(), template=template, image_processor=processor)
-    image = tiny_models.picture(1, 40, 56)
+    image = tiny_models.image(1, 40, 56)
     prompts = writer.encode([Task(id="a", instruction="red", images=(image,))])
     seen = image.resize(fit(image, 32 * 32)[::-1], 1)
     tokens = text.tokenise(["Picture 1: " * bool(picture) + VISION * bool(picture) + "red"], [[seen]])
@@ -212,7 +212,7 @@ def test_saved_writer_is_loaded_with_equal_states(kind, tmp_path):
     writer = tiny_writers.writer(kind, train="none")
     writer.module.save_pretrained(tmp_path)
     tiny_writers.tokenizer().save_pretrained(tmp_path)
-    if kind in tiny_writers.SEES:
+    if kind in tiny_writers.VISION_KINDS:
         tiny_writers.image_processor(kind).save_pretrained(tmp_path)
     read = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu")
     assert not any(parameter.requires_grad for parameter in read.module.parameters())
@@ -251,9 +251,9 @@ def test_invalid_writer_settings_and_tasks_raise():
 def test_concatenated_prompts_equal_prompts_encoded_in_a_batch():
     writer = tiny_writers.writer()
     prompts = prompts_of("qwen2.5-vl", writer)
-    short = alone(prompts, 0)
+    short = single_prompt(prompts, 0)
     assert short.ids.shape[1] == int(prompts.mask[0].sum())
-    joined = Prompts.concat([short, alone(prompts, 1), alone(prompts, 2)])
+    joined = Prompts.concat([short, single_prompt(prompts, 1), single_prompt(prompts, 2)])
     for name in ("mask", "positions"):
         assert torch.equal(getattr(joined, name), getattr(prompts, name))
     assert torch.equal(joined.ids * joined.mask, prompts.ids * prompts.mask)

@@ -123,7 +123,7 @@ def test_rows_do_not_depend_on_other_rows_of_the_batch(parts):
 
 def test_image_round_trip_matches_the_autoencoder(parts):
     model = build(parts)
-    pictures = [tiny_models.picture(k, 32, 32) for k in range(3)]
+    pictures = [tiny_models.image(k, 32, 32) for k in range(3)]
     ours = model.decode(model.encode_images(pictures), model.encode(tasks()))
     processor = pipeline(model).image_processor
     with torch.no_grad():

@@ -5,7 +5,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
 import tiny_models
-from family_runs import check_recomputing
+from family_runs import check_gradient_checkpointing
 from retouch.models.common.latents import pack
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage, ZImageText
@@ -90,12 +90,12 @@ def test_model_implements_denoising_model_and_rows_are_independent(language):
 
 def test_gradient_checkpointing_gives_the_same_gradients(language):
     model = build(language)
-    check_recomputing(model, model.encode(tasks()), trained="context_refiner")
+    check_gradient_checkpointing(model, model.encode(tasks()), trained="context_refiner")
 
 
 def test_image_round_trip_matches_the_autoencoder(language):
     model = build(language)
-    pictures = [tiny_models.picture(k, 24, 40) for k in range(2)]
+    pictures = [tiny_models.image(k, 24, 40) for k in range(2)]
     ours = model.decode(model.encode_images(pictures), model.encode(tasks()))
     processor = pipeline(model, language).image_processor
     with torch.no_grad():

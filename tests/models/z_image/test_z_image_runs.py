@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny_models
-from family_runs import recipe_of
+from family_runs import small_recipe
 from retouch.assembly.value_head import build_head
 from retouch.doctor.memory import describe, footprint
 from retouch.models.base import DiffusersModel
@@ -25,7 +25,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_memory_plan_includes_the_value_head(weights: Path, tmp_path: Path) -> None:
     section = {"kind": "z-image", "path": str(weights), "size": [32, 48], "dtype": "float32"}
-    recipe = parse(recipe_of(section, tmp_path, advantage={"kind": "gae"}))
+    recipe = parse(small_recipe(section, tmp_path, advantage={"kind": "gae"}))
     described = describe(recipe, weights)
     assert described is not None
     assert isinstance(recipe.policy.model, DiffusersModel)

@@ -9,12 +9,12 @@ from retouch.core.random import generator
 from retouch.playground.world.edits import Edit
 from retouch.playground.world.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
 from retouch.playground.world.scenes import THINGS, Scene, Thing, random_scene
-from scene_reader import meaning, random_edits, read, singles
+from scene_reader import all_single_edits, meaning, random_edits, read
 
 
 def test_no_two_single_edits_share_a_text() -> None:
-    texts = [phrase(edit, pattern) for edit in singles() for pattern in PHRASES[edit.kind]]
-    assert len(singles()) == 18 * (5 + 2 + 1 + 9 + 9)
+    texts = [phrase(edit, pattern) for edit in all_single_edits() for pattern in PHRASES[edit.kind]]
+    assert len(all_single_edits()) == 18 * (5 + 2 + 1 + 9 + 9)
     assert len(set(texts)) == len(texts)
 
 

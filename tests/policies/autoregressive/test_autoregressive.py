@@ -22,12 +22,12 @@ TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.1))
 
 
-def everything(trajectory):
+def all_actions(trajectory):
     return Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
 
 
 def tasks_for(kind):
-    return tiny_writers.tasks(pictures=kind in tiny_writers.SEES)
+    return tiny_writers.tasks(with_images=kind in tiny_writers.VISION_KINDS)
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
@@ -57,7 +57,7 @@ def test_policy_passes_the_contract_checks_with_sampling_and_training_options(tr
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
 def test_policy_passes_the_contract_checks_with_forced_tokens_and_two_vocabularies(kind):
     writer = tiny_writers.writer(kind)
-    writer.grammar = tiny_writing.Form(writer)
+    writer.grammar = tiny_writing.ForcedGrammar(writer)
     policy = tiny_writing.policy(writer=writer)
     batch = tiny_writing.batch()
     check_policy(policy, batch, needs=Needs(kl="k3"))
@@ -80,7 +80,7 @@ def test_the_ratio_is_one_before_a_step(kind, sampling):
 def test_log_probs_equal_those_of_the_transformers_forward_pass(kind):
     """One row at a time, without padding, through the whole model's forward."""
     policy = tiny_writing.policy(kind, sampling={"temperature": 0.7})
-    tiny_writers.move(policy.module)
+    tiny_writers.perturb(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
     writer = policy.model
     for row, length in enumerate(trajectory.lengths.tolist()):
@@ -102,10 +102,10 @@ def test_log_probs_equal_those_of_the_transformers_forward_pass(kind):
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen2.5"])
 def test_a_row_has_the_same_log_probs_and_entropy_alone_and_in_a_batch(kind, share):
     policy = tiny_writing.policy(kind, share=share)
-    tiny_writers.move(policy.module)
+    tiny_writers.perturb(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
     with torch.no_grad():
-        together = policy.evaluate(trajectory, everything(trajectory), Needs(entropy=True))
+        together = policy.evaluate(trajectory, all_actions(trajectory), Needs(entropy=True))
         for row in range(len(trajectory)):
             alone = policy.evaluate(trajectory.take(slice(row, row + 1)), Slice(slice(0, 1), slice(0, 7)), Needs(entropy=True))
             torch.testing.assert_close(alone.log_probs[0], together.log_probs[row], atol=2e-6, rtol=1e-6)
@@ -116,7 +116,7 @@ def test_a_shared_prompt_gives_the_same_gradient():
     gradients = []
     for share in (True, False):
         policy = tiny_writing.policy(share=share)
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         batch = tiny_writing.batch(group_size=4)
         trajectory = policy.rollout(batch)
         advantages = torch.randn(len(batch), generator=generator("advantages"))
@@ -134,7 +134,7 @@ def test_gradient_checkpointing_saves_memory_and_keeps_the_gradient(kind):
         trajectory = policy.rollout(batch)
         numbers = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
-            policy.evaluate(trajectory, everything(trajectory), Needs())
+            policy.evaluate(trajectory, all_actions(trajectory), Needs())
         saved.append(sum(numbers))
         minibatch = tiny_policies.minibatch(batch, trajectory, torch.randn(len(batch), generator=generator("a")))
         gradients.append(tiny_policies.gradient(policy, GRPO, minibatch)[0])
@@ -146,9 +146,9 @@ def test_gradient_checkpointing_saves_memory_and_keeps_the_gradient(kind):
 def test_entropy_and_k3_kl_equal_their_formulas():
     policy = tiny_writing.policy("qwen2.5", sampling={"temperature": 0.9})
     tasks = tasks_for("qwen2.5")
-    tiny_writers.move(policy.module)
+    tiny_writers.perturb(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks))
-    evaluation = policy.evaluate(trajectory, everything(trajectory), Needs(kl="k3", entropy=True))
+    evaluation = policy.evaluate(trajectory, all_actions(trajectory), Needs(kl="k3", entropy=True))
     writer, spreads, kls = policy.model, [], []
     prompts = trajectory.prompts.take(trajectory.group)
     written = torch.arange(7) < trajectory.lengths[:, None]
@@ -172,7 +172,7 @@ def test_masked_tokens_have_no_gradient_and_their_stored_values_are_ignored():
     trajectory = policy.rollout(tiny_writing.batch())
     mask = trajectory.mask & (torch.arange(7) % 2 == 0)
     spoilt = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
-    evaluation = policy.evaluate(spoilt, everything(spoilt), Needs(kl="k3", entropy=True))
+    evaluation = policy.evaluate(spoilt, all_actions(spoilt), Needs(kl="k3", entropy=True))
     for column in (evaluation.log_probs, evaluation.log_ratio, evaluation.kl, evaluation.entropy):
         assert (column[~mask] == 0).all()
         assert column.isfinite().all()
@@ -195,7 +195,7 @@ def test_a_batch_of_only_masked_rows_has_a_gradient_of_0():
     policy = tiny_writing.policy(mask_truncated=True, sampling={"max_new_tokens": 1})
     trajectory = policy.rollout(tiny_writing.batch(seed=1))
     dead = replace(trajectory, mask=torch.zeros_like(trajectory.mask))
-    loss = policy.evaluate(dead, everything(dead), Needs(kl="k3", entropy=True))
+    loss = policy.evaluate(dead, all_actions(dead), Needs(kl="k3", entropy=True))
     found = torch.autograd.grad(loss.log_ratio.sum(), [p for p in policy.module.parameters() if p.requires_grad])
     assert all((part == 0).all() for part in found)
 
@@ -222,7 +222,7 @@ def test_concatenated_trajectories_equal_one_rollout():
         assert torch.equal(joined.ids, whole.ids)
         assert joined.outputs == whole.outputs
         assert len(joined.prompts) == 4  # the second task's rows came in two parts
-        evaluations = [policy.evaluate(each, everything(each), Needs()).log_probs for each in (joined, whole)]
+        evaluations = [policy.evaluate(each, all_actions(each), Needs()).log_probs for each in (joined, whole)]
         torch.testing.assert_close(*evaluations, atol=2e-6, rtol=1e-6)
 
 
@@ -233,7 +233,7 @@ def test_sample_uses_greedy_decoding_and_the_averaged_weights():
     words = [written.ids for written in before.outputs]
     assert before.log_probs[before.mask].isnan().all()
     assert [written.ids for written in policy.sample(tiny_writing.batch(group_size=1, seed=9)).outputs] == words
-    tiny_writers.move(policy.module, size=0.5)
+    tiny_writers.perturb(policy.module, size=0.5)
     assert policy.sample(batch).outputs == before.outputs
     policy.copies.snapshot("average")
     assert policy.sample(batch).outputs != before.outputs
@@ -294,7 +294,7 @@ def test_an_update_moves_log_probs_in_the_direction_of_the_advantages():
     with torch.no_grad():
         for name, parameter in tiny_policies.trained(policy).items():
             parameter.sub_(0.01 * gradient[name])
-        moved = policy.evaluate(trajectory, everything(trajectory), Needs()).log_ratio.sum(1)
+        moved = policy.evaluate(trajectory, all_actions(trajectory), Needs()).log_ratio.sum(1)
     assert (moved * advantages).sum() > 0.1
 
 
@@ -303,7 +303,7 @@ def test_unsupported_needs_and_temperature_0_raise():
     trajectory = policy.rollout(tiny_writing.batch())
     for needs in (Needs(kl="closed"), Needs(log_ratio="norm"), Needs(values=True)):
         with pytest.raises(ValueError, match="k3 KL and the plain ratio"):
-            policy.evaluate(trajectory, everything(trajectory), needs)
+            policy.evaluate(trajectory, all_actions(trajectory), needs)
     with pytest.raises(ValueError, match="temperature"):
         tiny_writing.policy(sampling={"temperature": 0.0})
 
@@ -329,7 +329,7 @@ def test_demonstrate_returns_the_completions_of_the_tasks_as_a_trajectory():
     assert not any(written.truncated for written in acted.outputs)
     assert acted.lengths.tolist() == [len(written.ids) + 1 for written in acted.outputs]
     assert acted.mask.sum(1).tolist() == acted.lengths.tolist()
-    measured = policy.evaluate(acted, everything(acted), Needs()).log_probs
+    measured = policy.evaluate(acted, all_actions(acted), Needs()).log_probs
     for row, text in enumerate(text for text in told for _ in range(2)):
         prompt = acted.prompts.take(acted.group[row : row + 1])
         ids = torch.tensor([policy.model.template.tokenizer(text + stop).input_ids])

@@ -42,7 +42,7 @@ def generate(writer, tasks, longest):
     return made.sequences[:, prompts.ids.shape[1] :], torch.stack(made.logits, dim=1)
 
 
-class Questions(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Counts the values that the host reads from tensors; on a GPU, each read waits until all kernels are done."""
 
     count = 0
@@ -62,7 +62,7 @@ def test_check_every_reduces_host_reads_and_keeps_the_completions(stop):
         decode = CachedDecoding(writer, check_every=every)
         counts = []
         for length in (1, sampling.max_new_tokens):
-            with Questions() as questions:
+            with HostReads() as questions:
                 generation = decode(batch, prompts, sampling.model_copy(update={"max_new_tokens": length}))
             counts.append(questions.count)
         made.append(generation)
@@ -78,7 +78,7 @@ def test_check_every_reduces_host_reads_and_keeps_the_completions(stop):
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_greedy_decoding_equals_transformers_generate(kind):
     writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
-    tasks = tiny_writers.tasks(6, pictures=kind in tiny_writers.SEES)
+    tasks = tiny_writers.tasks(6, with_images=kind in tiny_writers.VISION_KINDS)
     theirs, _ = generate(writer, tasks, 12)
     ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, greedy=True)
     assert torch.equal(ours.ids[:, : theirs.shape[1]], theirs)
@@ -168,7 +168,7 @@ def test_the_tokens_kept_by_top_k_and_top_p_are_recorded(how):
 def test_a_grammar_forces_and_restricts():
     writer = tiny_writers.writer()
     digits = writer.template.tokenizer.convert_tokens_to_ids(list("0123456789"))
-    writer.grammar = tiny_writing.Form(writer)
+    writer.grammar = tiny_writing.ForcedGrammar(writer)
     made = write(writer, tiny_writing.batch(group_size=4))
     assert (made.ids[:, 1] == 65).all()
     assert (made.ids[:, 4] == 66).all()
@@ -183,7 +183,7 @@ def test_a_grammar_forces_and_restricts():
 
 def test_forced_tokens_need_no_forward_pass_of_their_own():
     writer = tiny_writers.writer()
-    writer.grammar = tiny_writing.Form(writer)
+    writer.grammar = tiny_writing.ForcedGrammar(writer)
     read = []
     extend = writer.extend
     writer.extend = lambda module, ids, **given: read.append(ids.shape[1]) or extend(module, ids, **given)
@@ -194,7 +194,7 @@ def test_forced_tokens_need_no_forward_pass_of_their_own():
 
 def test_a_forced_token_can_end_a_row():
     writer = tiny_writers.writer()
-    writer.grammar = tiny_writing.Form(writer, forced=(65, writer.stop[0]))
+    writer.grammar = tiny_writing.ForcedGrammar(writer, forced=(65, writer.stop[0]))
     assert write(writer, tiny_writing.batch()).lengths.tolist() == [5] * 6
 
 

@@ -38,7 +38,7 @@ def wide_policy(longest, chunk):
 
 def largest_of_an_update(rows, longest, chunk):
     policy = wide_policy(longest, chunk)
-    batch = tiny_writing.batch(tiny_writers.tasks(1, pictures=False), rows)
+    batch = tiny_writing.batch(tiny_writers.tasks(1, with_images=False), rows)
     trajectory = policy.rollout(batch)
     whole = Slice(slice(0, rows), slice(0, longest))
     with LargestTensor() as seen:

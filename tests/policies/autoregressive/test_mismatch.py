@@ -59,7 +59,7 @@ def test_a_mismatch_on_one_rank_raises_on_all_ranks():
         check_mismatch(OURS, OURS, torch.zeros_like(MASK), limit=0.1, any_rank=lambda flag: True)
 
 
-class Off:
+class ShiftedLogProbs:
     """Generates what the model generates, and reports log-probabilities that are too high by ``by``."""
 
     exact = False
@@ -75,7 +75,7 @@ class Off:
 def policy(by, *, cap):
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
     return tiny_writing.policy(
-        writer=writer, engine=Off(writer, by), sampling={"engine": CachedEngine(max_mismatch=1.0, truncate_at=cap)}
+        writer=writer, engine=ShiftedLogProbs(writer, by), sampling={"engine": CachedEngine(max_mismatch=1.0, truncate_at=cap)}
     )
 
 

@@ -52,7 +52,7 @@ def qwen():
 def emu3(prefill):
     model = tiny_emu3.editor(prefill=prefill)
     names = ("one", "make it red"), ("two", "no"), ("three", "add a blue circle")
-    tasks = tuple(tiny_models.task(name, text, tiny_models.picture(k, 16, 24)) for k, (name, text) in enumerate(names))
+    tasks = tuple(tiny_models.task(name, text, tiny_models.image(k, 16, 24)) for k, (name, text) in enumerate(names))
     return model, tasks, len(model.grammar.form) + (0 if prefill == DRAW else 12)
 
 

@@ -37,7 +37,7 @@ def run(policy, *, ranks=tiny_loop.ALONE, chunk):
     return Run(
         policy=policy,
         renderer=redness,
-        judge=tiny_loop.Share(),
+        judge=tiny_loop.RedJudge(),
         stepper=stepper,
         ranks=ranks,
         chunk=chunk,
@@ -87,7 +87,7 @@ def test_chunks_microbatches_and_prompt_sharing_do_not_change_the_gradient(other
 def test_two_ranks_get_the_gradient_of_one_rank():
     wanted, metrics = first_gradient(tiny_writing.policy())
     policies = [tiny_writing.policy() for _ in range(2)]
-    for found, same in tiny_loop.together(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
+    for found, same in tiny_loop.run_on_threads(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
         assert tiny_policies.distance(found, wanted) < 1e-5
         assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
@@ -129,18 +129,18 @@ def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
 def test_two_ranks_with_unequal_lengths_get_the_gradient_of_one_rank():
     wanted, tokens = uneven_gradient(tiny_writing.policy())
     policies = [tiny_writing.policy() for _ in range(2)]
-    shared = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks))
+    shared = tiny_loop.run_on_threads(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks))
     assert [written for _, written in shared] == [4, 28]
     assert tokens == 32
     assert all(tiny_policies.distance(found, wanted) < 1e-5 for found, _ in shared)
     policies = [tiny_writing.policy() for _ in range(2)]
-    biased = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks, alone=True))
+    biased = tiny_loop.run_on_threads(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks, alone=True))
     assert all(tiny_policies.distance(found, wanted) > 0.1 for found, _ in biased)
 
 
 def test_only_tokens_of_the_selected_kind_get_loss_weights():
     writer = tiny_writers.writer("qwen2.5-vl")
-    writer.grammar = tiny_writing.Form(writer)
+    writer.grammar = tiny_writing.ForcedGrammar(writer)
     policy = tiny_writing.policy(writer=writer)
     made = run(policy, chunk=4)
     turns = PolicyGradient(tokens=TokenCycle(text_steps=2, vision_steps=1))

@@ -142,7 +142,7 @@ def test_sample_is_deterministic_and_equals_an_ode_rollout():
 def test_sample_uses_the_averaged_weights():
     policy, batch = tiny.policy(copies=("average",)), tiny.batch()
     before = policy.sample(batch).outputs
-    tiny.move(policy)
+    tiny.perturb(policy)
     assert torch.equal(policy.sample(batch).outputs, before)
     policy.copies.snapshot("average")
     assert not torch.equal(policy.sample(batch).outputs, before)
@@ -151,18 +151,18 @@ def test_sample_uses_the_averaged_weights():
 def test_rollout_and_evaluation_use_the_current_weights():
     """Averaged, old and reference weights have other values, and neither rollout nor evaluation uses them."""
     policy = tiny.policy(mode="window", copies=("average", "old", "reference"))
-    tiny.move(policy)
+    tiny.perturb(policy)
     check_policy(policy, tiny.batch())
 
 
 def test_rollout_uses_the_old_weights_if_acting_is_old():
     policy, batch = tiny.policy(kind="ode", copies=("old",), acting="old"), tiny.batch()
     before = policy.rollout(batch).outputs
-    tiny.move(policy)
+    tiny.perturb(policy)
     assert torch.equal(policy.rollout(batch).outputs, before)
     policy.follow_old(0.0)
     current = tiny.policy(kind="ode")
-    tiny.move(current)
+    tiny.perturb(current)
     assert torch.equal(policy.rollout(batch).outputs, current.rollout(batch).outputs)
 
 
@@ -183,7 +183,7 @@ def test_demonstrations_are_the_targets():
 def test_closed_form_kl_equals_the_mean_log_ratio_of_sampled_actions():
     """Many rows sample one action from the same state with changed weights: the mean of log p - log q is the KL."""
     policy = tiny.policy(kind="sde", mode="window", reduction="sum", shared_noise=True, microbatch=1000)
-    tiny.move(policy, 0.4)
+    tiny.perturb(policy, 0.4)
     rows = 200
     trajectory = policy.rollout(tiny.batch(1, rows))
     part = Slice(slice(0, rows), slice(0, 1))
@@ -203,7 +203,7 @@ def test_closed_form_kl_equals_the_mean_log_ratio_of_sampled_actions():
 def test_kl_equals_its_formula(kind, kl):
     policy = tiny.policy(kind=kind, mode="window", train="full")
     trajectory = policy.rollout(tiny.batch())
-    tiny.move(policy, 0.02)
+    tiny.perturb(policy, 0.02)
     part = Slice(slice(1, 3), slice(0, 2))
     found = policy.evaluate(trajectory, part, Needs(kl=kl)).kl
     for row, action in itertools.product(range(2), range(2)):
@@ -230,7 +230,7 @@ def test_kl_equals_its_formula(kind, kl):
 def test_gradients_of_log_ratio_and_kl_match_finite_differences():
     policy = tiny.policy(kind="sde", mode="window", train="full", keep_means=True, microbatch=100)
     trajectory = policy.rollout(tiny.batch())
-    tiny.move(policy, 0.02)
+    tiny.perturb(policy, 0.02)
     part = Slice(slice(0, 4), slice(0, 2))
     parameters = tiny.trained(policy)
     direction = {name: torch.randn(p.shape, generator=generator("direction", name)) for name, p in parameters.items()}

@@ -32,7 +32,7 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
-def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def longer_server_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the server more time, because this machine may be busy."""
     monkeypatch.setattr(server_section, "_IMPATIENT_SECONDS", 600.0)
 
@@ -50,7 +50,7 @@ def served(writer: Path, **options: Any) -> Iterator[tuple[Double, dict[str, Any
 # Recipes
 
 
-def refusal(document: dict[str, Any]) -> str:
+def error_of(document: dict[str, Any]) -> str:
     with pytest.raises(ValueError, match=r".") as caught:
         parse(document)
     return str(caught.value)
@@ -83,7 +83,7 @@ def test_the_engine_key_is_omitted_from_the_document_if_it_is_not_set(make: Make
 )
 def test_invalid_options_of_a_vllm_engine_raise_when_the_recipe_is_parsed(make: Make, changes: dict[str, Any], line: str) -> None:
     document = make(rollout__engine=VLLM, **changes)
-    assert line in refusal(document)
+    assert line in error_of(document)
 
 
 def test_image_token_recipes_with_a_vllm_engine_reject_top_k_and_top_p(make: Make, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_image_token_recipes_with_a_vllm_engine_reject_top_k_and_top_p(make: Mak
     parse(make(**tokens, rollout__engine=VLLM))
     parse(make(**tokens, rollout__engine=VLLM, policy__train={"kind": "full"}))
     for cut in ({"rollout__top_k": 100}, {"rollout__top_p": 0.9}):
-        told = refusal(make(**tokens, rollout__engine=VLLM, **cut))
+        told = error_of(make(**tokens, rollout__engine=VLLM, **cut))
         assert "rollout.top_k, top_p: vllm does not report which tokens they kept" in told
         assert "set top_k, for example" not in told
         parse(make(**tokens, **cut))
@@ -206,7 +206,7 @@ def test_a_run_samples_image_tokens_from_a_server_with_the_plugin(
     tiny_writer_runs.save_emu3(tmp_path / "emu3")
     tokens = tiny_writer_runs.image_tokens(tmp_path / "emu3")
     base = language_model(Emu3ForConditionalGeneration.from_pretrained(tmp_path / "emu3")).eval()
-    double = Double(base, processor=vllm_runner.installed(monkeypatch))
+    double = Double(base, processor=vllm_runner.install_plugin(monkeypatch))
     with serving(double) as url:
         section = {"kind": "vllm", "url": url, "patience": 0.2, "timeout": 600.0, "max_mismatch": 1e-3}
         reward = {"kind": "compressibility", "combine": {"compressibility": 1}}

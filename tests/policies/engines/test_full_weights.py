@@ -32,38 +32,38 @@ def served(folder, kind="qwen2.5", *, patience=0.2, **double):
 
 
 def batch(step=0):
-    return tiny_writing.batch(tiny_writers.tasks(pictures=False), 4, step=step)
+    return tiny_writing.batch(tiny_writers.tasks(with_images=False), 4, step=step)
 
 
-def off(trajectory):
+def gap(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
 
 
 def test_every_update_is_reloaded_before_the_next_rollout(tmp_path):
     with served(tmp_path) as (policy, twin):
         for step in range(3):
-            assert off(policy.rollout(batch(step))) < 1e-4
-            assert off(policy.rollout(batch(step).take(slice(4, 8)))) < 1e-4
+            assert gap(policy.rollout(batch(step))) < 1e-4
+            assert gap(policy.rollout(batch(step).take(slice(4, 8)))) < 1e-4
             assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [twin.weight_version]
-            tiny_writers.move(policy.module, key=step)
+            tiny_writers.perturb(policy.module, key=step)
         assert len(twin.reloaded) == len(set(twin.reloaded)) == 3
         assert all(asked.model is None for asked in twin.asked)
         policy.engine.close()
         assert not (tmp_path / "adapters").exists()
-        assert off(policy.rollout(batch())) < 1e-4
+        assert gap(policy.rollout(batch())) < 1e-4
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path):
     """After its restart it answers with its initial weights, and reports their version."""
     with served(tmp_path) as (policy, twin):
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         start = copy.deepcopy(twin.base.state_dict())
         wanted = policy.rollout(batch())
         twin.base.load_state_dict(start)
         twin.weight_version = "default"
         again = policy.rollout(batch())
         assert torch.equal(again.ids, wanted.ids)
-        assert off(again) < 1e-4
+        assert gap(again) < 1e-4
         assert twin.reloaded == twin.reloaded[:1] * 2
 
 
@@ -84,12 +84,12 @@ def test_a_failed_reload_raises_and_is_repeated_at_the_next_rollout(tmp_path):
     with served(tmp_path) as (policy, twin):
         policy.rollout(batch())
         save, policy.engine._weights._save = policy.engine._weights._save, lambda folder: None
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         with pytest.raises(EngineFault, match=r"did not load the weights .*VLLM_SERVER_DEV_MODE=1"):
             policy.rollout(batch())
         assert twin.weight_version.startswith("loading-retouch-")
         policy.engine._weights._save = save
-        assert off(policy.rollout(batch())) < 1e-4
+        assert gap(policy.rollout(batch())) < 1e-4
 
 
 def test_a_server_that_does_not_clear_its_prefix_cache_stops_the_run(tmp_path):
@@ -111,7 +111,7 @@ def test_missing_development_endpoints_fail_in_the_doctor_and_in_the_rollout(tmp
 def test_temporary_faults_of_a_server_with_full_weights_are_retried(tmp_path):
     with served(tmp_path, patience=60.0) as (policy, twin):
         twin.fault = at_first("503", "reset")
-        assert off(policy.rollout(batch())) < 1e-4
+        assert gap(policy.rollout(batch())) < 1e-4
         assert twin.fault(GENERATE) is None
 
 
@@ -119,15 +119,15 @@ def test_image_tokens_are_sampled_with_full_weights_and_the_plugin(tmp_path, mon
     editor = tiny_emu3.editor(train="full")
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
-    twin = Double(copy.deepcopy(editor.module), processor=vllm_runner.installed(monkeypatch), dev_mode=True)
-    task = tiny_models.task("one", "make it red", tiny_models.picture(0, *tiny_emu3.SIZE))
+    twin = Double(copy.deepcopy(editor.module), processor=vllm_runner.install_plugin(monkeypatch), dev_mode=True)
+    task = tiny_models.task("one", "make it red", tiny_models.image(0, *tiny_emu3.SIZE))
     with serving(twin) as url:
         policy = served_models.policy(editor, url, tmp_path, patience=0.2, sampling={"max_new_tokens": longest})
         for step in range(2):
             trajectory = policy.rollout(tiny_writing.batch((task,), step=step))
-            assert off(trajectory) < 1e-4
+            assert gap(trajectory) < 1e-4
             assert all(editor.codes_in(written.ids) is not None for written in trajectory.outputs)
-            tiny_writers.move(policy.module, size=0.05, key=step)
+            tiny_writers.perturb(policy.module, size=0.05, key=step)
     assert len(twin.reloaded) == 2
 
 

@@ -39,7 +39,7 @@ from sglang_double import CHECKSUM, GENERATE, LIST_LORAS, SET_LORA, UPDATE, pack
 def served(tmp_path, *, train="lora", guidance=1.0, context=None, limits=None, **how):
     """A policy with the engine, and the double behind it."""
     model = tiny.sd3_model()
-    double = sglang_double.twin(model)
+    double = sglang_double.double_of(model)
     tiny.make_trainable(model.module, train)
     copies = WeightCopies(model.module)
     with sglang_double.serving(double) as url:
@@ -69,7 +69,7 @@ def served(tmp_path, *, train="lora", guidance=1.0, context=None, limits=None, *
 
 
 def batch(group_size=3):
-    return tiny.batch(group_size=group_size, tasks=lambda count: tiny.tasks(count, pictures=False))
+    return tiny.batch(group_size=group_size, tasks=lambda count: tiny.tasks(count, with_images=False))
 
 
 # Chains
@@ -81,7 +81,7 @@ def batch(group_size=3):
 )
 def test_server_trajectories_match_the_policys_log_probs(tmp_path, kind, mode, guidance, reduction):
     with served(tmp_path, kind=kind, mode=mode, guidance=guidance, reduction=reduction) as (policy, double):
-        tiny.move(policy)
+        tiny.perturb(policy)
         made = policy.rollout(batch())
         torch.testing.assert_close(made.log_probs, made.behaviour_log_probs, rtol=1e-4, atol=1e-5)
         assert made.deviations.mean().sqrt() < 5e-3
@@ -233,7 +233,7 @@ def test_every_update_is_loaded_before_the_next_rollout(tmp_path, train):
             policy.rollout(batch())
             assert len(double.bodies(load)) == step + 1
             torch.testing.assert_close(made.log_probs, made.behaviour_log_probs, rtol=1e-4, atol=1e-5)
-            tiny.move(policy, key=step)
+            tiny.perturb(policy, key=step)
         folders = list((tmp_path / "run" / "adapters").iterdir())
         assert len(folders) == 1
         if train == "lora":
@@ -247,7 +247,7 @@ def test_every_update_is_loaded_before_the_next_rollout(tmp_path, train):
 @pytest.mark.parametrize("train", ["lora", "full"])
 def test_a_restarted_server_gets_the_weights_again(tmp_path, train):
     with served(tmp_path, train=train) as (policy, double):
-        tiny.move(policy)
+        tiny.perturb(policy)
         policy.rollout(batch())
         double.restart()
         made = policy.rollout(batch())
@@ -267,7 +267,7 @@ def test_a_lora_that_was_not_loaded_raises(tmp_path):
 def test_full_weights_that_were_not_loaded_raise(tmp_path):
     with served(tmp_path, train="full") as (policy, double):
         policy.rollout(batch())
-        tiny.move(policy)
+        tiny.perturb(policy)
         double.update = lambda body: {"success": True, "message": ""}
         with pytest.raises(EngineFault, match="its weights did not change"):
             policy.rollout(batch())
@@ -453,14 +453,14 @@ def test_invalid_msgpack_raises(body):
 
 def test_a_recipe_runs_with_the_engine(tmp_path):
     folder = tiny_models.save_flux(tmp_path / "flux")
-    recipe = family_runs.recipe_of({"kind": "flux", "path": str(folder), "size": [32, 48]}, tmp_path)
-    double = sglang_double.twin(parse(recipe).policy.model.build(device=torch.device("cpu")))
+    recipe = family_runs.small_recipe({"kind": "flux", "path": str(folder), "size": [32, 48]}, tmp_path)
+    double = sglang_double.double_of(parse(recipe).policy.model.build(device=torch.device("cpu")))
     with sglang_double.serving(double) as url:
         recipe["rollout"]["engine"] = {"kind": "sglang", "url": url, "timeout": 60.0, "patience": 0.0}
         read = parse(recipe)
         assert parse(read.document()) == read
         assert run(read, fresh=False) == 0
-    lines = family_runs.lines_of(read)
+    lines = family_runs.metrics_rows(read)
     assert len(double.bodies(SET_LORA)) == 2
     for line in lines[-2:]:
         assert line["engine/deviation"] < 0.05

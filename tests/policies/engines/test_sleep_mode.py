@@ -27,10 +27,10 @@ def served(folder, train="full", **double):
 
 
 def batch(step=0):
-    return tiny_writing.batch(tiny_writers.tasks(pictures=False), 4, step=step)
+    return tiny_writing.batch(tiny_writers.tasks(with_images=False), 4, step=step)
 
 
-def off(trajectory):
+def gap(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
 
 
@@ -42,8 +42,8 @@ def states(twin):
 def test_the_server_is_awake_only_during_a_rollout(tmp_path, train):
     with served(tmp_path, train) as (policy, twin):
         for step in range(2):
-            assert off(policy.rollout(batch(step))) < 1e-4
-            tiny_writers.move(policy.module, key=step)
+            assert gap(policy.rollout(batch(step))) < 1e-4
+            tiny_writers.perturb(policy.module, key=step)
         assert states(twin) == ["awake", "generates", "asleep"] * 2
         policy.engine.close()
         assert states(twin)[-1] == "awake"

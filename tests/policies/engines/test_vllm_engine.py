@@ -34,7 +34,7 @@ from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_firs
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
 
 
-class Waiting:
+class FakeClock:
     """A clock that moves only when somebody sleeps."""
 
     def __init__(self):
@@ -52,7 +52,7 @@ class Waiting:
 
 
 def tasks_for(kind):
-    return tiny_writers.tasks(pictures=kind in tiny_writers.SEES)
+    return tiny_writers.tasks(with_images=kind in tiny_writers.VISION_KINDS)
 
 
 @contextmanager
@@ -61,12 +61,12 @@ def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=6
     writer = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS)
     twin = Double(
         copy.deepcopy(writer.module),
-        image_processor=tiny_writers.image_processor(kind) if kind in tiny_writers.SEES else None,
+        image_processor=tiny_writers.image_processor(kind) if kind in tiny_writers.VISION_KINDS else None,
         image_token=writer.image_token,
         **double,
     )
     tiny_writers.make_trainable(writer.module, "lora")
-    waiting = Waiting()
+    waiting = FakeClock()
     with serving(twin) as url:
         policy = tiny_writing.policy(writer=writer, sampling=sampling)
         policy.limits = VllmEngine(url=url, **{"truncate_at": None, **(limits or {})})
@@ -86,11 +86,11 @@ def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=6
         yield policy, twin, waiting
 
 
-def everything(trajectory):
+def all_actions(trajectory):
     return Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
 
 
-def off(trajectory):
+def gap(trajectory):
     return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
 
 
@@ -98,13 +98,13 @@ def off(trajectory):
 def test_server_log_probs_match_the_policy(tmp_path, kind):
     with served(tmp_path, kind, sampling={"temperature": 0.8}) as (policy, twin, _):
         assert isinstance(policy.model, Servable)
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         batch = tiny_writing.batch(tasks_for(kind), 4)
         trajectory = policy.rollout(batch)
-        assert off(trajectory) < 1e-4
+        assert gap(trajectory) < 1e-4
         assert len(set(trajectory.lengths.tolist())) > 2
         assert len({written.ids for written in trajectory.outputs}) > 8
-        evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+        evaluation = policy.evaluate(trajectory, all_actions(trajectory), Needs())
         assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
         assert [asked.sampling_params.n for asked in twin.asked] == [4] * 3
         assert policy.model.grammar.vocabularies[0][trajectory.ids[trajectory.mask]].all()
@@ -113,9 +113,9 @@ def test_server_log_probs_match_the_policy(tmp_path, kind):
 @pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}], ids=str)
 def test_the_tokens_kept_by_top_k_and_top_p_are_returned_with_the_ids(tmp_path, sampling):
     with served(tmp_path, sampling=sampling, sampling_mask=True) as (policy, _, _):
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         trajectory = policy.rollout(tiny_writing.batch(group_size=4))
-        assert off(trajectory) < 1e-4
+        assert gap(trajectory) < 1e-4
         kept = (trajectory.support >= 0).sum(-1)
         assert (kept[trajectory.mask] <= sampling["top_k"]).all()
         assert (kept[~trajectory.mask] == 0).all()
@@ -136,13 +136,13 @@ def test_every_update_is_loaded_before_the_next_rollout(tmp_path):
         for step in range(3):
             batch = tiny_writing.batch(group_size=4, step=step)
             trajectory = policy.rollout(batch)
-            assert off(policy.rollout(batch.take(slice(4, 8)))) < 1e-4  # the adapter is already loaded for the next chunk of a step
+            assert gap(policy.rollout(batch.take(slice(4, 8)))) < 1e-4  # the adapter is already loaded for the next chunk of a step
             advantages = torch.tensor([1.0, -1.0] * 6)
             found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
             for name, parameter in tiny_policies.trained(policy).items():
                 parameter.grad = found[name]
             optimizer.step()
-            moved = policy.evaluate(trajectory, everything(trajectory), Needs()).log_ratio
+            moved = policy.evaluate(trajectory, all_actions(trajectory), Needs()).log_ratio
             assert moved.abs().max() > 0.05
         assert len(twin.loaded) == len(set(twin.loaded)) == 3
         assert twin.unloaded == twin.loaded[:-1]
@@ -175,7 +175,7 @@ def test_a_grammar_that_the_server_does_not_support_raises(tmp_path):
     with served(tmp_path) as (policy, _, _):
         writer, engine = policy.model, policy.engine
         plain = writer.grammar
-        writer.grammar = tiny_writing.Form(writer)
+        writer.grammar = tiny_writing.ForcedGrammar(writer)
         with pytest.raises(ValueError, match="one set of tokens"):
             VllmDecoding(writer, connect=engine._connect, weights=engine._weights)
         writer.grammar.vocabularies = plain.vocabularies.expand(2, -1)
@@ -203,7 +203,7 @@ def test_images_are_sent_at_their_final_size(tmp_path):
     """The server resizes with torchvision and we with PIL, so neither may have anything to resize."""
     shapes = ((30, 50), (100, 70), (16, 16), (9, 130))
     with served(tmp_path, sampling={"max_new_tokens": 2}) as (policy, twin, _):
-        images = tuple(tiny_models.picture(k, *shape) for k, shape in enumerate(shapes))
+        images = tuple(tiny_models.image(k, *shape) for k, shape in enumerate(shapes))
         task = tiny_models.task("sizes", "red", *images)
         policy.rollout(tiny_writing.batch((task,)))
         sent = [vllm_double._picture(part.url) for part in twin.asked[0].content_parts]
@@ -231,8 +231,8 @@ def test_temporary_faults_are_retried_and_do_not_change_completions(tmp_path, ca
         assert len(waiting.pauses) >= 8  # a busy machine may drop another connection
         assert max(waiting.pauses) <= 2.0
         twin.fault = at_first("503", "502", path=LOAD)
-        tiny_writers.move(policy.module)
-        assert off(policy.rollout(batch)) < 1e-4
+        tiny_writers.perturb(policy.module)
+        assert gap(policy.rollout(batch)) < 1e-4
         assert any("HTTP 503: told to answer 503; trying again for 60 s" in line for line in caplog.messages)
 
 
@@ -264,13 +264,13 @@ def test_an_unreachable_server_raises_after_patience(tmp_path):
 
 def test_a_restarted_server_gets_the_adapter_again(tmp_path):
     with served(tmp_path) as (policy, twin, _):
-        tiny_writers.move(policy.module)
+        tiny_writers.perturb(policy.module)
         batch = tiny_writing.batch()
         wanted = policy.rollout(batch)
         twin.fault = at_first("forgets its adapters")
         again = policy.rollout(batch)
         assert torch.equal(again.ids, wanted.ids)
-        assert off(again) < 1e-4
+        assert gap(again) < 1e-4
         assert twin.loaded == twin.loaded[:1] * 2
 
 
@@ -328,7 +328,7 @@ def test_a_mismatch_above_the_limit_stops_the_run(tmp_path):
             policy.rollout(tiny_writing.batch())
         policy.limits = policy.limits.model_copy(update={"max_mismatch": 0.6, "truncate_at": 1.5})
         trajectory = policy.rollout(tiny_writing.batch())
-        scale = policy.evaluate(trajectory, everything(trajectory), Needs()).scale
+        scale = policy.evaluate(trajectory, all_actions(trajectory), Needs()).scale
         torch.testing.assert_close(scale[trajectory.mask], torch.full_like(scale[trajectory.mask], 1.5))
     with (
         served(tmp_path, processed=False, sampling={"temperature": 0.5}) as (policy, _, _),
@@ -390,7 +390,7 @@ def test_a_closed_connection_does_not_mean_that_the_engine_is_dead():
                 return
             self.reply(200, b"")
 
-    waiting = Waiting()
+    waiting = FakeClock()
     with (
         loopback.running(loopback.Server(ClosesAfterAnError)) as server,
         Client(server.url, timeout=30.0, patience=60.0, sleep=waiting.sleep, clock=waiting.clock) as client,
@@ -471,7 +471,7 @@ def test_all_ranks_raise_if_one_rank_fails(tmp_path):
         assert sorted(text.split(":")[0][:24] for text in caught) == ["the vLLM server at http", "the vLLM server failed o"]
         double.fault = always("500", path=LOAD)
         for policy in (first, second):
-            tiny_writers.move(policy.module)
+            tiny_writers.perturb(policy.module)
         both()
         assert "rank 0 could not load the weights" in caught[1]
         assert "did not load the adapter" in caught[0]
@@ -516,12 +516,12 @@ def test_the_double_rejects_invalid_requests(tmp_path):
 
 
 @contextmanager
-def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
+def served_image_tokens(tmp_path, *, prefill=DRAW, grammar=True, **double):
     """A policy of image tokens with the engine, and the double behind it."""
     editor = tiny_emu3.editor(prefill=prefill, grammar=grammar)
     twin = Double(copy.deepcopy(editor.module), **double)
     twin.base.delete_adapter("default")
-    tiny_writers.move(editor.module)
+    tiny_writers.perturb(editor.module)
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
     with serving(twin) as url:
@@ -541,32 +541,32 @@ def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
 
 def edits():
     return (
-        tiny_models.task("one", "make it red", tiny_models.picture(0, 16, 24)),
-        tiny_models.task("two", "no", tiny_models.picture(1, 32, 32)),
+        tiny_models.task("one", "make it red", tiny_models.image(0, 16, 24)),
+        tiny_models.task("two", "no", tiny_models.image(1, 32, 32)),
     )
 
 
 def test_image_tokens_of_a_server_with_the_plugin_match_the_policy(tmp_path, monkeypatch):
-    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+    with served_image_tokens(tmp_path, processor=vllm_runner.install_plugin(monkeypatch)) as (policy, twin):
         assert isinstance(policy.model, Servable)
         batch = tiny_writing.batch(edits())
         trajectory = policy.rollout(batch)
-        assert off(trajectory) < 1e-4
+        assert gap(trajectory) < 1e-4
         assert (trajectory.behaviour_log_probs[~trajectory.mask] == 0).all()
         assert all(policy.model.codes_in(written.ids) is not None for written in trajectory.outputs)
-        evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+        evaluation = policy.evaluate(trajectory, all_actions(trajectory), Needs())
         assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
         assert not any(asked.content_parts for asked in twin.asked)
         assert all(asked.sampling_params.logit_bias == {} for asked in twin.asked)
 
 
 def test_image_tokens_raise_if_the_server_has_no_plugin(tmp_path):
-    with drawing(tmp_path) as (policy, _), pytest.raises(EngineFault, match=re.escape(f"--logits-processors {PLUGIN}")):
+    with served_image_tokens(tmp_path) as (policy, _), pytest.raises(EngineFault, match=re.escape(f"--logits-processors {PLUGIN}")):
         policy.rollout(tiny_writing.batch(edits()))
 
 
 def test_an_invalid_grammar_is_rejected_by_the_server(tmp_path, monkeypatch):
-    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+    with served_image_tokens(tmp_path, processor=vllm_runner.install_plugin(monkeypatch)) as (policy, twin):
         policy.engine._grammar = {**policy.engine._grammar, "begin": -1}
         with pytest.raises(EngineFault, match=r"refuses to generate: HTTP 400: extra_args\.retouch_form\.begin"):
             policy.rollout(tiny_writing.batch(edits()))
@@ -577,14 +577,14 @@ def test_an_invalid_grammar_is_rejected_by_the_server(tmp_path, monkeypatch):
 
 
 def test_image_tokens_without_a_grammar_need_no_plugin(tmp_path):
-    with drawing(tmp_path, grammar=False) as (policy, twin):
+    with served_image_tokens(tmp_path, grammar=False) as (policy, twin):
         trajectory = policy.rollout(tiny_writing.batch(edits()))
-        assert off(trajectory) < 1e-4
+        assert gap(trajectory) < 1e-4
         assert all(asked.sampling_params.extra_args is None for asked in twin.asked)
 
 
 def test_top_k_raises_for_image_tokens_with_a_grammar(tmp_path, monkeypatch):
-    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
+    with served_image_tokens(tmp_path, processor=vllm_runner.install_plugin(monkeypatch)) as (policy, _):
         policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
         with pytest.raises(ValueError, match="remove both"):
             policy.rollout(tiny_writing.batch(edits()))

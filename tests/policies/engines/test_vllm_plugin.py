@@ -24,7 +24,7 @@ FORM = 3 + 1 + HEIGHT * (WIDTH + 1) + 3  # "2*3" and img, the rows, eof eoi eos
 
 @pytest.fixture
 def processor(monkeypatch):
-    return vllm_runner.installed(monkeypatch)
+    return vllm_runner.install_plugin(monkeypatch)
 
 
 @functools.cache
@@ -59,7 +59,7 @@ def sampled(processor, requests, *, seed, bias=None):
             made[:, bias] += 12
         return made
 
-    while waiting or runner.here:
+    while waiting or runner.active:
         while waiting and runner.free:
             runner.add(waiting.pop())
         chosen = runner.step(logits)
@@ -74,14 +74,14 @@ def sampled(processor, requests, *, seed, bias=None):
             if token == words().eos or len(each.tokens) == LONGEST:
                 runner.remove(each)
                 done.append(each)
-        for each in runner.here[:]:
+        for each in runner.active[:]:
             if random.random() < 0.01:  # preempted
                 runner.remove(each)
                 waiting.insert(0, each)
     return done, allowed
 
 
-def lawful(done):
+def allowed_tokens(done):
     """Yields for each request the tokens that the policy's grammar allows at each position, (t, v)."""
     law = grammar()
     for first in range(0, len(done), 500):
@@ -105,7 +105,7 @@ def test_all_images_sampled_from_random_logits_can_be_decoded(processor, count):
     for each in done:
         assert len(each.written) == FORM
         assert words().codes([words().boi, *each.written], height=HEIGHT, width=WIDTH) is not None
-    assert all(torch.equal(torch.stack(allowed[id(each)]), law) for each, law in zip(done, lawful(done), strict=True))
+    assert all(torch.equal(torch.stack(allowed[id(each)]), law) for each, law in zip(done, allowed_tokens(done), strict=True))
     drawn = torch.tensor([words().codes(each.written, height=HEIGHT, width=WIDTH).tolist() for each in done])
     assert len(drawn.unique()) == tiny_emu3.CODES
 
@@ -115,7 +115,7 @@ def test_allowed_tokens_after_text_equal_those_of_the_policys_grammar(processor)
     requests = [request(number, random, thinks=True) for number in range(1000)]
     done, allowed = sampled(processor, requests, seed=4, bias=words().boi)
     pictures = 0
-    for each, law in zip(done, lawful(done), strict=True):
+    for each, law in zip(done, allowed_tokens(done), strict=True):
         assert torch.equal(torch.stack(allowed[id(each)]), law)
         drawn = words().codes(each.written, height=HEIGHT, width=WIDTH)
         assert (drawn is not None) == (words().img in each.written and each.written[-1] == words().eos)

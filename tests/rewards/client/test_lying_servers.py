@@ -10,7 +10,7 @@ import torch
 
 from bad_server import bad_server, true_info, true_reply
 from live_server import remote, samples_of
-from lying_server import INFO_LIES, REPLY_LIES
+from lying_server import WRONG_INFOS, WRONG_REPLIES
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.replies import ExpectedReply, InvalidReply, read_reply
 from retouch.types import Column
@@ -32,18 +32,18 @@ def server():
         yield made
 
 
-@pytest.mark.parametrize("lie", INFO_LIES)
+@pytest.mark.parametrize("lie", WRONG_INFOS)
 def test_an_invalid_server_description_raises_before_any_request(lie: str) -> None:
-    with bad_server("none", info=INFO_LIES[lie]) as server:
+    with bad_server("none", info=WRONG_INFOS[lie]) as server:
         with pytest.raises(ValueError, match="is not a reward server of Retouch"):
             remote([server.url])
-        assert server.asked == 0
+        assert server.request_count == 0
 
 
-@pytest.mark.parametrize("lie", REPLY_LIES)
+@pytest.mark.parametrize("lie", WRONG_REPLIES)
 def test_an_invalid_reply_is_rejected_as_a_whole(server, lie: str) -> None:
     samples = samples_of(4)
-    server.lies["now"] = REPLY_LIES[lie]
+    server.lies["now"] = WRONG_REPLIES[lie]
     with closing(remote([server.url], batch=4, attempts=1, timeout=20.0)) as reward:
         missing = reward(samples)["digest"]
         server.lies["now"] = "none"

@@ -81,13 +81,13 @@ def test_one_remote_reward_serves_calls_from_several_threads() -> None:
 def test_submit_returns_before_the_scores_are_ready() -> None:
     go = threading.Event()
 
-    class Held(Digest):
+    class WaitsForEvent(Digest):
         def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
             assert go.wait(timeout=30)
             return super().__call__(samples)
 
     samples = samples_of(4)
-    with live(host(Held())) as server, closing(remote([server.url])) as reward:
+    with live(host(WaitsForEvent())) as server, closing(remote([server.url])) as reward:
         futures = [reward.submit(samples), reward.submit(samples[::-1])]
         assert not any(future.done() for future in futures)
         go.set()
@@ -98,7 +98,7 @@ def test_submit_returns_before_the_scores_are_ready() -> None:
 def test_an_empty_batch_sends_no_request() -> None:
     with bad_server("none") as server, closing(remote([server.url])) as reward:
         assert {name: column.shape for name, column in reward([]).items()} == {"digest": (0,), "odd": (0,)}
-        assert server.asked == 0
+        assert server.request_count == 0
 
 
 def test_one_of_several_rewards_of_a_server_can_be_selected() -> None:
@@ -162,9 +162,9 @@ def test_a_recovered_server_is_used_again() -> None:
     ):
         samples = samples_of(40)
         equal(reward(samples)["digest"], expected(samples))
-        failed = flaky.asked
+        failed = flaky.request_count
         state["kind"] = "none"
-        ask_until(lambda: flaky.asked >= failed + 10, reward, samples)
+        ask_until(lambda: flaky.request_count >= failed + 10, reward, samples)
 
 
 def test_a_slow_server_is_hedged() -> None:
@@ -178,8 +178,8 @@ def test_a_slow_server_is_hedged() -> None:
         ask_until(lambda: reward.stats()["calls"] >= 40, reward, samples)  # by then it is known how long a request takes
         state["kind"] = "hang"
         before = reward.stats()["hedges"]
-        hung = slow.asked
-        ask_until(lambda: slow.asked > hung, reward, samples)
+        hung = slow.request_count
+        ask_until(lambda: slow.request_count > hung, reward, samples)
         assert reward.stats()["hedges"] > before
         assert "faults/timeout" not in reward.stats()
 
@@ -194,7 +194,7 @@ def test_the_rate_limit_is_obeyed_and_samples_past_the_deadline_are_missing() ->
         equal(scores[:2], expected(samples)[:2])
         assert scores[2:].isnan().all()
         assert reward.stats()["faults/rate_limit"] == 1
-        assert server.asked == 1
+        assert server.request_count == 1
 
 
 def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_path: Path) -> None:
@@ -205,19 +205,19 @@ def test_retries_count_against_the_call_budget_and_requests_beyond_it_raise(tmp_
         closing(remote([server.url], batch=2, concurrency=1, calls=5, rate_file=str(tmp_path / "quota"))) as reward,
     ):
         equal(reward(samples)["digest"], expected(samples))
-        assert server.asked == 4
+        assert server.request_count == 4
         with pytest.raises(BudgetSpent, match=r"5 calls .* 4 were made, 2 more are needed"):
             reward(samples)
         equal(reward(samples[:2])["digest"], expected(samples)[:2])
         with pytest.raises(BudgetSpent):
             reward.submit(samples[:1]).result()
-        assert server.asked == 5
+        assert server.request_count == 5
 
 
 def test_no_retry_is_made_beyond_the_call_budget() -> None:
     with bad_server("500") as server, closing(remote([server.url], calls=2)) as reward:
         assert reward(samples_of(1))["digest"].isnan().all()
-        assert server.asked == 2
+        assert server.request_count == 2
         assert reward.stats()["faults/budget"] == 1
 
 

@@ -6,7 +6,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from bad_server import HARMLESS, KINDS, STATUSES, bad_server
+from bad_server import ALL_FAULTS, HARMLESS, STATUSES, bad_server
 from live_server import remote, samples_of
 from served_rewards import digest_score
 
@@ -18,7 +18,7 @@ def expected(samples: list[object]) -> torch.Tensor:
     return torch.tensor([digest_score(sample) for sample in samples])
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *HARMLESS])
+@pytest.mark.parametrize("kind", [*ALL_FAULTS, *HARMLESS])
 def test_scores_come_from_another_server_after_a_faulty_reply(kind: str) -> None:
     samples = samples_of(16)
     timeout = 1.0 if kind in ("hang", "slow drip") else 10.0
@@ -28,14 +28,14 @@ def test_scores_come_from_another_server_after_a_faulty_reply(kind: str) -> None
         closing(remote([bad.url, good.url], batch=4, attempts=20, timeout=timeout, deadline=DEADLINE)) as reward,
     ):
         scores = reward(samples)["digest"]
-        assert bad.asked > 0
+        assert bad.request_count > 0
         if kind in FINAL:  # not retried by design: the status says that the request itself is wrong
             assert torch.equal(scores[~scores.isnan()], expected(samples)[~scores.isnan()])
         else:
             torch.testing.assert_close(scores, expected(samples), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_FAULTS)
 def test_scores_are_missing_if_the_only_server_is_faulty(kind: str) -> None:
     samples = samples_of(6)
     timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
@@ -50,7 +50,7 @@ def test_scores_are_missing_if_the_only_server_is_faulty(kind: str) -> None:
     torch.testing.assert_close(scores["digest"][~missing], expected(samples)[~missing], rtol=0, atol=0)
     assert missing.tolist() == [False, False, True] * 2 if kind == "an error of the reward" else missing.all()
     if kind in FINAL:
-        assert bad.asked == 2  # one for each request
+        assert bad.request_count == 2  # one for each request
 
 
 def test_items_of_a_reply_may_be_in_any_order() -> None:
@@ -61,7 +61,7 @@ def test_items_of_a_reply_may_be_in_any_order() -> None:
 
 
 def test_intermittent_faults_lose_no_scores() -> None:
-    quick = [kind for kind in KINDS if kind not in ("hang", "slow drip", "huge body") and kind not in STATUSES]
+    quick = [kind for kind in ALL_FAULTS if kind not in ("hang", "slow drip", "huge body") and kind not in STATUSES]
     faults = itertools.cycle([None, None, None, *quick])
     turn = itertools.count()
 
@@ -81,4 +81,4 @@ def test_intermittent_faults_lose_no_scores() -> None:
 
 
 def test_at_least_twenty_kinds_of_faults_are_tested() -> None:
-    assert len(KINDS) >= 20
+    assert len(ALL_FAULTS) >= 20

@@ -22,7 +22,7 @@ NAN = float("nan")
 RED = Image.new("RGB", (4, 4), (255, 0, 0))
 
 
-class Told:
+class ValueFromMeta:
     """Returns a value of the task's meta as column ``x``."""
 
     columns: Mapping[str, Column] = {"x": Column(0.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
@@ -41,7 +41,7 @@ class Told:
         self.closed = True
 
 
-class Later(Told):
+class AsyncReward(ValueFromMeta):
     """An asynchronous reward: it has ``submit``."""
 
     def submit(self, samples):
@@ -55,7 +55,7 @@ def sample(number, x, y, image=RED, written=None):
 
 
 @pytest.fixture
-def opened():
+def make_reward():
     made = []
 
     def make(**rewards):
@@ -67,22 +67,22 @@ def opened():
         each.close()
 
 
-def test_columns_are_prefixed_with_the_name_of_their_reward(opened):
-    one, other = Told("x"), Later("y")
-    several = opened(one=one, other=other, red=ShareReward(channel="red"))
+def test_columns_are_prefixed_with_the_name_of_their_reward(make_reward):
+    one, other = ValueFromMeta("x"), AsyncReward("y")
+    several = make_reward(one=one, other=other, red=ShareReward(channel="red"))
     assert isinstance(several, Reward)
     assert list(several.columns) == ["one/x", "one/note", "other/x", "other/note", "red/share"]
     scores = several([sample(1, 0.25, 0.75), sample(2, 0.5, 1.0)])
     assert scores["one/x"].tolist() == [0.25, 0.5]
     assert scores["other/x"].tolist() == [0.75, 1.0]
     assert scores["red/share"].tolist() == [1.0, 1.0]
-    check_reward(opened(red=ShareReward(channel="red"), blue=ShareReward(channel="blue")), [sample(k, 0, 0) for k in range(3)])
+    check_reward(make_reward(red=ShareReward(channel="red"), blue=ShareReward(channel="blue")), [sample(k, 0, 0) for k in range(3)])
     with pytest.raises(ValueError, match="rewards is empty"):
         CompositeReward({})
 
 
-def test_only_columns_of_the_combination_make_a_sample_missing(opened):
-    judge = RewardScorer(opened(one=Told("x"), other=Told("y")), "0.5 * one/x + 0.5 * one/x")
+def test_only_columns_of_the_combination_make_a_sample_missing(make_reward):
+    judge = RewardScorer(make_reward(one=ValueFromMeta("x"), other=ValueFromMeta("y")), "0.5 * one/x + 0.5 * one/x")
     judged = judge([sample(1, 1.0, NAN), sample(2, NAN, 1.0), sample(3, 1.0, 1.0, image=None)])
     assert judged.rewards.isnan().tolist() == [False, True, False]
     assert judged.scores["other/x"].isnan().tolist() == [True, False, False]
@@ -90,38 +90,38 @@ def test_only_columns_of_the_combination_make_a_sample_missing(opened):
     judge.close()
 
 
-def test_rewards_run_concurrently(opened):
+def test_rewards_run_concurrently(make_reward):
     """Each waits until the other has started, so running one after the other would time out."""
     meeting = threading.Barrier(2, timeout=30)
 
-    class Meets(Told):
+    class Meets(ValueFromMeta):
         def __call__(self, samples):
             meeting.wait()
             return super().__call__(samples)
 
-    several = opened(one=Meets(), other=Meets())
+    several = make_reward(one=Meets(), other=Meets())
     assert several([sample(0, 0.5, 0.5)])["one/x"].item() == 0.5
     with closing(RewardScorer(several, "one/x")) as judge:
         futures = [judge.submit([sample(k, 0.5, 0.5)]) for k in range(3)]
         assert [future.result(timeout=60).scores["one/x"].item() for future in futures] == [0.5] * 3
 
 
-def test_an_async_reward_does_not_wait_for_a_slow_reward(opened):
+def test_an_async_reward_does_not_wait_for_a_slow_reward(make_reward):
     """It receives all batches while the other reward still computes its first."""
     release, all_there = threading.Event(), threading.Barrier(2, timeout=30)
 
-    class Slow(Told):
+    class Slow(ValueFromMeta):
         def __call__(self, samples):
             assert release.wait(60)
             return super().__call__(samples)
 
-    class Counts(Later):
+    class Counts(AsyncReward):
         def submit(self, samples):
             if samples[0].task.id == "2":
                 all_there.wait()
             return super().submit(samples)
 
-    with closing(RewardScorer(opened(slow=Slow(), counts=Counts()), "slow/x")) as judge:
+    with closing(RewardScorer(make_reward(slow=Slow(), counts=Counts()), "slow/x")) as judge:
         futures = [judge.submit([sample(k, k / 4, 0)]) for k in range(3)]
         all_there.wait()
         assert not any(future.done() for future in futures)
@@ -129,14 +129,14 @@ def test_an_async_reward_does_not_wait_for_a_slow_reward(opened):
         assert [future.result(timeout=60).rewards.item() for future in futures] == [0.0, 0.25, 0.5]
 
 
-def test_an_error_of_one_reward_is_raised_and_the_next_batch_is_scored(opened):
-    class Breaks(Told):
+def test_an_error_of_one_reward_is_raised_and_the_next_batch_is_scored(make_reward):
+    class Breaks(ValueFromMeta):
         def __call__(self, samples):
             if samples[0].task.id == "bad":
                 raise ValueError("no source picture")
             return super().__call__(samples)
 
-    several = opened(one=Told(), other=Breaks())
+    several = make_reward(one=ValueFromMeta(), other=Breaks())
     with pytest.raises(ValueError, match="no source picture"):
         several([sample("bad", 0, 0)])
     with closing(RewardScorer(several, "other/x")) as judge:
@@ -146,22 +146,22 @@ def test_an_error_of_one_reward_is_raised_and_the_next_batch_is_scored(opened):
         assert good.result().scores["other/x"].item() == 1
 
 
-def test_completions_are_passed_only_to_rewards_that_read_them(opened):
-    told, later, think = Told(), Later(), ThinkReward()
-    judge = RewardScorer(opened(told=told, later=later, think=think), "think/think_format + told/x")
+def test_completions_are_passed_only_to_rewards_that_read_them(make_reward):
+    told, later, think = ValueFromMeta(), AsyncReward(), ThinkReward()
+    judge = RewardScorer(make_reward(told=told, later=later, think=think), "think/think_format + told/x")
     judged = judge([sample(1, 0.5, 0, written="<think>so</think>give me 10"), sample(2, 0.5, 0, written="10/10")])
     judge.close()
     assert judged.scores["think/think_format"].tolist() == [1.0, 0.0]
     assert [each.completion for each in told.seen + later.seen] == [None] * 4
-    alone = Told()
+    alone = ValueFromMeta()
     RewardScorer(alone, {"x": 1.0})([sample(1, 0.5, 0, written="10/10")])
     assert alone.seen[0].completion is None
     assert RewardScorer(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
 
 
-def test_closing_closes_every_reward(opened):
-    one, other = Told(), Told()
-    RewardScorer(opened(one=one, other=other), "one/x").close()
+def test_closing_closes_every_reward(make_reward):
+    one, other = ValueFromMeta(), ValueFromMeta()
+    RewardScorer(make_reward(one=one, other=other), "one/x").close()
     assert one.closed
     assert other.closed
 
@@ -179,7 +179,7 @@ def test_prompt_quality_reward_returns_the_sub_scores_of_the_completion():
 
 
 def test_a_policys_own_fault_gets_the_worst_value_of_each_column():
-    class Distance(Told):
+    class Distance(ValueFromMeta):
         columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
 
     judge = RewardScorer(Distance(), {"x": -1.0})

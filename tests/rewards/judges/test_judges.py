@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from judge_double import KEY, Double, asking, clean, vote
+from judge_double import KEY, Double, expected_score, on_panel, vote
 from retouch.protocols import Reward
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.complex_edit import ComplexEditReward
@@ -38,8 +38,8 @@ def sample(number: int, *, source: bool = True, meta=None, task: str | None = No
     return Sample(known, picture(number))
 
 
-def one(name: str, number: int, seed: int, top: float, *, whole: bool = False) -> float:
-    return clean(picture(number), name, seed, low=0, high=top, whole=whole)
+def score_of(name: str, number: int, seed: int, top: float, *, whole: bool = False) -> float:
+    return expected_score(picture(number), name, seed, low=0, high=top, whole=whole)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ EVERY = [
 ]
 
 
-def masses(pixels: bytes) -> dict[str, float]:
+def word_probabilities(pixels: bytes) -> dict[str, float]:
     """A distribution of first words that depends on the image."""
     share = 0.1 + 0.8 * (sum(pixels) % 97) / 97
     return {"yes": share, "no": 0.9 - share, "5": 0.02, "0": 0.02, "second": 0.01}
@@ -76,9 +76,9 @@ def masses(pixels: bytes) -> dict[str, float]:
 
 @pytest.mark.parametrize("judge", EVERY, ids=lambda judge: judge.__name__)
 def test_judges_pass_the_contract_checks(open_panel, judge):
-    words = masses if judge is YesReward else {"0": 0.1, "3": 0.4, "5": 0.4}
+    words = word_probabilities if judge is YesReward else {"0": 0.1, "3": 0.4, "5": 0.4}
     with Double(words=words) as double:
-        reward = asking(judge, open_panel(double, repeats=1))
+        reward = on_panel(judge, open_panel(double, repeats=1))
         assert isinstance(reward, Reward)
         check_reward(reward, [sample(number) for number in range(3)])
         assert double.refused == []
@@ -87,38 +87,38 @@ def test_judges_pass_the_contract_checks(open_panel, judge):
 @pytest.mark.parametrize("judge", EVERY, ids=lambda judge: judge.__name__)
 def test_unreadable_answers_give_missing_scores_in_every_column(open_panel, judge):
     with Double(lambda digest, times: "prose", words={"perhaps": 0.9, "yes": 0.1}) as double:
-        scores = asking(judge, open_panel(double))([sample(1), sample(2)])
+        scores = on_panel(judge, open_panel(double))([sample(1), sample(2)])
     assert scores
     assert all(column.shape == (2,) and column.isnan().all() for column in scores.values())
 
 
 def test_viescore_is_the_square_root_of_the_product_of_the_minima(open_panel):
     with Double() as double:
-        scores = asking(VieScore, open_panel(double))([sample(1), sample(2)])
+        scores = on_panel(VieScore, open_panel(double))([sample(1), sample(2)])
     for row, number in enumerate((1, 2)):
-        sc = [min(one("success", number, seed, 10), one("restraint", number, seed, 10)) for seed in (0, 1)]
-        pq = [min(one("naturalness", number, seed, 10), one("cleanness", number, seed, 10)) for seed in (0, 1)]
+        sc = [min(score_of("success", number, seed, 10), score_of("restraint", number, seed, 10)) for seed in (0, 1)]
+        pq = [min(score_of("naturalness", number, seed, 10), score_of("cleanness", number, seed, 10)) for seed in (0, 1)]
         assert scores["sc"][row] == pytest.approx(np.mean(sc), abs=1e-5)
         assert scores["pq"][row] == pytest.approx(np.mean(pq), abs=1e-5)
         assert scores["overall"][row] == pytest.approx(np.mean([math.sqrt(a * b) for a, b in zip(sc, pq, strict=True)]), abs=1e-5)
         for name in ("success", "restraint", "naturalness", "cleanness"):
-            assert scores[name][row] == pytest.approx(np.mean([one(name, number, seed, 10) for seed in (0, 1)]), abs=1e-5)
+            assert scores[name][row] == pytest.approx(np.mean([score_of(name, number, seed, 10) for seed in (0, 1)]), abs=1e-5)
 
 
 def test_viescore_without_a_source_image_has_no_restraint_score(open_panel):
     with Double() as double:
-        scores = asking(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
-    assert scores["sc"].item() == scores["success"].item() == pytest.approx(one("success", 1, 0, 10), abs=1e-5)
+        scores = on_panel(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
+    assert scores["sc"].item() == scores["success"].item() == pytest.approx(score_of("success", 1, 0, 10), abs=1e-5)
     assert scores["restraint"].isnan().all()
 
 
 @pytest.mark.parametrize("average", ["last", "first"])
 def test_editscore_is_viescore_on_a_scale_of_25(open_panel, average):
     with Double() as double:
-        scores = asking(EditScore, open_panel(double), average=average)([sample(3)])
-    sc = np.array([min(one("success", 3, seed, 25), one("restraint", 3, seed, 25)) for seed in (0, 1)]) / 2.5
-    pq = np.array([min(one("naturalness", 3, seed, 25), one("cleanness", 3, seed, 25)) for seed in (0, 1)]) / 2.5
-    each = np.mean([one("naturalness", 3, seed, 25) for seed in (0, 1)]) / 2.5
+        scores = on_panel(EditScore, open_panel(double), average=average)([sample(3)])
+    sc = np.array([min(score_of("success", 3, seed, 25), score_of("restraint", 3, seed, 25)) for seed in (0, 1)]) / 2.5
+    pq = np.array([min(score_of("naturalness", 3, seed, 25), score_of("cleanness", 3, seed, 25)) for seed in (0, 1)]) / 2.5
+    each = np.mean([score_of("naturalness", 3, seed, 25) for seed in (0, 1)]) / 2.5
     assert scores["naturalness"].item() == pytest.approx(each, abs=1e-5)
     expected = np.sqrt(sc * pq).mean() if average == "last" else math.sqrt(sc.mean() * pq.mean())
     assert scores["overall"].item() == pytest.approx(expected, abs=1e-5)
@@ -127,35 +127,35 @@ def test_editscore_is_viescore_on_a_scale_of_25(open_panel, average):
 def test_complex_edit_averages_over_operations_and_repeats(open_panel):
     compound = sample(4, meta={"operations": ["add a hat", "make it night", "remove the dog"]})
     with Double() as double:
-        scores = asking(ComplexEditReward, open_panel(double))([compound, sample(5)])
+        scores = on_panel(ComplexEditReward, open_panel(double))([compound, sample(5)])
         listed = [body for body in double.requests if "Operations" in json.dumps(body)]
     assert len(listed) == 2
-    each = [one(f"following_{k}", 4, seed, 10, whole=True) for k in (1, 2, 3) for seed in (0, 1)]
-    single = [one("following", 5, seed, 10, whole=True) for seed in (0, 1)]
+    each = [score_of(f"following_{k}", 4, seed, 10, whole=True) for k in (1, 2, 3) for seed in (0, 1)]
+    single = [score_of("following", 5, seed, 10, whole=True) for seed in (0, 1)]
     torch.testing.assert_close(scores["instruction_following"], torch.tensor([np.mean(each), np.mean(single)], dtype=torch.float32))
-    kept = [one("preservation", 4, seed, 10, whole=True) for seed in (0, 1)]
-    looks = [one("quality", 4, seed, 10, whole=True) for seed in (0, 1)]
+    kept = [score_of("preservation", 4, seed, 10, whole=True) for seed in (0, 1)]
+    looks = [score_of("quality", 4, seed, 10, whole=True) for seed in (0, 1)]
     assert scores["overall"][0].item() == pytest.approx((np.mean(each) + np.mean(kept) + np.mean(looks)) / 3, abs=1e-5)
     with pytest.raises(ValueError, match="operations"):
-        asking(ComplexEditReward, open_panel(double))([sample(4, meta={"operations": "add a hat"})])
+        on_panel(ComplexEditReward, open_panel(double))([sample(4, meta={"operations": "add a hat"})])
 
 
 def test_ground_requests_contain_the_target_but_no_source_or_instruction(open_panel):
     with Double() as double:
-        scores = asking(GroundReward, open_panel(double, repeats=1))([sample(6)])
+        scores = on_panel(GroundReward, open_panel(double, repeats=1))([sample(6)])
         (body,) = double.requests
-    assert scores["ground"].item() == pytest.approx(one("score", 6, 0, 10), abs=1e-5)
+    assert scores["ground"].item() == pytest.approx(score_of("score", 6, 0, 10), abs=1e-5)
     assert sum(part["type"] == "image_url" for part in body["messages"][1]["content"]) == 2
     assert INJECTION[:12] not in json.dumps(body)
 
 
 def test_yes_and_digit_scores_are_expected_values_of_the_first_token(open_panel):
     with Double(words={"yes": 0.6, "no": 0.2, "Well": 0.1}) as double:
-        assert asking(YesReward, open_panel(double))([sample(1)])["yes"].item() == pytest.approx(0.75)
-        assert asking(YesReward, open_panel(double), min_mass=0.9)([sample(1)])["yes"].isnan().all()
+        assert on_panel(YesReward, open_panel(double))([sample(1)])["yes"].item() == pytest.approx(0.75)
+        assert on_panel(YesReward, open_panel(double), min_mass=0.9)([sample(1)])["yes"].isnan().all()
     with Double(words={"4": 0.5, "5": 0.25, "A": 0.2}) as double:
         wanted = sample(1, meta={"requirement": "the hat must be red"})
-        assert asking(DigitReward, open_panel(double))([wanted])["digit"].item() == pytest.approx((4 * 0.5 + 5 * 0.25) / 0.75 / 5)
+        assert on_panel(DigitReward, open_panel(double))([wanted])["digit"].item() == pytest.approx((4 * 0.5 + 5 * 0.25) / 0.75 / 5)
         assert all("the hat must be red" in json.dumps(body) for body in double.requests)
 
 
@@ -166,8 +166,8 @@ def test_choice_scores_are_means_of_the_chosen_words_over_repeats(monkeypatch, g
         client = ChatClient(Endpoint(model="judge", base_url=double.url, guided=guided, **PATIENCE))
         panel = Panel(client, repeats=5, temperature=0.5)
         given = [sample(1), sample(2)]
-        shares = asking(YesReward, panel, by="choice")(given)["yes"]
-        digits = asking(DigitReward, panel, by="choice")(given)["digit"]
+        shares = on_panel(YesReward, panel, by="choice")(given)["yes"]
+        digits = on_panel(DigitReward, panel, by="choice")(given)["digit"]
         client.close()
     for row, one_sample in enumerate(given):
         pixels = one_sample.image.convert("RGB").tobytes()
@@ -178,7 +178,7 @@ def test_choice_scores_are_means_of_the_chosen_words_over_repeats(monkeypatch, g
     fields = {"structured_outputs", "guided_choice", "response_format"}
     assert {field for body in double.requests for field in fields & set(body)} == {guided or "response_format"}
     with pytest.raises(ValueError, match="'probability' or 'choice'"):
-        asking(YesReward, panel, by="guess")
+        on_panel(YesReward, panel, by="guess")
 
 
 def test_win_rate_compares_samples_of_a_task_in_both_orders(open_panel):
@@ -189,7 +189,7 @@ def test_win_rate_compares_samples_of_a_task_in_both_orders(open_panel):
     grey = [Image.new("RGB", (4, 4), (value,) * 3) for value in (20, 120, 250)]
     given = [Sample(Task("same", "lighter"), image) for image in grey] + [Sample(Task("other", "lighter"), grey[0])]
     with Double(words=prefers_second_and_light) as double:
-        reward = asking(WinRateReward, open_panel(double, repeats=1))
+        reward = on_panel(WinRateReward, open_panel(double, repeats=1))
         rates = reward(given)["win_rate"]
         moved = reward([given[k] for k in (2, 3, 0, 1)])["win_rate"]
     second = [(0.2 + 0.6 * value / 255) / 0.95 for value in (20, 120, 250)]
@@ -205,8 +205,8 @@ def test_prompts_of_a_group_differ_only_in_their_last_part(open_panel):
     task = sample(1).task
     given = [Sample(task, picture(number)) for number in range(3)]
     for judge in EVERY:
-        with Double(words=masses) as double:
-            asking(judge, open_panel(double, repeats=1))(given)
+        with Double(words=word_probabilities) as double:
+            on_panel(judge, open_panel(double, repeats=1))(given)
             prompts = [body["messages"] for body in double.requests]
         rubrics = {messages[0]["content"] for messages in prompts}
         for text in rubrics:
@@ -217,7 +217,7 @@ def test_prompts_of_a_group_differ_only_in_their_last_part(open_panel):
 
 def test_text_of_a_task_stays_inside_its_json_quotation(open_panel):
     with Double() as double:
-        asking(AspectsReward, open_panel(double, repeats=1), aspects=("alignment",))([sample(1)])
+        on_panel(AspectsReward, open_panel(double, repeats=1), aspects=("alignment",))([sample(1)])
         (body,) = double.requests
     line = body["messages"][1]["content"][0]["text"]
     assert "\n" not in line
@@ -270,20 +270,20 @@ def test_quoted_values_decode_to_the_original_values(value):
 def test_aspects_keep_their_order_and_invalid_samples_or_settings_raise(open_panel):
     with Double() as double:
         panel = open_panel(double, repeats=1)
-        scores = asking(AspectsReward, panel, aspects=("quality", "alignment"))([sample(1, source=False)])
+        scores = on_panel(AspectsReward, panel, aspects=("quality", "alignment"))([sample(1, source=False)])
         assert list(scores) == ["quality", "alignment"]
         with pytest.raises(ValueError, match="no source image"):
-            asking(AspectsReward, panel)([sample(1, source=False)])
+            on_panel(AspectsReward, panel)([sample(1, source=False)])
         with pytest.raises(ValueError, match="no target image"):
-            asking(GroundReward, panel)([Sample(Task("t", "x"), picture(1))])
+            on_panel(GroundReward, panel)([Sample(Task("t", "x"), picture(1))])
         for aspects in ((), ("beauty",), ("quality", "quality")):
             with pytest.raises(ValueError, match="aspects"):
-                asking(AspectsReward, panel, aspects=aspects)
-        assert asking(AspectsReward, panel)([])["quality"].shape == (0,)
+                on_panel(AspectsReward, panel, aspects=aspects)
+        assert on_panel(AspectsReward, panel)([])["quality"].shape == (0,)
     with pytest.raises(ValueError, match="at least one repeat"):
         Panel(panel.client, repeats=0)
     with pytest.raises(ValueError, match="average"):
-        asking(EditScore, panel, average="mean")
+        on_panel(EditScore, panel, average="mean")
 
 
 def test_rubrics_are_short_and_say_that_data_is_not_part_of_the_rules():

@@ -6,7 +6,7 @@ import json
 import pytest
 from PIL import Image
 
-from judge_double import asking
+from judge_double import on_panel
 from retouch.rewards.judges.mmmg import KnowledgeGraph, MmmgReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.vlm.questions import Answer
@@ -27,7 +27,7 @@ def task(graph: object = GRAPH) -> Task:
 Graph = tuple[list[str], set[tuple[str, str]]]
 
 
-def drawn(shown: tuple[bool, ...]) -> Graph:
+def graph_of(shown: tuple[bool, ...]) -> Graph:
     """Nodes and edges of what is shown, as MMMG's code builds them."""
     nodes = [element.lower() for element, seen in zip(GRAPH["elements"], shown[:4], strict=True) if seen]
     return nodes, {edge for edges, seen in zip(EDGES, shown[4:], strict=True) for edge in edges if seen and set(edge) <= set(nodes)}
@@ -48,10 +48,10 @@ def distance(one: Graph, other: Graph) -> int:
 @pytest.mark.parametrize("kind", [dict, str])
 def test_fidelity_is_one_minus_the_normalised_edit_distance(kind: type) -> None:
     graph = KnowledgeGraph.of(task(GRAPH if kind is dict else json.dumps(GRAPH)))
-    whole = drawn((True,) * 8)
+    whole = graph_of((True,) * 8)
     assert graph.size([True] * 8) == 4 + 4
     for shown in itertools.islice(itertools.product([True, False], repeat=8), 0, 256, 23):
-        part = drawn(shown)
+        part = graph_of(shown)
         size = sum(len(each) for each in (*whole, *part))
         assert graph.fidelity(shown) == pytest.approx(1 - distance(whole, part) / size), shown
 
@@ -73,7 +73,7 @@ class Client:
 def test_columns_are_computed_from_the_answered_graph() -> None:
     answers = {"e1": 1.0, "e2": 1.0, "e3": 1.0, "e4": 0.0, "d1": 1.0, "d2": 1.0, "d3": 0.0, "d4": 0.0}
     client = Client(answers)
-    reward = asking(MmmgReward, Panel(client, repeats=1))
+    reward = on_panel(MmmgReward, Panel(client, repeats=1))
     scores = reward([Sample(task(), Image.new("RGB", (8, 8)))])
     assert scores["fidelity"].item() == pytest.approx(2 * 4 / (8 + 4))  # 3 of 4 elements and 1 of 4 edges
     assert (scores["elements"].item(), scores["dependencies"].item()) == (0.75, 0.5)

@@ -13,7 +13,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
 import tiny_models
 import tiny_writers
-from judge_double import asking
+from judge_double import on_panel
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.complex_edit import ComplexEditReward
 from retouch.rewards.judges.ground import GroundReward
@@ -31,7 +31,7 @@ EDITS = [AspectsReward, VieScore, EditScore, ComplexEditReward, GroundReward, Ye
 IMAGES = [functools.partial(AspectsReward, aspects=("quality", "alignment")), VieScore, YesReward]
 
 
-class Listener:
+class RecordsQuestions:
     """Records the questions and returns no scores."""
 
     identity = "listener"
@@ -80,8 +80,8 @@ def prompts(judge, make, *, size, source):
     task = Task(
         "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
     )
-    listener = Listener()
-    asking(make, Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
+    listener = RecordsQuestions()
+    on_panel(make, Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
     pad = judge.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     groups = {}
     for question in listener.questions:
@@ -96,7 +96,7 @@ def prompts(judge, make, *, size, source):
     return groups
 
 
-def shares(tokens):
+def prefix_shares(tokens):
     """The common prefix of prompts as a share of all tokens, and as a share of the tokens without those of the last image."""
     common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=True)))
     last = [name for name in tokens[0] if isinstance(name, bytes)][-1]
@@ -107,7 +107,7 @@ def shares(tokens):
 def test_prompts_of_a_group_share_at_least_80_percent_of_their_tokens(judge, make, source):
     for text, tokens in prompts(judge, make, size=112, source=source).items():
         assert len(tokens) == 4
-        share, without_the_last = shares(tokens)
+        share, without_the_last = prefix_shares(tokens)
         assert share >= 0.8, text[:60]
         assert without_the_last >= 0.9, text[:60]
 
@@ -116,7 +116,7 @@ def test_with_larger_images_90_percent_is_shared_apart_from_the_judged_image(jud
     """The judged image cannot be shared; of the other tokens, the shared part is as large as with small images."""
     for tokens in prompts(judge, AspectsReward, size=504, source=True).values():
         assert tokens[0].count(picture(1, 504).tobytes()) == 18 * 18
-        assert shares(tokens)[1] >= 0.9
+        assert prefix_shares(tokens)[1] >= 0.9
 
 
 def test_pairs_with_the_same_first_image_share_at_least_80_percent_of_their_tokens(judge):
@@ -127,4 +127,4 @@ def test_pairs_with_the_same_first_image_share_at_least_80_percent_of_their_toke
         _, first, _ = dict.fromkeys(name for name in prompt if isinstance(name, bytes))
         by_first.setdefault(first, []).append(prompt)
     assert [len(of_one) for of_one in by_first.values()] == [3] * 4
-    assert all(shares(of_one)[0] >= 0.8 for of_one in by_first.values())
+    assert all(prefix_shares(of_one)[0] >= 0.8 for of_one in by_first.values())

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from judge_double import asking
+from judge_double import on_panel
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.complex_edit import ComplexEditReward
 from retouch.rewards.judges.one_token import DigitReward, YesReward
@@ -41,7 +41,7 @@ def question(seed: int = 0, *, image: int = 0, rubric: str = "Judge.", form=FORM
     return Question(rubric, ("Picture:", picture(image)), form, seed=seed, temperature=temperature)
 
 
-class Random:
+class RandomClient:
     """A judge client with random answers, which records the questions."""
 
     identity = "random"
@@ -96,7 +96,7 @@ def rows(path, columns: str) -> list[tuple]:
 
 
 def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
-    asker, wanted = Random(), [question(seed, image=image) for image in range(3) for seed in range(2)]
+    asker, wanted = RandomClient(), [question(seed, image=image) for image in range(3) for seed in range(2)]
     first = CachedJudgeClient(asker, reopen()).ask(wanted)
     assert len(asker.asked) == 6
     for _ in range(2):
@@ -109,21 +109,21 @@ def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
 
 def test_equal_questions_of_one_call_are_asked_once(reopen):
     """Images of a group may be identical."""
-    asker = Random()
+    asker = RandomClient()
     answers = CachedJudgeClient(asker, reopen()).ask([question(), question(1), question(), question()])
     assert len(asker.asked) == 2
     assert answers[0].scores == answers[2].scores == answers[3].scores != answers[1].scores
 
 
 def test_judges_reuse_stored_answers_and_ask_only_new_repeats(reopen):
-    asker = Random()
+    asker = RandomClient()
     given = [Sample(Task(f"t{k}", "make it blue", images=(picture(50 + k),)), picture(k)) for k in range(3)]
-    first = asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
+    first = on_panel(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 3 * 2 * 3
-    again = asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
+    again = on_panel(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 18
     assert all(torch.equal(first[name], again[name]) for name in first)
-    asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=4, temperature=0.7))(given)
+    on_panel(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=4, temperature=0.7))(given)
     assert len(asker.asked) == 18 + 6  # the fourth repeat alone is new
 
 
@@ -143,7 +143,7 @@ def test_judges_reuse_stored_answers_and_ask_only_new_repeats(reopen):
     ids=lambda other: "",
 )
 def test_questions_that_differ_in_any_input_are_asked_separately(reopen, other):
-    asker = Random()
+    asker = RandomClient()
     cached = CachedJudgeClient(asker, reopen())
     cached.ask([question()])
     cached.ask([other])
@@ -151,7 +151,7 @@ def test_questions_that_differ_in_any_input_are_asked_separately(reopen, other):
 
 
 def test_stored_answers_are_not_reused_for_another_judge(reopen):
-    asker = Random()
+    asker = RandomClient()
     CachedJudgeClient(asker, reopen()).ask([question()])
     asker.identity = "another"
     CachedJudgeClient(asker, reopen()).ask([question()])
@@ -169,7 +169,7 @@ def test_answers_to_forms_that_are_not_dataclasses_are_not_reused(reopen):
         def schema(self):
             return None
 
-    asker = Random()
+    asker = RandomClient()
     cached = CachedJudgeClient(asker, reopen())
     for _ in range(2):
         cached.ask([question(form=Odd()), question()])
@@ -177,7 +177,7 @@ def test_answers_to_forms_that_are_not_dataclasses_are_not_reused(reopen):
 
 
 def test_failed_questions_are_recorded_and_asked_again(reopen, tmp_path):
-    asker = Random()
+    asker = RandomClient()
     asker.faulty = True
     (missing,) = CachedJudgeClient(asker, reopen()).ask([question()])
     assert missing.fault == "HTTP 503"
@@ -190,7 +190,7 @@ def test_failed_questions_are_recorded_and_asked_again(reopen, tmp_path):
 
 
 def test_every_call_is_recorded_with_its_settings_and_cost(reopen, tmp_path):
-    CachedJudgeClient(Random(), reopen()).ask([question(3)])
+    CachedJudgeClient(RandomClient(), reopen()).ask([question(3)])
     columns = "picture, judge, rubric, seed, temperature, text, seconds, input_tokens, output_tokens, cost"
     ((shown, judge, rubric, seed, temperature, text, *cost),) = rows(tmp_path / "ledger.sqlite", columns)
     assert shown == image_hash(picture(0))
@@ -200,7 +200,7 @@ def test_every_call_is_recorded_with_its_settings_and_cost(reopen, tmp_path):
 
 
 def test_bypassed_questions_are_always_asked_and_their_answers_are_not_reused(reopen):
-    asker, answers = Random(), reopen()
+    asker, answers = RandomClient(), reopen()
     cached = CachedJudgeClient(asker, answers)
     first = cached.ask([question()])
     with answers.bypass():
@@ -217,7 +217,7 @@ def test_bypassed_questions_are_always_asked_and_their_answers_are_not_reused(re
 def test_a_question_in_progress_is_not_asked_by_another_thread(reopen):
     asked, may_answer, results = threading.Event(), threading.Event(), {}
 
-    class Waiting(Random):
+    class Waiting(RandomClient):
         def ask(self, questions):
             asked.set()
             assert may_answer.wait(60)
@@ -242,7 +242,7 @@ def test_a_question_in_progress_is_not_asked_by_another_thread(reopen):
 
 
 def test_a_question_can_be_asked_again_after_an_error(reopen):
-    class Broken(Random):
+    class Broken(RandomClient):
         def ask(self, questions):
             if not self.asked:
                 self.asked += questions
@@ -259,7 +259,7 @@ def test_api_keys_of_the_environment_are_not_stored(reopen, tmp_path, monkeypatc
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RETOUCH_TOKEN", KEY[::-1])
 
-    class Leaky(Random):
+    class Leaky(RandomClient):
         identity = f"judge of {KEY}"
 
         def ask(self, questions):
@@ -273,7 +273,7 @@ def test_api_keys_of_the_environment_are_not_stored(reopen, tmp_path, monkeypatc
     assert KEY[::-1].encode() not in written
 
 
-class Server:
+class RandomReward:
     """A remote reward with random scores, which records the ids of the tasks."""
 
     columns: Mapping[str, Column] = {"quality": Column(0.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
@@ -291,7 +291,7 @@ class Server:
 
 
 @pytest.fixture
-def remember(reopen):
+def with_ledger(reopen):
     made = []
 
     def make(reward) -> CachedReward:
@@ -310,11 +310,11 @@ def sample(number: int, **changes) -> Sample:
     return Sample(Task(**known), picture(number))
 
 
-def test_a_sample_is_sent_once_also_after_a_restart(remember):
-    server, given = Server(), [sample(k) for k in range(4)]
-    first = remember(server)([*given, given[0]])
+def test_a_sample_is_sent_once_also_after_a_restart(with_ledger):
+    server, given = RandomReward(), [sample(k) for k in range(4)]
+    first = with_ledger(server)([*given, given[0]])
     assert server.asked == ["t0", "t1", "t2", "t3"]
-    again = remember(server).submit([*given, given[0]]).result()
+    again = with_ledger(server).submit([*given, given[0]]).result()
     assert len(server.asked) == 4
     assert torch.equal(first["quality"], again["quality"])
     assert again["notes"].isnan().all()
@@ -322,12 +322,12 @@ def test_a_sample_is_sent_once_also_after_a_restart(remember):
 
 
 @pytest.mark.parametrize("poison", ["1e999", "-1e999", "1e300", "1.5", "-0.5"])
-def test_stored_scores_outside_the_declared_range_are_requested_again(remember, reopen, poison):
-    server, given = Server(), [sample(k) for k in range(3)]
-    remember(server)(given)
+def test_stored_scores_outside_the_declared_range_are_requested_again(with_ledger, reopen, poison):
+    server, given = RandomReward(), [sample(k) for k in range(3)]
+    with_ledger(server)(given)
     with reopen()._database.writing() as connection:
         connection.execute("UPDATE answers SET scores = ? WHERE number = 2", (f'{{"quality": {poison}, "notes": null}}',))
-    again = remember(server)(given)
+    again = with_ledger(server)(given)
     assert server.asked == ["t0", "t1", "t2", "t1"]
     assert again["quality"].isfinite().all()
     assert again["quality"].max() <= 1
@@ -349,48 +349,48 @@ def test_stored_scores_outside_the_declared_range_are_requested_again(remember, 
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_samples_that_differ_in_any_task_field_are_scored_separately(remember, changes):
-    server = Server()
-    cached = remember(server)
+def test_samples_that_differ_in_any_task_field_are_scored_separately(with_ledger, changes):
+    server = RandomReward()
+    cached = with_ledger(server)
     cached([sample(1)])
     cached([sample(1, **changes)])
     assert len(server.asked) == 2
 
 
-def test_samples_that_differ_in_completion_or_image_are_scored_separately(remember):
-    server, one = Server(), sample(1)
-    cached = remember(server)
+def test_samples_that_differ_in_completion_or_image_are_scored_separately(with_ledger):
+    server, one = RandomReward(), sample(1)
+    cached = with_ledger(server)
     cached([one, replace(one, completion="a red door"), replace(one, image=picture(9))])
     cached([one, replace(one, completion="a blue door")])
     assert len(server.asked) == 4
 
 
-def test_samples_are_scored_again_for_another_reward_fingerprint(remember):
-    server = Server()
-    remember(server)([sample(1)])
+def test_samples_are_scored_again_for_another_reward_fingerprint(with_ledger):
+    server = RandomReward()
+    with_ledger(server)([sample(1)])
     server.fingerprint = "server 2"
-    remember(server)([sample(1)])
+    with_ledger(server)([sample(1)])
     assert len(server.asked) == 2
 
 
-def test_a_sample_with_a_missing_score_is_scored_again(remember, tmp_path):
-    server = Server(missing=frozenset({"t1"}))
-    scores = remember(server)([sample(0), sample(1)])
+def test_a_sample_with_a_missing_score_is_scored_again(with_ledger, tmp_path):
+    server = RandomReward(missing=frozenset({"t1"}))
+    scores = with_ledger(server)([sample(0), sample(1)])
     assert scores["quality"].isnan().tolist() == [False, True]
     server.missing = frozenset()
-    assert not remember(server)([sample(0), sample(1)])["quality"].isnan().any()
+    assert not with_ledger(server)([sample(0), sample(1)])["quality"].isnan().any()
     assert server.asked == ["t0", "t1", "t1"]
     assert [fault for (fault,) in rows(tmp_path / "ledger.sqlite", "fault")] == ["", "missing quality", ""]
 
 
-def test_request_statistics_of_each_sample_are_recorded(remember, tmp_path):
-    class Client(Server):
+def test_request_statistics_of_each_sample_are_recorded(with_ledger, tmp_path):
+    class Client(RandomReward):
         def submit_with_stats(self, samples):
             done = Future()
             done.set_result((self(samples), [RequestStats(0.5, ("timeout", "http_503"), attempts=3)] * len(samples)))
             return done
 
-    remember(Client())([sample(0)])
+    with_ledger(Client())([sample(0)])
     ((seconds, attempts, faults),) = rows(tmp_path / "ledger.sqlite", "seconds, attempts, faults")
     assert (seconds, attempts, json.loads(faults)) == (0.5, 3, ["timeout", "http_503"])
 
@@ -409,7 +409,7 @@ def test_read_only_connections_reject_writes_and_other_formats(tmp_path):
         open_read_only(tmp_path / "none.sqlite")
 
 
-class Fixed(Random):
+class Fixed(RandomClient):
     """A client with a fixed identity, all of whose scores are 1."""
 
     identity = "a model"
@@ -435,7 +435,7 @@ class Fixed(Random):
 def test_question_hashes_match_those_of_existing_ledgers(judge, fields, digest):
     """If a hash changes, judges are asked again, at a cost, about everything that existing ledgers have answers to."""
     client, before, after = Fixed(), Image.new("RGB", (8, 8), (200, 10, 10)), Image.new("RGB", (8, 8), (10, 10, 200))
-    asking(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
+    on_panel(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
     keys = [question_hash(each, client.identity, ImageHasher()) for each in client.asked]
     assert hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()[:16] == digest
 

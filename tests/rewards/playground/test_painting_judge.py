@@ -29,17 +29,17 @@ def scene_of(task: Task) -> Scene:
     return Scene.from_json(task.meta["scene"])
 
 
-def asked(*things: tuple[int, Thing], background: int = 1) -> Task:
+def task_with(*things: tuple[int, Thing], background: int = 1) -> Task:
     """A task that asks for these things in these cells."""
-    return Task(id="t", instruction="paint", meta={"scene": picture_of(*things, background=background).to_json()})
+    return Task(id="t", instruction="paint", meta={"scene": scene_with(*things, background=background).to_json()})
 
 
-def picture_of(*things: tuple[int, Thing], background: int = 1) -> Scene:
+def scene_with(*things: tuple[int, Thing], background: int = 1) -> Scene:
     placed = dict(things)
     return Scene(background, tuple(placed.get(cell) for cell in range(9)))
 
 
-def slowly(task: Task, image: Image.Image) -> dict[str, float]:
+def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
     """A reference implementation of the columns, one cell at a time."""
     values = np.asarray(image).astype(np.float64)
     rows = [(slice(r * CELL, (r + 1) * CELL), slice(c * CELL, (c + 1) * CELL)) for r in range(3) for c in range(3)]
@@ -51,17 +51,17 @@ def slowly(task: Task, image: Image.Image) -> dict[str, float]:
     def keep(distance: float) -> float:
         return 1 - min(max((distance - 0.03) / 0.09, 0), 1)
 
-    def away(cell: int, background: int) -> list[float]:
+    def distances(cell: int, background: int) -> list[float]:
         return [rms(cells[cell], TEMPLATES[background, code].astype(np.float64)) for code in range(19)]
 
-    shown = min(range(len(BACKGROUNDS)), key=lambda ground: sum(min(away(cell, ground)) ** 2 for cell in range(9)))
-    nearest = [int(np.argmin(away(cell, shown))) for cell in range(9)]
+    shown = min(range(len(BACKGROUNDS)), key=lambda ground: sum(min(distances(cell, ground)) ** 2 for cell in range(9)))
+    nearest = [int(np.argmin(distances(cell, shown))) for cell in range(9)]
     wanted = [CODES[thing] for thing in scene_of(task).cells]
     things = [cell for cell in range(9) if wanted[cell]]
     extra = sum(nearest[cell] > 0 and not wanted[cell] for cell in range(9))
     ground = float(shown == scene_of(task).background)
-    credit = sum(keep(away(cell, shown)[wanted[cell]]) for cell in things)
-    clear = [keep(min(away(cell, shown))) for cell in range(9)]
+    credit = sum(keep(distances(cell, shown)[wanted[cell]]) for cell in things)
+    clear = [keep(min(distances(cell, shown))) for cell in range(9)]
     any_thing = any(nearest[cell] and clear[cell] > 0 for cell in range(9))
     alignment = 10 * (3 * credit + ground) / (3 * (len(things) + extra) + 1)
     quality = 10 * float(np.mean(clear)) * any_thing
@@ -90,7 +90,7 @@ def pictures() -> list[tuple[Task, Image.Image]]:
 
 def test_columns_match_the_reference_implementation() -> None:
     for task, image in pictures():
-        found, wanted = judge(task, image), slowly(task, image)
+        found, wanted = judge(task, image), reference_scores(task, image)
         assert found.keys() == wanted.keys() == JUDGE.columns.keys()
         assert found == pytest.approx(wanted, abs=1e-5)
 
@@ -115,24 +115,24 @@ def test_the_target_image_gets_the_best_scores(number: int) -> None:
 @pytest.mark.parametrize(
     ("painted", "alignment", "exact"),
     [
-        (picture_of((0, RED), (4, BLUE)), 10, 1),
-        (picture_of((0, RED)), 10 * 4 / 7, 0),
-        (picture_of((0, RED), (4, BLUE), background=3), 10 * 6 / 7, 0),
-        (picture_of((0, BLUE), (4, RED)), 10 * 1 / 7, 0),
-        (picture_of((0, RED), (5, BLUE)), 10 * 4 / 10, 0),
-        (picture_of((0, RED), (4, BLUE), (8, Thing("pink", "circle"))), 10 * 7 / 10, 0),
+        (scene_with((0, RED), (4, BLUE)), 10, 1),
+        (scene_with((0, RED)), 10 * 4 / 7, 0),
+        (scene_with((0, RED), (4, BLUE), background=3), 10 * 6 / 7, 0),
+        (scene_with((0, BLUE), (4, RED)), 10 * 1 / 7, 0),
+        (scene_with((0, RED), (5, BLUE)), 10 * 4 / 10, 0),
+        (scene_with((0, RED), (4, BLUE), (8, Thing("pink", "circle"))), 10 * 7 / 10, 0),
     ],
     ids=["right", "one missing", "another ground", "swapped", "elsewhere", "one too many"],
 )
 def test_missing_wrong_and_extra_things_lower_alignment_by_the_formula(painted: Scene, alignment: float, exact: float) -> None:
-    found = judge(asked((0, RED), (4, BLUE)), render(painted))
+    found = judge(task_with((0, RED), (4, BLUE)), render(painted))
     assert found["alignment"] == pytest.approx(alignment, abs=1e-5)
     assert found["quality"] == 10
     assert found["exact"] == exact
 
 
 def test_an_empty_canvas_has_quality_and_overall_0() -> None:
-    found = judge(asked((0, RED)), render(Scene(1, tuple(EMPTY))))
+    found = judge(task_with((0, RED)), render(Scene(1, tuple(EMPTY))))
     assert (found["quality"], found["overall"]) == (0, 0)
 
 

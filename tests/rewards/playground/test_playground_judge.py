@@ -59,7 +59,7 @@ def noise(seed: int) -> ndarray:
     return np.random.default_rng(seed).uniform(0, 255, (SIZE, SIZE, 3))
 
 
-def slowly(task: Task, image: Image.Image) -> dict[str, float]:
+def reference_scores(task: Task, image: Image.Image) -> dict[str, float]:
     """A reference implementation of the columns, one cell at a time."""
     scene, edits = parts(task)
     target = apply(scene, edits)
@@ -111,7 +111,7 @@ def test_columns_match_the_reference_implementation(task: Task, seed: int, stren
     mixed = array(task.images[0]) * (1 - progress) + array(task.target) * progress
     mixed[window(seed % 9)] = array(other.target)[window(seed % 9)]
     image = picture(mixed * (1 - strength) + noise(seed) * strength)
-    expected, got = slowly(task, image), judge(task, image)
+    expected, got = reference_scores(task, image), judge(task, image)
     assert set(got) == set(expected) == set(JUDGE.columns)
     for name, value in expected.items():
         assert got[name] == pytest.approx(value, abs=1e-5, nan_ok=True), name

@@ -34,32 +34,32 @@ def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...])
     return picture
 
 
-def flat(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> Image.Image:
+def flat_sign(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> Image.Image:
     """A sign of 20 x 10 pixels: ``inked`` pixels have the colour of the ink, all others that of the paper."""
     pixels = np.full((200, 3), paper, dtype=np.uint8)
     pixels[:inked] = ink
     return Image.fromarray(pixels.reshape(10, 20, 3))
 
 
-def one(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> tuple[float, ...]:
+def sign_scores(paper: tuple[int, int, int], ink: tuple[int, int, int], inked: int = 40) -> tuple[float, ...]:
     """The scores (style, paper, ink) of such a sign if the reference has paper (200, 200, 200) and ink (100, 0, 0)."""
-    task = Task("t", "", mask=Image.new("L", (20, 10), 255), reference=flat((200, 200, 200), (100, 0, 0)))
-    return tuple(column.item() for column in scores([(task, flat(paper, ink, inked))]).values())
+    task = Task("t", "", mask=Image.new("L", (20, 10), 255), reference=flat_sign((200, 200, 200), (100, 0, 0)))
+    return tuple(column.item() for column in scores([(task, flat_sign(paper, ink, inked))]).values())
 
 
 def test_flat_signs_have_the_scores_of_the_formula() -> None:
     assert isinstance(JUDGE, Reward)
-    assert one((200, 200, 200), (100, 0, 0)) == (1, 1, 1)
-    assert one((216, 200, 200), (100, 0, 16)) == (1, 1, 1)
-    assert one((200, 152, 200), (100, 0, 48)) == pytest.approx((0.5, 0.5, 0.5))
-    assert one((200, 200, 120), (180, 0, 0)) == (0, 0, 0)
+    assert sign_scores((200, 200, 200), (100, 0, 0)) == (1, 1, 1)
+    assert sign_scores((216, 200, 200), (100, 0, 16)) == (1, 1, 1)
+    assert sign_scores((200, 152, 200), (100, 0, 48)) == pytest.approx((0.5, 0.5, 0.5))
+    assert sign_scores((200, 200, 120), (180, 0, 0)) == (0, 0, 0)
     # Distances are Euclidean: (28, 28, 28) is 48.5 away.
-    assert one((228, 228, 228), (100, 0, 0))[1] == pytest.approx(1 - (28 * 3**0.5 - 16) / 64)
+    assert sign_scores((228, 228, 228), (100, 0, 0))[1] == pytest.approx(1 - (28 * 3**0.5 - 16) / 64)
     # The ink is the mean of eight pixels, here with one of the paper. An ink that is 59 away from the paper counts as none.
-    assert one((200, 200, 200), (100, 0, 0), inked=7)[2] == pytest.approx(1 - (np.linalg.norm([12.5, 25, 25]) - 16) / 64)
-    assert one((200, 200, 200), (100, 0, 0), inked=0) == (0.5, 1, 0)
-    assert one((120, 20, 0), (178, 10, 0))[2] == 0
-    assert one((120, 20, 0), (60, 20, 0))[2] == pytest.approx(1 - (np.linalg.norm([40, 20, 0]) - 16) / 64)
+    assert sign_scores((200, 200, 200), (100, 0, 0), inked=7)[2] == pytest.approx(1 - (np.linalg.norm([12.5, 25, 25]) - 16) / 64)
+    assert sign_scores((200, 200, 200), (100, 0, 0), inked=0) == (0.5, 1, 0)
+    assert sign_scores((120, 20, 0), (178, 10, 0))[2] == 0
+    assert sign_scores((120, 20, 0), (60, 20, 0))[2] == pytest.approx(1 - (np.linalg.norm([40, 20, 0]) - 16) / 64)
 
 
 @pytest.mark.parametrize("size", words.SIZES)
@@ -81,7 +81,7 @@ def test_the_target_image_scores_high_and_other_styles_score_low() -> None:
     # Right style, other word: this reward does not score the word.
     assert scores([(task, painted(task, "KAT", *colours(task))) for task in TASKS])["style"].min() >= 0.9
     # Wrong style: that of the other sign in the image.
-    hung = [painted(task, task.text or "", *hanging(task)) for task in TASKS]
+    hung = [painted(task, task.text or "", *sign_colours(task)) for task in TASKS]
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].mean() <= 0.2
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].max() <= 0.7
 
@@ -98,14 +98,14 @@ def test_autoencoded_signs_of_the_right_style_score_higher_than_those_of_a_wrong
     """The scores of autoencoded targets are the ceiling of a policy with this autoencoder; a wrong style scores far lower."""
     vae = AutoencoderKL.from_pretrained(playground_weights("words") / "vae").eval()
 
-    def through(tasks: list[Task]) -> list[Image.Image]:
+    def through_autoencoder(tasks: list[Task]) -> list[Image.Image]:
         with torch.no_grad():
             made = vae.decode(vae.encode(targets(tasks)).latent_dist.mode()).sample
         pixels = made.clamp(-1, 1).add(1).mul(127.5).round().byte().permute(0, 2, 3, 1).numpy()
         return [Image.fromarray(picture) for picture in pixels]
 
-    right = scores(list(zip(TASKS, through(TASKS), strict=True)))
-    other = through([replace(task, target=painted(task, task.text or "", *hanging(task))) for task in TASKS])
+    right = scores(list(zip(TASKS, through_autoencoder(TASKS), strict=True)))
+    other = through_autoencoder([replace(task, target=painted(task, task.text or "", *sign_colours(task))) for task in TASKS])
     wrong = scores(list(zip(TASKS, other, strict=True)))
     assert right["paper"].mean() >= 0.75
     assert wrong["paper"].mean() <= 0.3
@@ -136,7 +136,7 @@ def colours(task: Task) -> tuple[tuple[int, ...], ...]:
     return _nearest(task.reference)
 
 
-def hanging(task: Task) -> tuple[tuple[int, ...], ...]:
+def sign_colours(task: Task) -> tuple[tuple[int, ...], ...]:
     """Ink and paper of the sign that hangs in the image."""
     assert task.mask is not None
     left, top, *_ = task.mask.getbbox()

@@ -18,7 +18,7 @@ WHITE = Image.new("RGB", (100, 100), "white")
 LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.0, 0.0, 60.0, 20.0), (40.0, 80.0, 60.0, 100.0)
 
 
-class Told:
+class ReturnsColours:
     """Returns the given colour of each box."""
 
     def __init__(self, colours):
@@ -28,10 +28,10 @@ class Told:
         return [self.colours[box] for box in boxes]
 
 
-def holds(meta, *found, colours=None):
+def is_satisfied(meta, *found, colours=None):
     wanted = requirements(Task("t", "", meta=meta))
     surest_first = sorted((Detection(*one) for one in found), key=lambda one: -one.confidence)
-    return met(wanted, surest_first, WHITE, None if colours is None else Told(colours))
+    return met(wanted, surest_first, WHITE, None if colours is None else ReturnsColours(colours))
 
 
 def include(*wanted, **more):
@@ -40,38 +40,38 @@ def include(*wanted, **more):
 
 def test_a_requirement_is_met_if_its_object_is_detected():
     dog = {"class": "dog", "count": 1}
-    assert holds(include(dog), ("dog", 0.9, LEFT)) == [True]
-    assert holds(include(dog), ("cat", 0.9, LEFT)) == [False]
-    assert holds(include(dog, {"class": "cat", "count": 1}), ("dog", 0.9, LEFT)) == [True, False]
-    assert holds(include(dog)) == [False]
+    assert is_satisfied(include(dog), ("dog", 0.9, LEFT)) == [True]
+    assert is_satisfied(include(dog), ("cat", 0.9, LEFT)) == [False]
+    assert is_satisfied(include(dog, {"class": "cat", "count": 1}), ("dog", 0.9, LEFT)) == [True, False]
+    assert is_satisfied(include(dog)) == [False]
 
 
 def test_include_needs_at_least_and_exclude_fewer_objects_than_the_count():
     three = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}], "tag": "counting"}
     dogs = [("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("dog", 0.7, UP), ("dog", 0.6, DOWN)]
-    assert holds(three, *dogs[:2]) == [False, True]
-    assert holds(three, *dogs[:3]) == [True, True]
-    assert holds(three, *dogs) == [True, False]
+    assert is_satisfied(three, *dogs[:2]) == [False, True]
+    assert is_satisfied(three, *dogs[:3]) == [True, True]
+    assert is_satisfied(three, *dogs) == [True, False]
 
 
 def test_colours_are_checked_only_for_the_most_confident_objects():
     red = include({"class": "car", "count": 1, "color": "red"})
     colours = {LEFT: "red", RIGHT: "blue"}
-    assert holds(red, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [True]
-    assert holds(red, ("car", 0.5, LEFT), ("car", 0.9, RIGHT), colours=colours) == [False]
+    assert is_satisfied(red, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [True]
+    assert is_satisfied(red, ("car", 0.5, LEFT), ("car", 0.9, RIGHT), colours=colours) == [False]
     two = include({"class": "car", "count": 2, "color": "red"})
-    assert holds(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [False]
-    assert holds(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours={LEFT: "red", RIGHT: "red"}) == [True]
+    assert is_satisfied(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [False]
+    assert is_satisfied(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours={LEFT: "red", RIGHT: "red"}) == [True]
 
 
 def test_a_position_must_hold_for_every_pair_and_needs_its_target_object():
     meta = include({"class": "dog", "count": 1}, {"class": "tie", "count": 1, "position": ["right of", 0]})
-    assert holds(meta, ("dog", 0.9, LEFT), ("tie", 0.9, RIGHT)) == [True, True]
-    assert holds(meta, ("dog", 0.9, RIGHT), ("tie", 0.9, LEFT)) == [True, False]
-    assert holds(meta, ("tie", 0.9, RIGHT)) == [False, False]
+    assert is_satisfied(meta, ("dog", 0.9, LEFT), ("tie", 0.9, RIGHT)) == [True, True]
+    assert is_satisfied(meta, ("dog", 0.9, RIGHT), ("tie", 0.9, LEFT)) == [True, False]
+    assert is_satisfied(meta, ("tie", 0.9, RIGHT)) == [False, False]
     two = include({"class": "dog", "count": 2}, {"class": "tie", "count": 1, "position": ["right of", 0]})
-    assert holds(two, ("dog", 0.9, LEFT), ("dog", 0.8, UP), ("tie", 0.9, RIGHT)) == [True, True]
-    assert holds(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
+    assert is_satisfied(two, ("dog", 0.9, LEFT), ("dog", 0.8, UP), ("tie", 0.9, RIGHT)) == [True, True]
+    assert is_satisfied(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
 
 
 def test_directions_between_boxes_match_values_computed_by_hand():

@@ -18,13 +18,13 @@ from retouch.types import Sample, Task
 PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
 
 
-def written(text: str, size: int = 40) -> Image.Image:
+def text_image(text: str, size: int = 40) -> Image.Image:
     image = Image.new("RGB", (60 + size * len(text) * 2 // 3, 2 * size), (240, 240, 230))
     ImageDraw.Draw(image).text((20, size // 2), text, fill=(20, 30, 90), font=ImageFont.load_default(size))
     return image
 
 
-def reads(*lines: TextLine):
+def ocr_of(*lines: TextLine):
     return OcrReward().with_model(lambda image: list(lines))
 
 
@@ -65,21 +65,21 @@ def test_text_is_compared_without_case_spaces_or_unicode_variants():
 
 def test_correctness_compares_all_recognised_text():
     sure = 0.9
-    assert score(reads(TextLine("Hello", sure), TextLine("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
-    assert score(reads(TextLine("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
-    assert score(reads(TextLine("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # repeated text lowers the score
-    correctness, confidence = score(reads(), "hello")
+    assert score(ocr_of(TextLine("Hello", sure), TextLine("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
+    assert score(ocr_of(TextLine("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
+    assert score(ocr_of(TextLine("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # repeated text lowers the score
+    correctness, confidence = score(ocr_of(), "hello")
     assert correctness == 0
     assert np.isnan(confidence)
 
 
 def test_confidence_does_not_depend_on_correctness():
-    correctness, confidence = score(reads(TextLine("wrong", 1.0)), "qqq")
+    correctness, confidence = score(ocr_of(TextLine("wrong", 1.0)), "qqq")
     assert (correctness, confidence) == (0, 1)
 
 
 def test_no_image_scores_0_and_a_task_without_text_raises():
-    reward = reads(TextLine("a", 1.0))
+    reward = ocr_of(TextLine("a", 1.0))
     assert reward([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
     for text in (None, "", " \n"):
         with pytest.raises(ValueError, match=r"task\.text"):
@@ -89,7 +89,7 @@ def test_no_image_scores_0_and_a_task_without_text_raises():
 def test_ocr_reward_passes_the_contract_checks():
     reward = OcrReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.1f}", 0.5)])
     assert isinstance(reward, Reward)
-    check_reward(reward, [Sample(Task(word, "", text="184.7"), written(word, 12)) for word in ("open", "Retouch", "17")])
+    check_reward(reward, [Sample(Task(word, "", text="184.7"), text_image(word, 12)) for word in ("open", "Retouch", "17")])
 
 
 @pytest.mark.parametrize("size", [(1, 1), (160, 2), (24, 24)])
@@ -100,7 +100,7 @@ def test_rapidocr_finds_no_text_in_blank_images(reader, size):
 @pytest.mark.parametrize("word", ["Retouch", "HELLO", "open 24"])
 def test_rapidocr_reads_a_rendered_word(reader, word):
     right, wrong = Task("r", "", text=word), Task("w", "", text="zzz")
-    scores = OcrReward().with_model(reader)([Sample(right, written(word)), Sample(wrong, written(word))])
+    scores = OcrReward().with_model(reader)([Sample(right, text_image(word)), Sample(wrong, text_image(word))])
     assert scores["correctness"][0] == 1
     assert scores["correctness"][1] < 0.2
     assert (scores["confidence"] > 0.8).all()
@@ -118,14 +118,14 @@ def test_rapidocr_reads_real_images(reader):
     assert OcrReward().with_model(reader)(samples)["correctness"].tolist() == [1.0] * len(samples)
 
 
-def placed(*lines: tuple[str, tuple[int, int]], size=(400, 200)) -> Image.Image:
+def image_of(*lines: tuple[str, tuple[int, int]], size=(400, 200)) -> Image.Image:
     image = Image.new("RGB", size, (240, 240, 230))
     for text, at in lines:
         ImageDraw.Draw(image).text(at, text, fill=(20, 30, 90), font=ImageFont.load_default(36))
     return image
 
 
-def marking(*boxes: tuple[int, int, int, int], size=(400, 200)) -> Image.Image:
+def mask_of(*boxes: tuple[int, int, int, int], size=(400, 200)) -> Image.Image:
     mask = Image.new("L", size)
     for box in boxes:
         ImageDraw.Draw(mask).rectangle(box, fill=255)
@@ -139,21 +139,21 @@ def square(left: int, top: int, side: int = 10) -> tuple[tuple[float, float], ..
 
 @pytest.mark.parametrize(("left", "counts"), [(0, True), (14, True), (15, True), (16, False), (30, False)])
 def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
-    mask = marking((0, 0, 19, 99), size=(100, 100))
+    mask = mask_of((0, 0, 19, 99), size=(100, 100))
     task = Task("t", "", text="yes", mask=mask)
     reward = OcrReward(where="mask").with_model(lambda image: [TextLine("yes", 1.0, square(left, 40))])
     assert reward([Sample(task, Image.new("RGB", (100, 100)))])["correctness"].item() == float(counts)
 
 
 def test_text_outside_the_mask_is_ignored_and_extra_text_inside_lowers_the_score(reader):
-    image = placed(("harbour", (20, 20)), ("Azir", (220, 130)))
-    task = Task("t", "", text="Azir", mask=marking((200, 120, 390, 190)))
+    image = image_of(("harbour", (20, 20)), ("Azir", (220, 130)))
+    task = Task("t", "", text="Azir", mask=mask_of((200, 120, 390, 190)))
     everything, masked = (
         OcrReward(where=where).with_model(reader)([Sample(task, image)])["correctness"].item() for where in ("picture", "mask")
     )
     assert masked == 1.0
     assert everything < 0.5
-    both = Task("t", "", text="Azir", mask=marking((0, 0, 399, 199)))
+    both = Task("t", "", text="Azir", mask=mask_of((0, 0, 399, 199)))
     assert OcrReward(where="mask").with_model(reader)([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
 
 
@@ -161,7 +161,7 @@ def test_where_box_reads_the_text_in_the_box_of_the_mask(reader):
     texts = ("Azir", "rock", "7-Up")
     box = (200, 120, 330, 185)
     samples = [
-        Sample(Task(text, "", text=text, mask=marking(box)), placed(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
+        Sample(Task(text, "", text=text, mask=mask_of(box)), image_of(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
     ]
     samples.insert(1, Sample(samples[0].task, None))
     scores = OcrReward(where="box").with_model(reader)(samples)
@@ -170,7 +170,7 @@ def test_where_box_reads_the_text_in_the_box_of_the_mask(reader):
 
 
 def test_a_box_smaller_than_one_image_pixel_is_cropped_to_one_pixel():
-    class Sizes:
+    class RecordsSizes:
         def __init__(self):
             self.seen = []
 
@@ -181,8 +181,8 @@ def test_a_box_smaller_than_one_image_pixel_is_cropped_to_one_pixel():
             self.seen += [image.size for image in images]
             return [TextLine("", 0.0, square(0, 0)) for _ in images]
 
-    reader = Sizes()
-    marked = [marking((401, 203, 401, 203), size=(800, 400)), marking((100, 40, 299, 79), size=(800, 400))]
+    reader = RecordsSizes()
+    marked = [mask_of((401, 203, 401, 203), size=(800, 400)), mask_of((100, 40, 299, 79), size=(800, 400))]
     samples = [Sample(Task(str(k), "", text="a", mask=mask), Image.new("RGB", (100, 50))) for k, mask in enumerate(marked)]
     OcrReward(where="box").with_model(reader)(samples)
     assert reader.seen == [(1, 1), (26, 5)]

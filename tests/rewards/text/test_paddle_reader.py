@@ -41,7 +41,7 @@ def barred(*bars: tuple[str, tuple[int, int]], size=(100, 60)) -> Image.Image:
     return image
 
 
-def marking(*box: int, size=(100, 60)) -> Image.Image:
+def mask_of(*box: int, size=(100, 60)) -> Image.Image:
     mask = Image.new("L", size)
     ImageDraw.Draw(mask).rectangle(box, fill=255)
     return mask
@@ -72,7 +72,7 @@ def test_ocr_reward_with_paddle_scores_the_lines_that_where_selects(package, whe
     """The rule of the mask, the comparison, and the score of a missing image belong to the reward, not to the reader."""
     reward = OcrReward(where=where).with_model(PaddleReader())
     image = barred(("red", (10, 10)), ("blue", (50, 40)))
-    right = Task("t", "", text=" RED", mask=marking(5, 5, 45, 25))
+    right = Task("t", "", text=" RED", mask=mask_of(5, 5, 45, 25))
     scores = reward([Sample(right, image), Sample(right, None), Sample(Task("u", "", text="Blue", mask=right.mask), image)])
     assert scores["correctness"].tolist() == pytest.approx(
         [3 / 7 if where == "picture" else 1.0, 0.0, {"picture": 4 / 7}.get(where, 0.0)]
@@ -131,7 +131,7 @@ def test_the_sigterm_handler_is_kept_when_paddle_is_loaded(package):
         signal.signal(signal.SIGTERM, before)
 
 
-def shipped(folder: Path) -> Path:
+def weights_from_wheel(folder: Path) -> Path:
     """The weights of PP-OCRv6's small models in RapidOCR's wheel, as folders that PaddleOCR reads."""
     import onnxruntime
     import rapidocr
@@ -161,7 +161,7 @@ def shipped(folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore")  # Paddle warns when it is imported
 def test_paddleocr_matches_rapidocr_with_the_same_weights(tmp_path, monkeypatch):
     paddleocr = pytest.importorskip("paddleocr")
-    weights = shipped(tmp_path)
+    weights = weights_from_wheel(tmp_path)
     found = {"engine": "onnxruntime", "text_recognition_model_dir": str(weights / "rec")}
     found |= {"text_detection_model_name": "PP-OCRv6_small_det", "text_detection_model_dir": str(weights / "det")}
     monkeypatch.setattr(paddleocr, "PaddleOCR", functools.partial(paddleocr.PaddleOCR, **found))
@@ -176,7 +176,7 @@ def test_paddleocr_matches_rapidocr_with_the_same_weights(tmp_path, monkeypatch)
     both = Image.new("RGB", (400, 200), (240, 240, 230))
     for word, at in (("harbour", (20, 20)), ("Azir", (220, 130))):
         ImageDraw.Draw(both).text(at, word, fill=(20, 30, 90), font=font)
-    task = Task("t", "", text="Azir", mask=marking(200, 120, 390, 190, size=both.size))
+    task = Task("t", "", text="Azir", mask=mask_of(200, 120, 390, 190, size=both.size))
     assert OcrReward(where="mask").with_model(paddle)([Sample(task, both)])["correctness"].item() == 1.0
     ours, theirs = (reader.read_lines([*words, Image.new("RGB", (3, 3))]) for reader in (paddle, rapid))
     assert [line.text for line in ours] == [line.text for line in theirs] == ["Retouch", "7-Up", "HELLO", ""]

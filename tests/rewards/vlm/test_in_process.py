@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import tiny_writers
-from judge_double import asking
+from judge_double import on_panel
 from retouch.rewards.judges.one_token import DigitReward, YesReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.vlm.answers.scales import Scale
@@ -24,7 +24,7 @@ LETTERS = WordForm("x", {"a": 0.0, "b": 1.0}, min_mass=1e-6)
 SCORES = ScoresForm({"score": Scale(0, 10)}, max_tokens=8)
 
 
-@pytest.fixture(scope="module", params=tiny_writers.SEES)
+@pytest.fixture(scope="module", params=tiny_writers.VISION_KINDS)
 def judge(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     for part in (tiny_writers.module(request.param), tiny_writers.tokenizer(), tiny_writers.image_processor(request.param)):
@@ -96,8 +96,8 @@ def test_unusable_answers_are_missing_and_the_contract_checks_pass(judge):
     assert answer.input_tokens > 0
     assert answer.output_tokens > 0
     samples = [Sample(Task(str(k), "blue", images=(PICTURE,)), Image.new("RGB", (24, 24), (40 * k, 9, 9))) for k in range(3)]
-    check_reward(asking(YesReward, Panel(judge), min_mass=1e-9), samples)
-    assert asking(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
+    check_reward(on_panel(YesReward, Panel(judge), min_mass=1e-9), samples)
+    assert on_panel(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
 
 
 def test_absent_or_unsupported_weights_raise(tmp_path):

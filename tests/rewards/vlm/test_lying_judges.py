@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lying_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, lying_judge
+from lying_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
 from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import retry_after
@@ -30,7 +30,7 @@ def question(form=SCORE) -> Question:
 
 @pytest.fixture(scope="module")
 def judge():
-    with lying_judge() as made:
+    with faulty_judge() as made:
         yield made
 
 
@@ -42,7 +42,7 @@ def open_client(judge):
         opened.append(ChatClient(Endpoint(model="judge", base_url=judge.url, **{**QUICK, **changes})))
         return opened[-1]
 
-    judge.lie = _json
+    judge.make_reply = _json
     yield make
     for client in opened:
         client.close()
@@ -59,8 +59,8 @@ def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lie
     """One client reads all replies, so state that an invalid reply leaves behind would affect the next one."""
     client = open_client(deadline=ROUND_TRIP, timeout=ROUND_TRIP / 2)
     believed, raised = [], []
-    for name, lie in lies.items():
-        judge.lie = lie
+    for name, make_reply in lies.items():
+        judge.make_reply = make_reply
         if name.startswith("429"):  # does not count as an attempt, so only the deadline ends it
             client.endpoint = client.endpoint.model_copy(update={"attempts": 1})
             continue
@@ -71,13 +71,13 @@ def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lie
             continue
         believed += [(name, answer.scores)] if answer.scores or not answer.fault else []
     assert (believed, raised) == ([], [])
-    judge.lie = _json
+    judge.make_reply = _json
     assert client.ask([question()])[0].scores == {"score": 7.0}
 
 
 @pytest.mark.parametrize("name", [name for name in WIRE if name.startswith("429")])
 def test_http_429_with_an_invalid_retry_after_ends_at_the_deadline(judge, open_client, name):
-    judge.lie = WIRE[name]
+    judge.make_reply = WIRE[name]
     (answer,) = open_client(deadline=0.3).ask([question()])
     assert not answer.scores
     assert answer.fault in ("HTTP 429", "deadline")
@@ -85,8 +85,8 @@ def test_http_429_with_an_invalid_retry_after_ends_at_the_deadline(judge, open_c
 
 @pytest.mark.parametrize("status", REDIRECTS)
 def test_a_redirect_is_never_followed(judge, open_client, status):
-    with lying_judge() as elsewhere:
-        judge.lie = lambda true: Reply(b"", status, {"Location": f"{elsewhere.url}/chat/completions"})
+    with faulty_judge() as elsewhere:
+        judge.make_reply = lambda true: Reply(b"", status, {"Location": f"{elsewhere.url}/chat/completions"})
         (answer,) = open_client(attempts=3).ask([question()])
         assert not answer.scores
         assert elsewhere.questions == 0
@@ -98,7 +98,7 @@ def test_compression_bombs_and_large_replies_use_little_memory(judge, open_clien
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in ("a gzip bomb", "a deflate bomb", "a gzip bomb of an error", "6 MB"):
         made = WIRE[name]({"choices": []}) if "bomb" in name else WIRE[name](completion())
-        judge.lie = lambda true, made=made: made
+        judge.make_reply = lambda true, made=made: made
         before = max(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # the memory used to create the bomb
         assert not client.ask([question()])[0].scores
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
@@ -107,7 +107,7 @@ def test_compression_bombs_and_large_replies_use_little_memory(judge, open_clien
 
 @pytest.mark.parametrize("name", USAGE)
 def test_an_impossible_token_usage_is_replaced_by_an_estimate(judge, open_client, name, caplog):
-    judge.lie = lambda true: _json({**true, "usage": USAGE[name]})
+    judge.make_reply = lambda true: _json({**true, "usage": USAGE[name]})
     client = open_client(prices=Prices(input=1.0, output=10.0), quota=JudgeQuota(cost=1.0))
     for _ in range(2):
         (answer,) = client.ask([question()])
@@ -120,7 +120,7 @@ def test_an_impossible_token_usage_is_replaced_by_an_estimate(judge, open_client
 
 
 def test_a_cost_budget_ends_even_if_the_judge_reports_negative_usage(judge, open_client):
-    judge.lie = lambda true: _json({**true, "usage": {"prompt_tokens": -(10**9), "completion_tokens": 0}})
+    judge.make_reply = lambda true: _json({**true, "usage": {"prompt_tokens": -(10**9), "completion_tokens": 0}})
     client = open_client(prices=Prices(input=1000.0, output=1000.0), quota=JudgeQuota(cost=0.05))
 
     def ask_until_spent():

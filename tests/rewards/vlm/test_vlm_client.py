@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import loopback
-from judge_double import FAULTS, KEY, Double, asking, clean
+from judge_double import FAULTS, KEY, Double, expected_score, on_panel
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
@@ -42,7 +42,7 @@ def samples(count: int) -> list[Sample]:
 
 
 def mean(sample: Sample, name: str, repeats: int) -> float:
-    return float(np.mean([clean(sample.image, name, seed, low=0, high=1) for seed in range(repeats)]))
+    return float(np.mean([expected_score(sample.image, name, seed, low=0, high=1) for seed in range(repeats)]))
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_scores_of_a_healthy_server_are_correct_and_pass_the_contract_checks(ope
     with Double() as double:
         client = open_client(double)
         assert isinstance(client, JudgeClient)
-        reward = asking(AspectsReward, Panel(client, repeats=3, temperature=0.7))
+        reward = on_panel(AspectsReward, Panel(client, repeats=3, temperature=0.7))
         assert isinstance(reward, Reward)
         given = samples(4)
         scores = reward(given)
@@ -104,7 +104,7 @@ def test_a_transient_fault_is_retried_and_the_score_is_correct(open_client, kind
     with Double(once(kind)) as double:
         (answer,) = open_client(double, **patience).ask([question()])
         assert answer.fault == ""
-        assert answer.scores == {"score": clean(picture(0), "score", 0, low=0, high=10)}
+        assert answer.scores == {"score": expected_score(picture(0), "score", 0, low=0, high=10)}
         assert answer.attempts == 2 or kind == "time-out"  # a busy machine may be too slow twice
         assert answer.seed == 1_000_003 * (answer.attempts - 1)
         assert answer.temperature == 0.3
@@ -141,8 +141,8 @@ def test_scores_are_unchanged_if_10_percent_of_requests_fail(open_client):
 
     given = samples(24)
     with Double(fault) as double, Double() as healthy:
-        faulty = asking(AspectsReward, Panel(open_client(double), repeats=3))(given)
-        whole = asking(AspectsReward, Panel(open_client(healthy), repeats=3))(given)
+        faulty = on_panel(AspectsReward, Panel(open_client(double), repeats=3))(given)
+        whole = on_panel(AspectsReward, Panel(open_client(healthy), repeats=3))(given)
         asked = len(double.requests)
     assert asked > 24 * 3 * 3 * 1.05
     for name in ASPECTS:
@@ -152,7 +152,7 @@ def test_scores_are_unchanged_if_10_percent_of_requests_fail(open_client):
 
 def test_one_failed_repeat_makes_only_that_aspect_of_that_sample_missing(open_client):
     given = samples(3)
-    lost = clean(given[1].image, "quality", 2, low=0, high=1)
+    lost = expected_score(given[1].image, "quality", 2, low=0, high=1)
 
     class Picky(Double):
         def respond(self, handler, body, fault):
@@ -160,7 +160,7 @@ def test_one_failed_repeat_makes_only_that_aspect_of_that_sample_missing(open_cl
             super().respond(handler, body, "prose" if f'"quality": {lost}' in content else None)
 
     with Picky() as double:
-        scores = asking(AspectsReward, Panel(open_client(double), repeats=3))(given)
+        scores = on_panel(AspectsReward, Panel(open_client(double), repeats=3))(given)
     assert scores["quality"].isnan().tolist() == [False, True, False]
     assert not scores["alignment"].isnan().any()
 
@@ -171,7 +171,7 @@ def test_all_scores_are_missing_at_the_deadline_if_the_server_is_down(open_clien
     client = open_client(double, timeout=0.5, deadline=1.0, attempts=10_000, pause=0.05, longest_pause=0.2)
     answers = client.ask([question(k) for k in range(6)])
     assert all(answer.scores == {} and answer.attempts < 1000 for answer in answers)  # the deadline ended them, not the attempts
-    scores = asking(AspectsReward, Panel(client, repeats=2))(samples(5))
+    scores = on_panel(AspectsReward, Panel(client, repeats=2))(samples(5))
     assert all(column.isnan().all() for column in scores.values())
 
 
@@ -193,14 +193,14 @@ def test_requests_in_progress_do_not_exceed_concurrency(open_client):
     with Double() as double:
         answers = open_client(double, concurrency=3).ask([question(k) for k in range(20)])
         assert all(answer.scores for answer in answers)
-        assert double.most <= 3
+        assert double.max_concurrent <= 3
 
 
 def test_a_client_is_used_again_and_again_from_four_threads(open_client):
     """With a new event loop per call, the second call would fail or silently return no scores."""
     with Double() as double:
         client = open_client(double, concurrency=2)
-        expected = {k: {"score": clean(picture(k), "score", 0, low=0, high=10)} for k in range(4)}
+        expected = {k: {"score": expected_score(picture(k), "score", 0, low=0, high=10)} for k in range(4)}
         found = []
 
         def work(k):
@@ -265,7 +265,7 @@ def test_submitted_chunks_are_scored_concurrently(open_client):
             together.wait(timeout=120)
             super().respond(handler, body, fault)
 
-    with Patient() as double, closing(asking(AspectsReward, Panel(open_client(double)), aspects=("quality",))) as reward:
+    with Patient() as double, closing(on_panel(AspectsReward, Panel(open_client(double)), aspects=("quality",))) as reward:
         assert isinstance(reward, AsyncReward)
         given = [future.result() for future in [reward.submit(chunk) for chunk in chunks]]
         for chunk, scores in zip(chunks, given, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from live_server import body_of, picture
+from live_server import body_of, noise_image
 from retouch.rewards.wire.bodies import BodyForm, decode_body, encode_body
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.packing import ImageEncoding, pack
@@ -25,17 +25,17 @@ def full_task() -> Task:
     return Task(
         id="photos/ü 17",
         instruction='make "it" 😀 red\n',
-        images=(picture(0), picture(1, size=(9, 31))),
-        mask=picture(2, mode="L"),
-        reference=picture(3),
-        target=picture(4),
+        images=(noise_image(0), noise_image(1, size=(9, 31))),
+        mask=noise_image(2, mode="L"),
+        reference=noise_image(3),
+        target=noise_image(4),
         text="open",
         tags={"complexity": "2"},
         meta={"scene": [1, 2.5, None, {"a": True}], "name": "é"},
     )
 
 
-def arrived(samples: list[Sample], form: BodyForm, encoding: ImageEncoding) -> Decoded:
+def round_trip(samples: list[Sample], form: BodyForm, encoding: ImageEncoding) -> Decoded:
     body, headers = body_of(samples, form=form, encoding=encoding)
     return decode(body, headers["Content-Type"], Limits())
 
@@ -51,11 +51,11 @@ def same(a: Image.Image | None, b: Image.Image | None) -> bool:
 def test_all_fields_of_a_sample_arrive_bitwise(form: BodyForm, encoding: ImageEncoding) -> None:
     task = full_task()
     sent = [
-        Sample(task, picture(5)),
+        Sample(task, noise_image(5)),
         Sample(task, None),
-        Sample(Task(id="bare", instruction=""), picture(6, mode="L")),
+        Sample(Task(id="bare", instruction=""), noise_image(6, mode="L")),
     ]
-    decoded = arrived(sent, form, encoding)
+    decoded = round_trip(sent, form, encoding)
     assert decoded.ids == ("0", "1", "2")
     for before, after in zip(sent, decoded.samples, strict=True):
         assert isinstance(after, Sample)
@@ -73,31 +73,31 @@ def test_all_fields_of_a_sample_arrive_bitwise(form: BodyForm, encoding: ImageEn
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA", "CMYK"])
 def test_other_image_modes_arrive_converted_to_rgb(mode: str, encoding: ImageEncoding) -> None:
-    image = picture(0).convert(mode)
-    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
+    image = noise_image(0).convert(mode)
+    (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image.convert("RGB"))
 
 
 def test_exif_rotation_and_icc_profile_do_not_change_the_pixels() -> None:
-    image = picture(0, size=(8, 4))
+    image = noise_image(0, size=(8, 4))
     image.info["exif"] = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
     image.info["icc_profile"] = b"profile"
-    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
+    (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image)
 
 
 def test_an_image_too_wide_for_webp_still_arrives() -> None:
-    image = picture(0, size=(16400, 1))
-    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
+    image = noise_image(0, size=(16400, 1))
+    (sample,) = round_trip([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
     assert isinstance(sample, Sample)
     assert same(sample.image, image)
 
 
 def test_a_group_sends_its_source_once() -> None:
     task = replace(full_task(), mask=None, reference=None, target=None)
-    _, blobs = pack([Sample(task, picture(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
+    _, blobs = pack([Sample(task, noise_image(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
     assert len(blobs) == 8 + 2
 
 
