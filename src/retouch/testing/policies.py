@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from retouch.types import Batch, Kind, Minibatch, Needs, Slice, Trajectory
 
 ROUNDING = 1e-4
 CUT_LIMIT = 1e-5
+SINGLE_ACTIONS = 16
+"""The number of actions that are evaluated alone. A long trajectory has hundreds, and each evaluation encodes its prompts again."""
 
 
 def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ratio_limit: float | None = None) -> None:
@@ -139,7 +142,7 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
     slicings = {
         "the policy's own microbatches": policy.microbatches(trajectory),
         "one row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
-        "one action at a time": (Slice(slice(0, rows), slice(action, action + 1)) for action in range(actions)),
+        "one action at a time": (Slice(slice(0, rows), part) for part in _single_actions(actions)),
     }
     for name, parts in slicings.items():
         distance = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
@@ -147,6 +150,12 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
             distance <= CUT_LIMIT,
             f"the gradient depends on the slicing: with {name} it differs by {distance:.2e}; the limit is {CUT_LIMIT:.0e}",
         )
+
+
+def _single_actions(actions: int) -> list[slice]:
+    """Slices of one action each, ``SINGLE_ACTIONS`` of them at equal distances, and of all actions between two of them."""
+    singles = torch.linspace(0, actions - 1, min(actions, SINGLE_ACTIONS)).round().long().tolist()
+    return [slice(first, end) for first, end in pairwise(sorted({*singles, *(single + 1 for single in singles), 0, actions}))]
 
 
 def _gradient(
