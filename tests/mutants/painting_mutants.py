@@ -4,7 +4,7 @@ from mutant import Mutant
 
 JUDGE = "tests/rewards/playground/test_painting_judge.py"
 TASKS = "tests/data/playground/test_paintings.py"
-USING = "tests/inference/test_using_writers.py"
+USING = "tests/inference/test_writers.py"
 
 PAINTING = (
     Mutant(

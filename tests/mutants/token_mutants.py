@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 DATA = "tests/data/sources/test_token_data.py"
-LOOP = "tests/policies/autoregressive/test_writing_loop.py"
+LOOP = "tests/policies/autoregressive/test_language_model_loop.py"
 IMITATING = "tests/objectives/test_cross_entropy.py"
 JANUS = "tests/models/janus/test_janus.py"
 

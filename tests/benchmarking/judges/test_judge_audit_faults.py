@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from faulty_judge import SCORES, _json, faulty_judge
 from judge_double import FAULTS, KEY, Double
-from lying_judge import SCORES, _json, faulty_judge
 from retouch.benchmarks.judges import audit
 from retouch.benchmarks.judges.audit import judge_audit
 from retouch.benchmarks.judges.ladders import playground_ladders

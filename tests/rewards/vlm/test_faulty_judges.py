@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lying_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
+from faulty_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, faulty_judge
 from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import retry_after
@@ -58,7 +58,7 @@ def test_a_valid_reply_is_read(judge, open_client):
 def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lies, form):
     """One client reads all replies, so state that an invalid reply leaves behind would affect the next one."""
     client = open_client(deadline=ROUND_TRIP, timeout=ROUND_TRIP / 2)
-    believed, raised = [], []
+    accepted, raised = [], []
     for name, make_reply in lies.items():
         judge.make_reply = make_reply
         if name.startswith("429"):  # does not count as an attempt, so only the deadline ends it
@@ -69,8 +69,8 @@ def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lie
         except Exception as error:  # noqa: BLE001  (which ones is the point)
             raised.append((name, repr(error)[:200]))
             continue
-        believed += [(name, answer.scores)] if answer.scores or not answer.fault else []
-    assert (believed, raised) == ([], [])
+        accepted += [(name, answer.scores)] if answer.scores or not answer.fault else []
+    assert (accepted, raised) == ([], [])
     judge.make_reply = _json
     assert client.ask([question()])[0].scores == {"score": 7.0}
 

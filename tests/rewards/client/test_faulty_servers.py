@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bad_server import bad_server, true_info, true_reply
+from faulty_server import WRONG_INFOS, WRONG_REPLIES
 from live_server import remote, samples_of
-from lying_server import WRONG_INFOS, WRONG_REPLIES
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.replies import ExpectedReply, InvalidReply, read_reply
 from retouch.types import Column
