@@ -38,8 +38,6 @@ CHECKPOINT_FILES = tuple(
     for step in (OLDER, NEWEST)
     for name in ("manifest.json", "state.json", *(f"{each}.safetensors" for each in TENSORS))
 )
-# A run never reads these files, so losing them does not change what a run computes.
-NOT_READ = ("timings.jsonl", "train.log", "report.html", "preflight.json")
 
 
 def six_step_recipe(out: Path, name: str) -> Recipe:

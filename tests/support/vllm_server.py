@@ -26,7 +26,6 @@ COMMON = (
     *("--logprobs-mode", "processed_logprobs"),
 )
 LORA_FLAGS = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
-CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "64")
 WHOLE_PROMPTS = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 """Flags of runner V1: on a CPU it cannot sample with seeds while prompts are prefilled in chunks."""
 
