@@ -321,12 +321,12 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
             low, high = s["gain_ci95"]
             gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
             best = f"{s['best_of_k']:.2f} (k={s['k']})" if s.get("best_of_k") is not None else ""
-            beside = f"{best} | {s['ceiling']:.2f}"
+            versus_best = f"{best} | {s['ceiling']:.2f}"
             share = "" if s["gap_closed"] is None else f"{s['gap_closed']:z.2f}"
             ratio = "" if result["ratio_max_first"] is None else f"{result['ratio_max_first']:.0e}"
             spent = f"{result['cpu_seconds']:.0f}" if "cpu_seconds" in result else ""
             lines.append(
-                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {share} | {beside} | "
+                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {share} | {versus_best} | "
                 f"{singles} | {ratio} | {s['cost']['training seconds']:.0f} | {spent} |"
             )
         shares = [result["summary"]["gap_closed"] for result in results]

@@ -133,9 +133,9 @@ def sending(rounds: int) -> dict[str, object]:
             turns["webp"].append(timed(_scores(webp), batches, CLIENTS, server=server.pids()[0]))
             turns["raw"].append(timed(_scores(raw), batches, CLIENTS, server=server.pids()[0]))
     speeds = {name: [each["images_per_second"] for each in took] for name, took in turns.items()}
-    beside = {name: [ours / theirs for ours, theirs in zip(speeds[name], speeds["plain"], strict=True)] for name in ("webp", "raw")}
+    ratios = {name: [ours / theirs for ours, theirs in zip(speeds[name], speeds["plain"], strict=True)] for name in ("webp", "raw")}
     medians = {name: {key: statistics.median(each[key] for each in took) for key in took[0]} for name, took in turns.items()}
-    return {**medians, "beside plain": {name: statistics.median(ratios) for name, ratios in beside.items()}, "turns": beside}
+    return {**medians, "beside plain": {name: statistics.median(each) for name, each in ratios.items()}, "turns": ratios}
 
 
 def batching(rounds: int) -> dict[str, object]:

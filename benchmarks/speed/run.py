@@ -50,13 +50,13 @@ def main() -> None:
         show(against_one_file.table(runs))
         measured["against_one_file"] = [each.to_json() for each in runs]
     if "trl" in arguments.only:
-        beside = []
+        comparisons = []
         for setting in (named[name] for name in arguments.trl_settings):
             for seed in arguments.seeds:
                 print(f"TRL, {setting.name}, seed {seed}: {arguments.trl_steps} steps of each in turn", flush=True)
-                beside.append(against_trl.measure(setting, seed=seed, steps=arguments.trl_steps))
-        show(against_trl.table(beside))
-        measured["against_trl"] = [each.to_json() for each in beside]
+                comparisons.append(against_trl.measure(setting, seed=seed, steps=arguments.trl_steps))
+        show(against_trl.table(comparisons))
+        measured["against_trl"] = [each.to_json() for each in comparisons]
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-AT_IMPORT, TYPING, LAZY = "at import", "TYPE_CHECKING", "in a function"
+AT_IMPORT, TYPING, IN_FUNCTION = "at import", "TYPE_CHECKING", "in a function"
 CITATION = re.compile(
     r"arxiv|\bet al\b|\bpapers?\b|\b(equation|section|appendix|algorithm) [0-9A-Z]\b|\beqs?\. ?\(?\d"
     r"|\b(?-i:[A-Z][\w.-]* ?GRPO|GRPO|RLOO|GSPO|DAPO|PPO|DPO|DiffusionNFT|AWM|TRL|diffusers|verl|Schulman)\b",
@@ -47,7 +47,7 @@ def imports(sources: Mapping[str, Source]) -> dict[str, set[tuple[str, str]]]:
 
     A string "package.module:name" counts as an import in a function, because registries name their entries in this form.
     """
-    found: dict[str, set[tuple[str, str]]] = {AT_IMPORT: set(), TYPING: set(), LAZY: set()}
+    found: dict[str, set[tuple[str, str]]] = {AT_IMPORT: set(), TYPING: set(), IN_FUNCTION: set()}
     for source in sources.values():
         for target, when in _imported(source, source.tree, AT_IMPORT, sources):
             if target != source.name:
@@ -68,15 +68,15 @@ def _imported(source: Source, node: ast.AST, when: str, known: Mapping[str, Sour
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+:\w+", node.value):
         name = node.value.partition(":")[0]
         if name in known:
-            yield name, LAZY
+            yield name, IN_FUNCTION
     typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-    lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in ast.iter_child_nodes(node):
         inside = when
         if when == AT_IMPORT and typing and child in node.body:  # type: ignore[attr-defined]
             inside = TYPING
-        elif when == AT_IMPORT and lazy:
-            inside = LAZY
+        elif when == AT_IMPORT and is_function:
+            inside = IN_FUNCTION
         yield from _imported(source, child, inside, known)
 
 
@@ -157,7 +157,7 @@ def structure(package: Path) -> dict[str, Any]:
     sources = read(package)
     edges = imports(sources)
     checked = edges[AT_IMPORT] | edges[TYPING]
-    every = checked | edges[LAZY]
+    every = checked | edges[IN_FUNCTION]
     folders: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for source in sources.values():
         row = folders[source.path.parent.relative_to(package.parent).as_posix()]

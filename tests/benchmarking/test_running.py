@@ -52,14 +52,14 @@ def images_of(result: BenchmarkResult) -> Path:
 
 
 def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -> None:
-    painter = {
+    text_to_image = {
         **{**SMALL, "policy": {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}},
         "data": {"kind": "playground-paintings", "count": 8, "complexity": {"1": 1}, "known_words": True},
         **{"reward": {"kind": "share", "combine": {"share": 1}}, "eval": {"tasks": 4}},
     }
-    (tmp_path / "painter.json").write_text(json.dumps(painter))
-    with pytest.raises(ValueError, match=r"playground edits images, and the model of .*painter\.json takes no image"):
-        run("playground", model=tmp_path / "painter.json", subset=2, out=tmp_path / "bench")
+    (tmp_path / "text-to-image.json").write_text(json.dumps(text_to_image))
+    with pytest.raises(ValueError, match=r"playground edits images, and the model of .*text-to-image\.json takes no image"):
+        run("playground", model=tmp_path / "text-to-image.json", subset=2, out=tmp_path / "bench")
 
 
 def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path: Path) -> None:

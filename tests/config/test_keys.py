@@ -244,7 +244,7 @@ def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) 
         return [(finding.status, finding.text, finding.fix) for finding in check_key_addresses(recipe)]
 
     assert found("https://api.openai.com/v1") == [("ok", "OPENAI_API_KEY goes to https://api.openai.com", "")]
-    ((status, text, mend),) = found("https://judge.example/v1")
+    ((status, text, fix),) = found("https://judge.example/v1")
     assert status == "FAILED"
     assert "OPENAI_API_KEY is not sent to https://judge.example" in text
-    assert mend == 'export RETOUCH_KEYS="OPENAI_API_KEY=https://judge.example"'
+    assert fix == 'export RETOUCH_KEYS="OPENAI_API_KEY=https://judge.example"'

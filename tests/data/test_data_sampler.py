@@ -123,12 +123,12 @@ def test_a_group_can_span_ranks():
 def test_only_the_ranks_own_tasks_are_loaded():
     asked = []
 
-    class Lazy(list):
+    class TrackedTasks(list):
         def __getitem__(self, index):
             asked.append(index)
             return super().__getitem__(index)
 
-    assign(seed=0, step=0, tasks=Lazy(tasks(8)), group_size=4, minibatches=2, rank=1, world=2)
+    assign(seed=0, step=0, tasks=TrackedTasks(tasks(8)), group_size=4, minibatches=2, rank=1, world=2)
     assert asked == [2, 3, 6, 7]
 
 

@@ -88,16 +88,16 @@ class Blocks(nn.Sequential):
 def test_offloaded_fsdp_weights_are_pinned_and_synchronized_only_for_a_gpu(
     monkeypatch: pytest.MonkeyPatch, device: str, page_locked: bool
 ) -> None:
-    given, awaited = [], []
+    given, synchronized = [], []
     monkeypatch.setattr(fsdp, "init_device_mesh", lambda kind, shape: kind)
     monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: given.append((type(module), options["offload_policy"])))
-    monkeypatch.setattr(torch.cuda, "synchronize", awaited.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
     ranks = Ranks(world=2, device=torch.device(device))
     network = Blocks(nn.Linear(2, 2))
     fsdp.shard(network, ranks, weights_on_cpu=True)
     assert given == [(kind, CPUOffloadPolicy(pin_memory=page_locked)) for kind in (nn.Linear, Blocks)]
     network(torch.ones(1, 2))
-    assert awaited == [ranks.device] * page_locked
+    assert synchronized == [ranks.device] * page_locked
     fsdp.shard(Blocks(nn.Linear(2, 2)), ranks)
     assert not any(isinstance(policy, CPUOffloadPolicy) for _, policy in given[2:])
 

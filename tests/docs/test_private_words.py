@@ -1,4 +1,4 @@
-"""Names in the source tree do not contain private words that a reader of TRL or diffusers could not guess."""
+"""Names in the source and in the tests do not contain private words that a reader of TRL or diffusers could not guess."""
 
 import ast
 import re
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "retouch"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "retouch"
 FORBIDDEN = {
     "askers": "clients",
     "awaited": "wait_for_rewards",
@@ -60,4 +61,11 @@ def test_names_in_a_package_contain_no_forbidden_word(package: str) -> None:
     root = SOURCE / package
     files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
     found = [f"{file.relative_to(SOURCE)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples", "docs"])
+def test_names_outside_of_the_package_contain_no_forbidden_word(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]
     assert not found, "\n".join(found)

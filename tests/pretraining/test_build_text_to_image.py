@@ -89,14 +89,14 @@ def test_a_folder_without_a_text_to_image_model_raises(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     """The enhancer, from which its recipe starts, names a single thing correctly, and of several things mostly the first."""
-    painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
-    assert painter == enhancer
+    text_to_image, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
+    assert text_to_image == enhancer
     cpu = torch.device("cpu")
     model: Any = PlaygroundTextToImage().build(device=cpu)
     writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
     found = measure(model, writer)
-    assert found.keys() == painter.keys()
-    assert max(abs(found[name] - painter[name]) for name in painter) <= 0.1
+    assert found.keys() == text_to_image.keys()
+    assert max(abs(found[name] - text_to_image[name]) for name in text_to_image) <= 0.1
 
 
 def test_the_packaged_weights_have_at_most_8_mb() -> None:

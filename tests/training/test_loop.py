@@ -263,7 +263,7 @@ def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
 
 def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submitted():
     """The budget is spent at the second chunk of rank 1; both ranks stop, after rank 1 has also submitted its third chunk."""
-    awaited = []
+    collected = []
 
     class OutOfBudget(tiny_loop.RedJudge):
         def __call__(self, batch, samples):
@@ -271,7 +271,7 @@ def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submi
             if len(self.sample_counts) == 2:
                 future = Future()
                 future.set_exception(BudgetSpent("10 of 10"))
-            awaited.append(future)
+            collected.append(future)
             return future
 
     policies = [tiny.policy(mode="window") for _ in range(2)]
@@ -284,7 +284,7 @@ def test_spent_budget_of_one_rank_raises_on_all_ranks_after_all_chunks_are_submi
         return ranks.rank
 
     assert tiny_loop.run_on_threads(2, act) == [0, 1]
-    assert len(awaited) == 3
+    assert len(collected) == 3
 
 
 # Steps, epochs and minibatches

@@ -79,8 +79,8 @@ def test_wrong_letters_change_only_the_target():
 
 
 def test_style_from_reference_removes_the_targets_colours_from_the_source_image():
-    beside, apart = tasks(count=200), tasks(count=200, style_from_reference=True)
-    for a, b in zip(beside, apart, strict=True):
+    shared, apart = tasks(count=200), tasks(count=200, style_from_reference=True)
+    for a, b in zip(shared, apart, strict=True):
         assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
         assert a.reference.tobytes() == b.reference.tobytes()
         box = a.mask.getbbox()

@@ -190,7 +190,7 @@ def test_missing_unknown_and_damaged_stream_files_raise(tmp_path):
         built(StreamData(path=str(folder), **KEYS))
 
 
-def test_stream_rows_that_do_not_meet_the_requirements_raise(tmp_path):
+def test_stream_rows_that_violate_the_requirements_raise(tmp_path):
     folder = stream_files.parquet(tmp_path / "edits")
     required = RowRequirements(mask=True, images=(1, 1), model="flux-fill", takes="one image and a mask")
     with pytest.raises(ValueError, match="flux-fill takes one image and a mask, and this row has no mask"):

@@ -64,9 +64,9 @@ def test_run_trains_samples_and_exports_loadable_weights(tmp_path, folder, docum
 
 def test_setting_the_reference_device_gives_bitwise_equal_metrics(tmp_path, document):
     kl = {"kind": "policy_gradient", "surrogate": "reinforce", "kl": {"kind": "k3", "weight": 0.1}}
-    beside = trained(tmp_path, document(name="beside", objective=kl))
+    default = trained(tmp_path, document(name="default", objective=kl))
     away = trained(tmp_path, document(name="away", objective=kl, devices={"reference": "cpu"}))
-    assert (beside / "metrics.jsonl").read_bytes() == (away / "metrics.jsonl").read_bytes()
+    assert (default / "metrics.jsonl").read_bytes() == (away / "metrics.jsonl").read_bytes()
     assert metrics(away)[-1]["policy/kl"] > 0
 
 

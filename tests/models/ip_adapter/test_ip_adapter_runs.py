@@ -219,8 +219,8 @@ def test_row_without_a_reference_raises_with_its_line(world: Path, tmp_path: Pat
 
 def test_memory_plan_counts_the_adapter_and_its_encoder(world: Path, tmp_path: Path) -> None:
     lora = {"kind": "lora", "rank": 2, "alpha": 4}
-    alone, beside = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
-    for made in (alone, beside):
+    alone, with_lora = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
+    for made in (alone, with_lora):
         described = describe(made, playground_weights())
         assert described is not None
         rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
