@@ -262,11 +262,11 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
     is None if no such model is known; if they are incomplete, it is None."""
     path, absent = getattr(recipe.policy.model, "path", None), False
     try:
-        _weights(recipe)
-        _, here = recipe.policy.model.find_weights()
-        _require_complete(recipe.policy.model, key="policy.model.path")
+        image_folder, _ = _weights(recipe)
+        folder, here = recipe.policy.model.find_weights()
+        _require_complete(recipe.policy.model, folder, key="policy.model.path")
         if recipe.image_model is not recipe.policy.model:
-            _require_complete(recipe.image_model, key="renderer.model.path")
+            _require_complete(recipe.image_model, image_folder, key="renderer.model.path")
     except IncompleteWeights as error:
         return None, [failed("weights", str(error), fix=error.command)]
     except ValueError as error:
@@ -280,9 +280,9 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
     return future.planned(recipe), [failed("weights", future.text, fix=future.fix) if future.fix else note("weights", future.text)]
 
 
-def _require_complete(model: Any, *, key: str) -> None:
-    """Raise IncompleteWeights if the folder that the recipe names at ``key`` lacks files."""
-    folder, path = model.find_weights()[0], getattr(model, "path", None)
+def _require_complete(model: Any, folder: Path | None, *, key: str) -> None:
+    """Raise IncompleteWeights if files are missing in the model's ``folder``, which the recipe names at ``key``."""
+    path = getattr(model, "path", None)
     if folder is not None and isinstance(path, str):
         require_complete(folder, path=path, key=key)
 

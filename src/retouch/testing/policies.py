@@ -29,7 +29,8 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
       to rounding). Nothing is drawn from the global generator, and no weight changes.
     - ``evaluate`` reproduces the rollout: |ratio - 1| is at most ``ratio_limit`` before a step (None: 1e-6 for transitions, which
       holds for means over their elements, and 1e-5 for tokens), and not 0 after the weights have changed.
-    - Microbatches cover every row and action once, and the gradient does not depend on the slicing (up to 1e-5 of its norm).
+    - Microbatches cover every row and action once, and the gradient does not depend on the slicing (up to 1e-5 of its norm): by
+      microbatches, by rows, and by actions, of which at most 16 are evaluated alone.
     - Masked actions get no gradient, and the values stored for them do not matter.
     - If the trajectory has values, ``evaluate`` reproduces them too, for any slicing.
     - ``needs.kl``: the KL of this kind is 0 while the policy equals its reference, and has a gradient after the weights have
@@ -142,7 +143,7 @@ def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Ten
     slicings = {
         "the policy's own microbatches": policy.microbatches(trajectory),
         "one row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
-        "one action at a time": (Slice(slice(0, rows), part) for part in _single_actions(actions)),
+        "single actions": (Slice(slice(0, rows), part) for part in _single_actions(actions)),
     }
     for name, parts in slicings.items():
         distance = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
