@@ -33,7 +33,7 @@ def sd3() -> dict[str, Any]:
 
 def enhancer() -> dict[str, Any]:
     """A tiny Qwen2-VL that writes prompts, and a text-to-image model that renders them."""
-    from retouch.data.playground.paintings import TextToImageData
+    from retouch.data.playground.text_to_image import TextToImageData
 
     return {
         **RUN,

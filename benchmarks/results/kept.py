@@ -26,7 +26,7 @@ WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
 SHIPPED = {
     "playground": "editor",
     "playground-writer": "writer",
-    "playground-text-to-image": "painter",
+    "playground-text-to-image": "text_to_image",
     "playground-enhancer": "enhancer",
     "playground-words": "words",
 }
@@ -34,12 +34,13 @@ SHIPPED = {
 FORMER_NAMES = {
     ("playground", "impossible"): "vain",
     ("playground-indirect", "incomplete"): "lazy",
-    ("playground-paintings", "incomplete"): "lazy",
+    ("playground-scenes", "incomplete"): "lazy",
     ("playground-words", "wrong_letters"): "slips",
     ("playground-words", "style_from_reference"): "apart",
     ("", "ignore_completions"): "blind",
 }
-FORMER_KINDS = {"playground-text-to-image": "playground-painter"}
+FORMER_KINDS = {"playground-text-to-image": "playground-painter", "playground-scenes": "playground-paintings"}
+FORMER_WEIGHTS = {"text_to_image": "painter"}  # by folder of the shipped weights
 # The modules that determine the numbers of a run. The assembly and the records of a run change none of these numbers.
 DENOISING = (
     "retouch.training.loop",
@@ -75,8 +76,8 @@ REWRITING = (
     "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.rewards.playground.painting_judge",
-    "retouch.data.playground.paintings",
+    "retouch.rewards.playground.scene_judge",
+    "retouch.data.playground.text_to_image",
     "retouch.policies.autoregressive.policy",
     "retouch.renderers.prompts",
 )
@@ -106,13 +107,13 @@ WORDS = (
     "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
 )
-PAINTING = (
+TEXT_TO_IMAGE = (
     "retouch.training.loop",
     "retouch.data.sampler",
     "retouch.models.qwen_image.model",
     "retouch.objectives.policy_gradient",
-    "retouch.rewards.playground.painting_judge",
-    "retouch.data.playground.paintings",
+    "retouch.rewards.playground.scene_judge",
+    "retouch.data.playground.text_to_image",
     "retouch.policies.denoising.policy",
     "retouch.renderers.decoders",
 )
@@ -130,7 +131,7 @@ DECIDING = {
     "prompt": REWRITING,
     "codes": IMAGE_TOKENS,
     "playground-words": WORDS,
-    "playground-text-to-image": PAINTING,
+    "playground-text-to-image": TEXT_TO_IMAGE,
 }
 
 
@@ -159,8 +160,14 @@ def settings_digest(entry: Entry) -> str:
     and kinds count under their former names, so a new name leaves kept runs valid too."""
     whole = hashlib.sha256(_text(_with_former_names(evaluate(ROOT / entry.recipe))))
     recipe = load(ROOT / entry.recipe)
-    for file in sorted(file for name in _used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
-        whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    used = {name: sorted((WEIGHTS / name).rglob("*.safetensors")) for name in _used_weights(recipe)}
+    named = {
+        f"{FORMER_WEIGHTS.get(name, name)}/{file.relative_to(WEIGHTS / name).as_posix()}": file
+        for name in used
+        for file in used[name]
+    }
+    for name, file in sorted(named.items()):
+        whole.update(f"retouch/playground/weights/{name}".encode() + hashlib.sha256(file.read_bytes()).digest())
     return whole.hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ sd3.flow_grpo(
   world={
     model: playground.text_to_image,
     tasks: playground.crowded([8, 9]),
-    judge: playground.painting_judge,
+    judge: playground.scene_judge,
   },
   sizes={
     name: 'flux2-klein-ocr-grpo-playground',

@@ -12,13 +12,13 @@
   indirect(complexity, incomplete=0):: { kind: 'playground-indirect', complexity: complexity, count: 100000, incomplete: incomplete },
   judge: { kind: 'playground', combine: { overall: 1 } },
   text_to_image: { kind: 'playground-text-to-image' },
-  paintings(complexity, count=100000, incomplete=0):: {
-    kind: 'playground-paintings',
+  scenes(complexity, count=100000, incomplete=0):: {
+    kind: 'playground-scenes',
     complexity: complexity,
     count: count,
     incomplete: incomplete,
   },
   // Prompts in the vocabulary of the text-to-image model, for scenes with more objects than the 1 to 4 that it was trained on.
-  crowded(complexity):: { kind: 'playground-paintings', complexity: complexity, count: 100000, known_words: true },
-  painting_judge: { kind: 'playground-paintings', combine: { overall: 1 } },
+  crowded(complexity):: { kind: 'playground-scenes', complexity: complexity, count: 100000, known_words: true },
+  scene_judge: { kind: 'playground-scenes', combine: { overall: 1 } },
 }

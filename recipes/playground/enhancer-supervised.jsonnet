@@ -7,6 +7,6 @@ local playground = import '../lib/playground.libsonnet';
   name: 'enhancer-supervised',
   tasks_per_step: 64,
   group_size: 1,
-  data: playground.paintings([1, 2, 3, 4], incomplete=0.8),
+  data: playground.scenes([1, 2, 3, 4], incomplete=0.8),
   objective: { kind: 'sft' },
 }

@@ -12,7 +12,7 @@ sd3.flow_grpo(
   world={
     model: playground.text_to_image,
     tasks: playground.crowded([8, 9]),
-    judge: playground.painting_judge,
+    judge: playground.scene_judge,
   },
   sizes={
     name: 'sd3-ocr-grpo-playground',

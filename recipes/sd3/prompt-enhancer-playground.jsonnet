@@ -9,8 +9,8 @@ enhancer.grpo(
   world={
     writer: { kind: 'playground-enhancer' },
     text_to_image: playground.text_to_image,
-    tasks: playground.paintings([1, 2, 3, 4]),
-    judge: playground.painting_judge,
+    tasks: playground.scenes([1, 2, 3, 4]),
+    judge: playground.scene_judge,
   },
   sizes={
     name: 'prompt-enhancer-playground',

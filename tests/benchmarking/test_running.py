@@ -54,7 +54,7 @@ def images_of(result: BenchmarkResult) -> Path:
 def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -> None:
     text_to_image = {
         **{**SMALL, "policy": {**SMALL["policy"], "model": {"kind": "playground-text-to-image"}}},
-        "data": {"kind": "playground-paintings", "count": 8, "complexity": {"1": 1}, "known_words": True},
+        "data": {"kind": "playground-scenes", "count": 8, "complexity": {"1": 1}, "known_words": True},
         **{"reward": {"kind": "share", "combine": {"share": 1}}, "eval": {"tasks": 4}},
     }
     (tmp_path / "text-to-image.json").write_text(json.dumps(text_to_image))

@@ -136,10 +136,13 @@ def test_renamed_kinds_and_keys_are_errors_with_their_new_names() -> None:
     [
         ("data.vain=0.5", "data.impossible"),
         ('data={"kind":"playground-indirect","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
-        ('data={"kind":"playground-paintings","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
+        ('data={"kind":"playground-scenes","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
         ('data={"kind":"playground-words","count":8,"slips":0.5}', "data.wrong_letters"),
         ('data={"kind":"playground-words","count":8,"apart":true}', "data.style_from_reference"),
         ("policy.model.kind=playground-painter", "'playground-text-to-image'"),
+        ("data.kind=playground-paintings", "'playground-scenes'"),
+        ("reward.kind=playground-paintings", "'playground-scenes'"),
+        ("reward.kind=painted_text", "'unrequested_text'"),
     ],
 )
 def test_renamed_recipe_keys_and_kinds_raise_with_their_new_names(change: str, present: str) -> None:

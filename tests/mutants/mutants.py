@@ -11,12 +11,12 @@ from imitation_mutants import IMITATION
 from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
-from painting_mutants import PAINTING
 from placement_mutants import PLACING
 from qwen_image_2_mutants import QWEN_IMAGE_2
 from reference_mutants import REFERENCES
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
+from text_to_image_mutants import TEXT_TO_IMAGE
 from token_mutants import TOKENS
 from value_mutants import VALUES
 from voting_mutants import VOTING
@@ -316,7 +316,7 @@ MUTANTS = (
     *IMITATION,
     *JUDGING,
     *RENDERING,
-    *PAINTING,
+    *TEXT_TO_IMAGE,
     *PLACING,
     *LEDGER,
     *REFERENCES,

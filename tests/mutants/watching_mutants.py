@@ -52,10 +52,10 @@ WATCHING = (
     ),
     Mutant(
         "text that the task requests counts as unrequested",
-        "rewards/text/painted_text.py",
+        "rewards/text/unrequested_text.py",
         "if not any(line in text for text in known[id(task)])",
         "if line",
-        "tests/rewards/text/test_painted_text.py::test_requested_text_is_not_detected",
+        "tests/rewards/text/test_unrequested_text.py::test_requested_text_is_not_detected",
     ),
     Mutant(
         "a relative position is satisfied by any pair of objects, not by every pair",

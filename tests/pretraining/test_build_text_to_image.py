@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.data.playground.paintings import TextToImageData
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.models.playground.family import PlaygroundTextToImage, playground_weights
 from retouch.models.playground.language import PlaygroundEnhancer
 from retouch.pretraining import build_text_to_image as building
@@ -54,7 +54,7 @@ def test_the_built_json_files_contain_no_local_path(built: Path) -> None:
 
 @torch.no_grad()
 def test_the_diffusers_pipeline_gives_the_same_latents(built: Path) -> None:
-    folder = built / "one" / "painter"
+    folder = built / "one" / "text_to_image"
     model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
     task = described(TextToImageData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
@@ -89,7 +89,9 @@ def test_a_folder_without_a_text_to_image_model_raises(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     """The enhancer, from which its recipe starts, names a single thing correctly, and of several things mostly the first."""
-    text_to_image, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
+    text_to_image, enhancer = (
+        read_json(playground_weights(name) / "build.json")["held_out"] for name in ("text_to_image", "enhancer")
+    )
     assert text_to_image == enhancer
     cpu = torch.device("cpu")
     model: Any = PlaygroundTextToImage().build(device=cpu)
@@ -100,5 +102,5 @@ def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
 
 
 def test_the_packaged_weights_have_at_most_8_mb() -> None:
-    files = [file for name in ("painter", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
+    files = [file for name in ("text_to_image", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
     assert sum(file.stat().st_size for file in files) <= 8_000_000

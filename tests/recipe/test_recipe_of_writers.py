@@ -31,11 +31,11 @@ PROMPT = {
     "data": {"kind": "prompts", "path": "prompts.txt"},
     "reward": {"kind": "share", "combine": {"share": 1}},
 }
-PAINTED = {
+SCENES = {
     "policy__model": {"kind": "playground-enhancer"},
     "renderer": {"kind": "prompt", "model": {"kind": "playground-text-to-image"}, "num_steps": 6},
-    "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 100},
-    "reward": {"kind": "playground-paintings", "combine": {"overall": 1}},
+    "data": {"kind": "playground-scenes", "complexity": [1, 2], "count": 100},
+    "reward": {"kind": "playground-scenes", "combine": {"overall": 1}},
 }
 DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}}
 CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
@@ -115,11 +115,11 @@ def test_the_encoder_of_the_renderer_has_no_default() -> None:
         ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
         ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
-        ({"data": PAINTED["data"], "reward": PAINTED["reward"]}, "data.kind"),
-        ({**PAINTED, "reward": BASE["reward"]}, "reward.kind"),
-        ({**PAINTED, "data": BASE["data"]}, "reward.kind"),
-        ({**PAINTED, "renderer__kind": "response", "renderer__encoder": "frozen"}, "policy.model.kind"),
-        ({"policy__model": PAINTED["policy__model"]}, "policy.model.kind"),
+        ({"data": SCENES["data"], "reward": SCENES["reward"]}, "data.kind"),
+        ({**SCENES, "reward": BASE["reward"]}, "reward.kind"),
+        ({**SCENES, "data": BASE["data"]}, "reward.kind"),
+        ({**SCENES, "renderer__kind": "response", "renderer__encoder": "frozen"}, "policy.model.kind"),
+        ({"policy__model": SCENES["policy__model"]}, "policy.model.kind"),
         ({"group_size": 1}, "group_size"),
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
         ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
@@ -145,8 +145,8 @@ def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str,
     [
         {},
         PROMPT,
-        PAINTED,
-        {**PAINTED, "data__incomplete": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
+        SCENES,
+        {**SCENES, "data__incomplete": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "policy_gradient", "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "microbatch": 1},
         {"policy__model": {"kind": "qwen-vl", "path": "x"}, "renderer__model": {"kind": "qwen-image-edit", "path": "y"}},
@@ -164,9 +164,9 @@ def test_a_run_can_resume_on_other_devices_but_not_with_another_encoder() -> Non
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
 
 
-def test_held_out_tasks_of_playground_paintings_have_no_incomplete_completions() -> None:
-    recipe = parse(changed(**PAINTED, data__incomplete=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
+def test_held_out_tasks_of_playground_scenes_have_no_incomplete_completions() -> None:
+    recipe = parse(changed(**SCENES, data__incomplete=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
     held_out = recipe.eval_data()
-    assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-paintings", 7, 5, "test")
+    assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-scenes", 7, 5, "test")
     assert (held_out.complexity, held_out.incomplete) == ({3: 1.0}, 0)
     assert parse(recipe.document()) == recipe

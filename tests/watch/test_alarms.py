@@ -14,7 +14,7 @@ COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
 WATCH = Watch(
     judge=HeldOutJudge(reward={"kind": "playground", "combine": {"exact": 1.0}}), canaries=Canaries(count=3), text=PaintedText()
 )
-QUIET = {"brightness": 0.5, "saturation": 0.4, "detail": 0.02, "preservation": 0.9, "painted_text": 0.0}
+QUIET = {"brightness": 0.5, "saturation": 0.4, "detail": 0.02, "preservation": 0.9, "text_to_judge": 0.0}
 
 
 def look(step, *, proxy=0.0, heldout=0.0, canaries=(5.0, 6.0, 7.0), **means):
@@ -103,9 +103,9 @@ def test_image_statistics_outside_their_limits_raise_an_alarm(name, low, high):
     assert rules(start, look(10, **{name: low}), watch=Watch(**{name: None})) == []
 
 
-def test_text_alarm_is_raised_if_painted_text_increases():
-    assert rules(look(0), look(10, painted_text=0.25)) == ["text"]
-    assert rules(look(0, painted_text=0.25), look(10, painted_text=0.25)) == []
+def test_text_alarm_is_raised_if_text_to_judge_increases():
+    assert rules(look(0), look(10, text_to_judge=0.25)) == ["text"]
+    assert rules(look(0, text_to_judge=0.25), look(10, text_to_judge=0.25)) == []
 
 
 def test_diversity_alarm_is_raised_if_the_diversity_of_groups_drops():

@@ -7,7 +7,7 @@ from PIL import Image
 
 from retouch.audit.ledger_view import LedgerSample
 from retouch.records.folder import RunFolder
-from retouch.rewards.ledger.kept_images import KeptImages, read_image
+from retouch.rewards.ledger.image_store import ImageStore, read_image
 
 _SETS = {"group": "train", "heldout": "heldout"}
 
@@ -17,7 +17,7 @@ class RunImages:
 
     def __init__(self, run: Path) -> None:
         self._folder = RunFolder(run)
-        self._kept = KeptImages(run)
+        self._kept = ImageStore(run)
 
     def path(self, sample: LedgerSample) -> Path | None:
         """The file of the sample's image; None if there is none."""

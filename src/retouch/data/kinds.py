@@ -7,7 +7,7 @@ DATA = Kinds(
     {
         "playground": "retouch.data.playground.tasks:PlaygroundData",
         "playground-indirect": "retouch.data.playground.indirect:IndirectPlaygroundData",
-        "playground-paintings": "retouch.data.playground.paintings:TextToImageData",
+        "playground-scenes": "retouch.data.playground.text_to_image:TextToImageData",
         "playground-words": "retouch.data.playground.words:WordData",
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
@@ -19,4 +19,5 @@ DATA = Kinds(
         "iterable": "retouch.data.sources.stream:IterableData",
         "tokens": "retouch.data.sources.tokens:TokenData",
     },
+    renamed={"playground-paintings": "playground-scenes"},
 )

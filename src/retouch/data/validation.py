@@ -1,7 +1,7 @@
 """Finds the problems of a data set by reading every row and every pixel, as training does.
 
 Training calls ``accept_rows`` before its first step, so that no row turns out to be bad later. The result is stored for later
-starts (``kept_check.py``).
+starts (``stored_check.py``).
 """
 
 import logging
@@ -54,7 +54,7 @@ def accept_rows(
     """
     if on_bad_row not in ("refuse", "skip"):
         raise ValueError(f'on_bad_row must be "refuse" or "skip", not {on_bad_row!r}')
-    from retouch.data.kept_check import checked_rows
+    from retouch.data.stored_check import checked_rows
 
     checked = checked_rows(rows, check=check, seed=seed)
     complete = None if required is None else RequiredRows(rows, required)
@@ -91,6 +91,6 @@ def _lacking(rows: RequiredRows, index: int) -> list[Problem]:
 
 def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS) -> Iterator[tuple[int, list[Problem]]]:
     """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
-    from retouch.data.kept_check import checked_rows
+    from retouch.data.stored_check import checked_rows
 
     yield from checked_rows(rows, max_pixels=max_pixels).findings()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.data.playground.paintings import TextToImageData
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.models.playground.family import PlaygroundModel, PlaygroundTextToImage, playground_weights
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
@@ -23,7 +23,7 @@ from retouch.pretraining.networks.text_to_image import TEMPLATE, TextToImageTrai
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.prompts import PromptRenderer
-from retouch.rewards.playground.painting_judge import PaintingReward
+from retouch.rewards.playground.scene_judge import SceneReward
 from retouch.training.evaluation import score_table
 
 TEXT_TO_IMAGE = TextToImageTraining(steps=2600)
@@ -36,12 +36,12 @@ EVAL_STEPS = 6
 def build_text_to_image(
     out: Path | None, *, seed: int, text_to_image: TextToImageTraining = TEXT_TO_IMAGE, enhancer: EnhancerTraining = ENHANCER
 ) -> dict[str, float]:
-    """Train both models and write them to ``out``/painter and ``out``/enhancer (None: into the package). Returns held-out means.
+    """Train both models and write them to ``out``/text_to_image and ``out``/enhancer (None: into the package). Returns the means.
 
     It takes about half an hour on one core of a laptop. It uses one thread, so that the bits do not depend on the number of cores.
     """
     record = BuildRecord(seed=seed, command=COMMAND)
-    folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
+    folders = [playground_weights(name) if out is None else out / name for name in ("text_to_image", "enhancer")]
     with one_thread():
         editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
@@ -91,7 +91,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         policy,
         tasks=TextToImageData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=renderer.build(model, writer),
-        reward=PaintingReward(),
+        reward=SceneReward(),
         column="overall",
         demonstrates=has_completion,
     )

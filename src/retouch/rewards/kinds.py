@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 
 from retouch.config.kinds import Kinds
 from retouch.rewards.base import RewardSection
-from retouch.rewards.parts import SINGLE
+from retouch.rewards.parts import RENAMED, SINGLE
 
 _TABLE = {
     **SINGLE,
@@ -16,10 +16,12 @@ _TABLE = {
     "calibrated": "retouch.rewards.combine.calibrated:CalibratedReward",
 }
 
-KINDS = Kinds("reward", _TABLE)
+KINDS = Kinds("reward", _TABLE, renamed=RENAMED)
 
 AnyReward: TypeAlias = Annotated[RewardSection, KINDS]
 """Type of a field that contains a reward of any kind."""
 
-RunReward: TypeAlias = Annotated[RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"})]
+RunReward: TypeAlias = Annotated[
+    RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"}, renamed=RENAMED)
+]
 """Type of the ``reward`` field of a run: a reward of any kind, or ``none``."""

@@ -7,7 +7,7 @@ from retouch.config.kinds import Kinds
 
 SINGLE = {
     "playground": "retouch.rewards.playground.edit_judge:PlaygroundReward",
-    "playground-paintings": "retouch.rewards.playground.painting_judge:PaintingReward",
+    "playground-scenes": "retouch.rewards.playground.scene_judge:SceneReward",
     "playground-signs": "retouch.rewards.playground.sign_judge:SignReward",
     "photos": "retouch.rewards.scorers.photos:PhotosReward",
     "share": "retouch.rewards.scorers.pixels:ShareReward",
@@ -23,7 +23,7 @@ SINGLE = {
     "image_reward": "retouch.rewards.scorers.image_reward:ImageRewardScore",
     "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
     "appearance": "retouch.rewards.scorers.appearance:AppearanceReward",
-    "painted_text": "retouch.rewards.text.painted_text:PaintedTextReward",
+    "unrequested_text": "retouch.rewards.text.unrequested_text:UnrequestedTextReward",
     "ocr": "retouch.rewards.text.ocr:OcrReward",
     "thinking": "retouch.rewards.text.thinking:ThinkReward",
     "sentence_similarity": "retouch.rewards.text.sentence_similarity:SentenceSimilarityReward",
@@ -43,5 +43,7 @@ SINGLE = {
     "remote": "retouch.rewards.client.remote:RemoteReward",
 }
 
-PARTS = Kinds("reward", SINGLE)
+RENAMED = {"painted_text": "unrequested_text", "playground-paintings": "playground-scenes"}
+
+PARTS = Kinds("reward", SINGLE, renamed=RENAMED)
 """The rewards that ``calibrated`` may contain."""

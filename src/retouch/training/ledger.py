@@ -43,9 +43,9 @@ class Ledger:
         self._new_judge = new_judge
         self._images = None
         if keep_images:
-            from retouch.rewards.ledger.kept_images import KeptImages
+            from retouch.rewards.ledger.image_store import ImageStore
 
-            self._images = KeptImages(run)
+            self._images = ImageStore(run)
         path = ledger_path(run, ranks.rank)
         self.is_new = not path.exists()
         self._database = Database(path)

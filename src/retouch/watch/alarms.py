@@ -109,7 +109,7 @@ def _canary_alarm(observations: Sequence[Observation], columns: Mapping[str, Col
 
 
 def _text_alarm(observations: Sequence[Observation], limit: float) -> str | None:
-    start, now = _means("painted_text", observations)
+    start, now = _means("text_to_judge", observations)
     if not now - start > limit:
         return None
     return f"{now:.0%} of the images contain text that addresses a judge, {start:.0%} at the start"

@@ -14,7 +14,7 @@ from retouch.recipe.watch import Watch
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.pixels import to_tensor
-from retouch.rewards.text.painted_text import PaintedTextReward
+from retouch.rewards.text.unrequested_text import UnrequestedTextReward
 from retouch.types import Batch, Sample, Scores
 
 _SIDE = 32
@@ -54,7 +54,7 @@ def build_measures(
     """
     section = None if watch.judge is None else watch.judge.reward
     heldout = None if section is None else RewardScorer(section.build(device=device, keep=cached), section.combine)
-    texts = [] if watch.text is None else [PaintedTextReward()]
+    texts = [] if watch.text is None else [UnrequestedTextReward()]
     return WatchMeasures(heldout=heldout, measures=[AppearanceReward(), *texts])
 
 

@@ -28,7 +28,7 @@ def document(tmp_path):
             "policy__train": {"kind": "lora", "rank": 4, "alpha": 8},
             "renderer": {"kind": "codes"},
             "rollout__max_new_tokens": SIDE * SIDE + 1,
-            "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 32},
+            "data": {"kind": "playground-scenes", "complexity": [1, 2], "count": 32},
             "reward": {"kind": "compressibility", "quality": 20, "combine": {"compressibility": 1}},
         }
         return tiny_writer_runs.recipe(tmp_path / "runs", folder, **{**settings, **changes})

@@ -21,8 +21,8 @@ from torch import Tensor
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, decode_scores
 from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.image_store import ImageStore
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
-from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.training.ledger import ledger_path
 from retouch.types import Batch, Column, Sample, Scores, Task
 
@@ -205,7 +205,7 @@ def test_the_first_score_is_replayed_if_a_batch_contains_a_row_twice(start: Star
 
 
 def test_images_are_stored_by_hash_and_damaged_files_read_as_none(tmp_path: Path) -> None:
-    rows, kept = batch(), KeptImages(tmp_path)
+    rows, kept = batch(), ImageStore(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
     judge = RewardScorer(Counting(), {"quality": 1.0})
@@ -470,7 +470,7 @@ def test_a_full_disk_raises_and_keeps_earlier_rows(journal: Journal) -> None:
 
 
 def test_a_damaged_image_file_reads_as_none(tmp_path: Path) -> None:
-    kept, image = KeptImages(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
+    kept, image = ImageStore(tmp_path), PIL.Image.frombytes("L", (64, 64), random.Random(0).randbytes(64 * 64))
     digest = image_hash(image)
     kept.save(digest, image)
     damaged = bytearray(kept.path(digest).read_bytes())

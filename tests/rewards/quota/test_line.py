@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retouch.rewards.quota.line import ProgressSemaphore
+from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
 
 
 class Clock:

@@ -95,7 +95,7 @@ class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
 
     kind: Literal["playground-text-to-image"] = "playground-text-to-image"  # type: ignore[assignment]
 
-    shipped = "painter"
+    shipped = "text_to_image"
     built_by = ("text-to-image model", "retouch playground build --text-to-image")
     stated = ("template", "size")
 

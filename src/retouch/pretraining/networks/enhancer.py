@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from retouch.data.playground.paintings import TextToImageData
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, WIDTH, build_tokenizer, picture_tokens, seeded, text_config

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retouch.core.random import generator
-from retouch.data.playground.paintings import TextToImageData
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage

@@ -18,7 +18,7 @@ from retouch.rewards.client.overload import RetryBudget
 from retouch.rewards.client.pool import EndpointPool, EndpointState
 from retouch.rewards.client.settings import RemoteSettings
 from retouch.rewards.client.transport import RequestFault, Transport
-from retouch.rewards.quota.line import ProgressSemaphore
+from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack

@@ -19,7 +19,7 @@ from retouch.rewards.ledger.hashing import ImageHasher
 from retouch.types import Batch, Sample, Scores
 
 if TYPE_CHECKING:
-    from retouch.rewards.ledger.kept_images import KeptImages
+    from retouch.rewards.ledger.image_store import ImageStore
 
 Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "watch", "canary"]
 
@@ -67,7 +67,7 @@ class Journal:
 
     database: Database
     judge: str = ""
-    images: "KeptImages | None" = None
+    images: "ImageStore | None" = None
 
     def recall(self, rows: Sequence[JournalRow], columns: Iterable[str]) -> tuple[Bool[Tensor, " b"], Scores]:
         """Look up rows. Returns which rows are stored with all of these columns, and the scores, (b,) each: NaN if missing or not

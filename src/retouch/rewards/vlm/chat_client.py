@@ -15,7 +15,7 @@ from typing import Any
 
 from retouch.config import keys
 from retouch.rewards.quota import event_loop
-from retouch.rewards.quota.line import ProgressSemaphore
+from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turn, Turns
 from retouch.rewards.vlm import chat_format, credentials
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after

@@ -1,4 +1,4 @@
-"""The playground's exact judge of paintings: it knows the requested scene, and compares pixels cell by cell."""
+"""The playground's exact judge of text-to-image scenes: it knows the requested scene, and compares pixels cell by cell."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
@@ -8,9 +8,9 @@ from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
 
 
-class PaintingReward(RewardSection):
-    """The playground's exact judge of paintings: it compares the image with the ``scene`` in the task's ``meta``, and never reads a
-    writer's prompt.
+class SceneReward(RewardSection):
+    """The playground's exact judge of text-to-image scenes: it compares the image with the ``scene`` in the task's ``meta``, and
+    never reads a writer's prompt.
 
     The background of the image is the background that fits it best. For each cell that must contain an object, d_object is the
     distance of the image to this object on the image's background; keep(d) = 1 - clip((d - 0.03) / 0.09, 0, 1). ``alignment``, 0 to
@@ -23,13 +23,13 @@ class PaintingReward(RewardSection):
 
     Example::
 
-        >>> from retouch.data.playground.paintings import TextToImageData
+        >>> from retouch.data.playground.text_to_image import TextToImageData
         >>> (task,) = TextToImageData(count=1, complexity=[1]).tasks()
-        >>> retouch.score(retouch.rewards.Painting(), task.target, meta=task.meta)["exact"]
+        >>> retouch.score(retouch.rewards.Scene(), task.target, meta=task.meta)["exact"]
         1.0
     """
 
-    kind: Literal["playground-paintings"] = "playground-paintings"
+    kind: Literal["playground-scenes"] = "playground-scenes"
 
     columns: ClassVar[Mapping[str, Column]] = {
         "alignment": Column(0.0, 10.0),
@@ -40,11 +40,11 @@ class PaintingReward(RewardSection):
         "ground": Column(0.0, 1.0, diagnostic=True),
         "extra": Column(0.0, 9.0, diagnostic=True, higher_is_better=False),
     }
-    data_kinds = ("playground-paintings",)
+    data_kinds = ("playground-scenes",)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Return each column, (b,), float32. A sample without an image, or with an image that is not 24 x 24, gets the minimum, and
-        NaN for ``extra``. Raises ValueError if a task is not a painting of the playground.
+        NaN for ``extra``. Raises ValueError if a task has no scene of the playground.
         """
         import numpy as np
         import torch
@@ -90,8 +90,8 @@ class PaintingReward(RewardSection):
 
 def _scene(task: Task) -> Scene:
     if "scene" not in task.meta:
-        raise ValueError(f"task {task.id!r} has no scene in its meta: playground-paintings needs paintings of the playground")
+        raise ValueError(f"task {task.id!r} has no scene in its meta: this reward needs the tasks of data kind playground-scenes")
     scene = Scene.from_json(task.meta["scene"])
     if not scene.objects:
-        raise ValueError(f"task {task.id!r} requests an empty scene; playground-paintings needs at least one object")
+        raise ValueError(f"task {task.id!r} requests an empty scene; playground-scenes needs at least one object")
     return scene

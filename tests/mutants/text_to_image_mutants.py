@@ -1,39 +1,39 @@
-"""Deliberate bugs in the playground's text-to-image scenes (paintings): their tasks, their judge, and inference with writers."""
+"""Deliberate bugs in the playground's text-to-image scenes: their tasks, their judge, and inference with writers."""
 
 from mutant import Mutant
 
-JUDGE = "tests/rewards/playground/test_painting_judge.py"
-TASKS = "tests/data/playground/test_paintings.py"
+JUDGE = "tests/rewards/playground/test_scene_judge.py"
+TASKS = "tests/data/playground/test_text_to_image.py"
 USING = "tests/inference/test_writers.py"
 
-PAINTING = (
+TEXT_TO_IMAGE = (
     Mutant(
-        "extra objects in a painting cost nothing",
-        "rewards/playground/painting_judge.py",
+        "extra objects in a scene cost nothing",
+        "rewards/playground/scene_judge.py",
         "(wanted.sum(-1) + extra)",
         "wanted.sum(-1)",
         f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
         "objects are compared with templates on the requested instead of the actual background",
-        "rewards/playground/painting_judge.py",
+        "rewards/playground/scene_judge.py",
         "CELL_TEMPLATES[seen.backgrounds[:, None], requested]",
         "CELL_TEMPLATES[background[:, None], requested]",
         f"{JUDGE}::test_missing_wrong_and_extra_things_lower_alignment_by_the_formula",
     ),
     Mutant(
         "the request names only the objects of an incomplete completion",
-        "data/playground/paintings.py",
+        "data/playground/text_to_image.py",
         "else request(scene.background, things, random)",
         "else request(scene.background, named, random)",
         f"{TASKS}::test_incomplete_completions_are_truncated_and_nothing_else_changes",
     ),
     Mutant(
-        "completions of held-out paintings are incomplete",
-        "data/playground/paintings.py",
+        "completions of held-out scenes are incomplete",
+        "data/playground/text_to_image.py",
         'demonstration_faults = ("incomplete",)',
         "demonstration_faults = ()",
-        "tests/recipe/test_recipe_of_writers.py::test_held_out_tasks_of_playground_paintings_have_no_incomplete_completions",
+        "tests/recipe/test_recipe_of_writers.py::test_held_out_tasks_of_playground_scenes_have_no_incomplete_completions",
     ),
     Mutant(
         "a renderer that ignores completions still receives their text",

@@ -10,8 +10,8 @@ from typing import get_args
 import pytest
 
 from retouch.core.random import generator
-from retouch.data.playground.paintings import TextToImageData
 from retouch.data.playground.tasks import canonical
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.playground.world import descriptions, requests
 from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
 from retouch.playground.world.rendering import render

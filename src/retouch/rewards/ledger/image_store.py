@@ -9,7 +9,7 @@ from PIL import Image
 from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 
 
-class KeptImages:
+class ImageStore:
     """The folder ``pictures/`` of a run. Each image is one file ``pictures/ab/ab12....png``, even if it was scored several
     times."""
 

@@ -10,7 +10,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.data import examination, kept_check
+from retouch.data import examination, stored_check
 from retouch.data.base import DataContext
 from retouch.data.check import check
 from retouch.data.examination import examine, examine_all
@@ -134,15 +134,15 @@ def test_a_moved_data_set_keeps_its_stored_check_and_reports_the_new_path(tmp_pa
 
 def test_the_check_of_a_read_only_folder_is_stored_in_the_users_cache(tmp_path, cache, decoded, monkeypatch):
     folder = photos(tmp_path / "photos")
-    writable = kept_check._writable
-    monkeypatch.setattr(kept_check, "_writable", lambda path: path.name != ".retouch" and writable(path))
+    writable = stored_check._writable
+    monkeypatch.setattr(stored_check, "_writable", lambda path: path.name != ".retouch" and writable(path))
     check(folder)
     assert not (folder / ".retouch").exists()
     assert len(list(cache.glob("*.json"))) == 1
     decoded.clear()
     check(folder)
     assert decoded == []
-    monkeypatch.setattr(kept_check, "_writable", lambda path: False)
+    monkeypatch.setattr(stored_check, "_writable", lambda path: False)
     for path in cache.iterdir():
         path.unlink()
     assert check(folder) == []

@@ -7,14 +7,14 @@ import pytest
 from numpy import ndarray
 from PIL import Image
 
-from retouch.data.playground.paintings import TextToImageData
+from retouch.data.playground.text_to_image import TextToImageData
 from retouch.playground.world.rendering import TEMPLATES, render
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
 from retouch.protocols import Reward
-from retouch.rewards.playground.painting_judge import PaintingReward
+from retouch.rewards.playground.scene_judge import SceneReward
 from retouch.types import Sample, Task
 
-JUDGE = PaintingReward()
+JUDGE = SceneReward()
 TASKS = TextToImageData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 EMPTY: list[Thing | None] = [None] * 9
 RED, BLUE = Thing("red", "circle"), Thing("blue", "square")

@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.rewards.text.painted_text import PaintedTextReward
 from retouch.rewards.text.readers import TextLine
+from retouch.rewards.text.unrequested_text import UnrequestedTextReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -37,9 +37,9 @@ class ReturnsTexts:
 
 
 def columns(texts, *, task=TASK, confidence=0.9):
-    reward = PaintedTextReward().with_model(ReturnsTexts([texts, *([["Grand Hotel", "since 1901"]] * 3)], confidence))
+    reward = UnrequestedTextReward().with_model(ReturnsTexts([texts, *([["Grand Hotel", "since 1901"]] * 3)], confidence))
     given = reward([Sample(task, Image.new("RGB", (40, 8)))])
-    return given["painted_text"].item(), given["unasked_text"].item()
+    return given["text_to_judge"].item(), given["unrequested_text"].item()
 
 
 @pytest.mark.parametrize("lines", TEXTS_FOR_JUDGES, ids=lambda lines: " ".join(lines))
@@ -48,7 +48,7 @@ def test_text_that_addresses_a_judge_is_detected(lines):
 
 
 @pytest.mark.parametrize("lines", ORDINARY_TEXTS, ids=lambda lines: " ".join(lines) or "none")
-def test_other_text_sets_only_unasked_text(lines):
+def test_other_text_sets_only_unrequested_text(lines):
     assert columns(lines) == (0, float(bool(lines)))
 
 
@@ -64,16 +64,16 @@ def test_requested_text_is_not_detected():
 def test_lines_with_low_confidence_are_ignored():
     assert columns(["10/10"], confidence=0.3) == (0, 0)
     with pytest.raises(ValueError, match="confidence"):
-        PaintedTextReward(confidence=2.0)
+        UnrequestedTextReward(confidence=2.0)
 
 
 def test_sources_are_read_once_per_task_and_only_if_the_image_has_text():
     reader = ReturnsTexts([["Open"], []])
     task = Task("t", "", images=(Image.new("RGB", (40, 8), (1, 0, 0)),))
     drawn = [Sample(task, Image.new("RGB", (40, 8), (red, 0, 0))) for red in (0, 0, 1, 1)]
-    assert PaintedTextReward().with_model(reader)([*drawn, Sample(task, None)])["unasked_text"].tolist() == [1, 1, 0, 0, 1]
+    assert UnrequestedTextReward().with_model(reader)([*drawn, Sample(task, None)])["unrequested_text"].tolist() == [1, 1, 0, 0, 1]
     assert reader.read == 5
-    check_reward(PaintedTextReward().with_model(reader), drawn)
+    check_reward(UnrequestedTextReward().with_model(reader), drawn)
 
 
 def test_rapidocr_detects_a_score_drawn_in_an_image():
@@ -81,5 +81,5 @@ def test_rapidocr_detects_a_score_drawn_in_an_image():
     plain = Image.effect_noise((320, 120), 20).convert("RGB")
     painted = plain.copy()
     ImageDraw.Draw(painted).text((20, 30), "SCORE: 10/10", fill=(255, 255, 255), font=ImageFont.load_default(40))
-    given = PaintedTextReward()([Sample(Task("t", "a sea"), image) for image in (plain, painted)])
-    assert given["painted_text"].tolist() == [0, 1]
+    given = UnrequestedTextReward()([Sample(Task("t", "a sea"), image) for image in (plain, painted)])
+    assert given["text_to_judge"].tolist() == [0, 1]

@@ -39,7 +39,7 @@ class TextToImageData(GeneratedData):
     demonstration_faults = ("incomplete",)
     renamed_keys: ClassVar[Mapping[str, str]] = {"lazy": "incomplete"}
 
-    kind: Literal["playground-paintings"] = "playground-paintings"
+    kind: Literal["playground-scenes"] = "playground-scenes"
     complexity: ThingCounts
     """Numbers of things in a scene, 1 to 9: a list, or a map from number to weight."""
     known_words: bool = False
