@@ -211,7 +211,8 @@ class Assembly(PolicyParts):
         """
         if "old" in self.plan[index][0].objective.weight_copies:
             self.copies.snapshot("old")
-        warmed_up = index > 0 and self.plan[index - 1][0].imitates
+        earlier = [phase for phase, steps in self.plan[:index] if steps]
+        warmed_up = bool(earlier) and earlier[-1].imitates
         fixed = self.recipe.renderer is not None and self.recipe.renderer.keeps_first_reference
         if warmed_up and "reference" in self.copies.copies and not fixed:
             self.copies.snapshot("reference")

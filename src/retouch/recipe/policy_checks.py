@@ -52,9 +52,14 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Check the image model: the size of its images is known, its parts are known if some of them are moved off the device, and it
-    can render the output of the policy."""
+    """Check the image model: the size of its images is known, its parts are known if some of them are moved off the device, it can
+    train in its dtype, and it can render the output of the policy."""
     model = recipe.image_model
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and getattr(model, "dtype", None) == "float16":
+        yield (
+            "policy.model.dtype: float16 is only for frozen image models, as most gradients would underflow to 0; use bfloat16 or "
+            "float32"
+        )
     if isinstance(model, DiffusersModel) and not model.has_size:
         yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
     if isinstance(recipe.policy, DenoisingPolicyKeys) and not isinstance(model, DiffusersModel):

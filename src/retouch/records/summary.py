@@ -17,9 +17,10 @@ class Summary:
     """The mean score before and after training, and the numbers to compare it with.
 
     ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
-    scores are in the column's unit. ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of
-    ``k`` samples of the base policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not
-    measured. ``cost``: amounts by name, for people to read.
+    scores are in the column's unit. ``before``, ``after``: means over the tasks with a score both before and after training.
+    ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples of the base
+    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured. ``cost``:
+    amounts by name, for people to read.
     """
 
     column: str

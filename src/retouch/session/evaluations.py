@@ -137,13 +137,14 @@ class RunEvaluations:
         before, after = (self._stored(at) for at in (0, step))
         baselines = self._stored_baselines()
         start, end = self._values(before), self._values(after)
-        _, interval = paired_gain(start[self.headline], end[self.headline])
+        both = self.headline & ~(end - start).isnan()  # otherwise a missing score would change the gain
+        _, interval = paired_gain(start[both], end[both])
         seconds = math.fsum(line.get("time/step") or 0.0 for line in self.folder.read_timings())
         summary = Summary(
             column=self._column,
             on=self._on(),
-            before=self._headline(start),
-            after=self._headline(end),
+            before=float(start[both].mean()),
+            after=float(end[both].mean()),
             steps=step,
             ceiling=baselines.get("ceiling"),
             best_of_k=baselines.get("best_of_k"),
