@@ -7,7 +7,6 @@ ended with a traceback.
 """
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -19,27 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "tests" / "support"))
 import folder_faults as faults  # noqa: E402
-from kill_places import import_models  # noqa: E402
-
-
-def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
-    """Do the work in a forked process, with its output in ``log``. Returns the exit code, or minus the signal that ended it."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    code = 1
-    try:
-        code = work() or 0
-    except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
-        import traceback
-
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+from kill_places import import_models, run_in_fork  # noqa: E402
 
 
 def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.Outcome"]:
@@ -47,8 +26,8 @@ def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.O
     import_models()
 
     whole, base = faults.six_step_recipe(out, "whole"), faults.six_step_recipe(out, "base")
-    assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
-    assert in_fork(lambda: faults.train_until_killed(base), out / "base.log") == -9, (out / "base.log").read_text()
+    assert run_in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
+    assert run_in_fork(lambda: faults.train_until_killed(base), out / "base.log") == -9, (out / "base.log").read_text()
     for number, fault in enumerate([name for name in faults.FAULTS if re.search(only, name)][::every]):
         made = faults.six_step_recipe(out, f"fault-{number}")
         shutil.copytree(base.folder, made.folder, symlinks=True)
@@ -56,7 +35,7 @@ def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.O
         (made.folder / "recipe.json").write_text(recipe)
         faults.FAULTS[fault](made.folder)
         before, log = faults.contents(made.folder), out / f"{made.name}.log"
-        code = in_fork(lambda made=made: faults.train(made), log)
+        code = run_in_fork(lambda made=made: faults.train(made), log)
         yield faults.judge_outcome(fault, code, log.read_text(), before=before, folder=made.folder, whole=whole.folder)
         shutil.rmtree(made.folder)
 

@@ -162,18 +162,25 @@ def kill_at(place: str, call: int, when: str) -> None:
     setattr(owner, name, counted)
 
 
-def run_in_fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a fork without output; return its exit code, or minus the number of the signal that ended it."""
+def run_in_fork(work: Callable[[], int | None], log: Path | None = None) -> int:
+    """Run ``work`` in a fork and return its exit code, or minus the number of the signal that ended it.
+
+    ``log``: the file for the output; without it only the error output is shown.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    out = os.open(log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(out, 1)
+    if log is not None:
+        os.dup2(out, 2)
     code = 1
     try:
-        work()
-        code = 0
+        code = work() or 0
     except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
         traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

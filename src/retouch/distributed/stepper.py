@@ -142,7 +142,7 @@ class ReplicatedStepper:
         self._accumulate(loss)
 
     def _accumulate(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for name, weight in self.weights.items():
             parameter = self.parameters[name]
             if weight is not parameter and parameter.grad is not None:

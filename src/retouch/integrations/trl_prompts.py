@@ -50,7 +50,8 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
     template = writer.template
     if template.image_processor is None:
         raise ValueError(f"{type(writer.module).__name__} takes no images; give TRL its tokenizer as processing_class")
-    writer.module.generation_config.eos_token_id = list(writer.stop)
+    generation_config: Any = writer.module.generation_config
+    generation_config.eos_token_id = list(writer.stop)
     block = "".join(
         [
             '{% set seen = namespace(number=0) %}{% for part in messages[0].content %}{% if part.type == "image" %}',

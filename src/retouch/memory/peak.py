@@ -25,7 +25,7 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self, existing: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -56,7 +56,7 @@ class FusedAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         inputs = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        return _Attention.apply(inputs["query"], inputs["key"], inputs["value"])
+        return _Attention.apply(inputs["query"], inputs["key"], inputs["value"])  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):

@@ -7,7 +7,7 @@ fragmentation, NCCL's buffers and the decoding of latents are not counted: leave
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -169,7 +169,7 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
 
 
 def _largest_block(transformer: Part) -> int:
-    module = build_meta(transformer)
+    module: Any = build_meta(transformer)
     blocks = [block for block in module.modules() if type(block).__name__ in (module._no_split_modules or ())]
     return max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
 

@@ -109,12 +109,14 @@ def _build(part: str) -> nn.Module:
     described = json.loads(part)
     config = described["config"]
     name = described["class"]
-    found = getattr(diffusers, name, None) or getattr(transformers, name, None)
+    found: Any = getattr(diffusers, name, None) or getattr(transformers, name, None)
     with torch.device("meta"):
-        if isinstance(found, type) and issubclass(found, diffusers.ModelMixin):
-            # from_config ignores keys of other versions, as from_pretrained does.
-            module: nn.Module = found.from_config(config)
-            return module
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        if _is_class_of(diffusers.ModelMixin, found):
+            return found.from_config(config)  # it ignores keys of other versions, as from_pretrained does
+        if _is_class_of(transformers.PreTrainedModel, found):
             return found(found.config_class(**config))
     raise ValueError(f"the size of class {name!r} is not known: it is neither a diffusers nor a transformers model")
+
+
+def _is_class_of(base: type, found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, base)

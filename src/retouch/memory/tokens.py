@@ -180,7 +180,7 @@ def _one_layer(writer: Part, tokens: int, dtype: torch.dtype, *, attention: str)
     """A layer, its input states and rotary angles, all on the meta device."""
     model: Any = build_meta(_shallow(writer))
     decoder = model.model.language_model if hasattr(model.model, "language_model") else model.model
-    layer = cast_parameters(copy.deepcopy(decoder.layers[0]), dtype)
+    layer: Any = cast_parameters(copy.deepcopy(decoder.layers[0]), dtype)
     layer.self_attn.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
     config = _text_config(writer)
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -94,8 +94,8 @@ def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
             rows = _sequence(tensor.float())
             there = (rows != 0).any(2) if name in conditioning.padded else None
             found.append(_mean_and_spread(rows, there))
-    rows = len(next(iter(conditioning.tensors.values())))
-    return torch.cat(found, dim=1) if found else torch.zeros(rows, 0)
+    count = len(next(iter(conditioning.tensors.values())))
+    return torch.cat(found, dim=1) if found else torch.zeros(count, 0)
 
 
 def _sequence(x: Float[Tensor, "r ..."]) -> Float[Tensor, "r n c"]:

@@ -54,7 +54,7 @@ def build_emu3(
         words = emu3_tokenizer(seed)
         halved(vq).save_pretrained(folder / "autoencoder")
         words.save_pretrained(folder / "tokenizer")
-        scores = {}
+        scores: dict[str, float] = {}
         for name, settings in starts.items():
             whole = train_emu3(vq, words, replace(settings, seed=seed), _named(name))
             halved(language_model(whole)).save_pretrained(folder / name)

@@ -95,7 +95,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         column="overall",
         demonstrates=has_completion,
     )
-    found = {}
+    found: dict[str, float] = {}
     for words, evaluated in (("right words", right), ("enhancer", enhanced)):
         for row, means in score_table(evaluated)[0].items():
             found |= {f"{words}, {row} {name}": float(means[name]) for name in ("overall", "alignment", "quality", "exact")}

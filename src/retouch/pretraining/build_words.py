@@ -13,6 +13,7 @@ from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
+from retouch.protocols import Reward
 from retouch.records import files
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.text.ocr import OcrReward
@@ -73,7 +74,7 @@ def write(model: FluxFill, folder: Path) -> None:
     files.write_json(folder / "adapter.json", {"max_sequence_length": model.text.max_sequence_length})
 
 
-def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
+def measure(model: FluxFill, judge: Reward) -> dict[str, float]:
     """Held-out means of the model by the length of the word, and of the true targets after encoding and decoding them (the
     ceiling)."""
     sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())

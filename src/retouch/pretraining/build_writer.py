@@ -66,7 +66,7 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
     config = ResponseRenderer(
         model=PlaygroundModel(), encoder="frozen", num_steps=EVAL_STEPS, encoder_batch=HELD_OUT, batch=HELD_OUT
     )
-    scores = {}
+    scores: dict[str, float] = {}
     for reader, encoder in (("the editor's encoder", editor.text.encoder), ("the writer", module)):
         right, own = held_out(
             policy,

@@ -64,7 +64,7 @@ _OPERATIONS = (
 
 def _repeat(output: Any, given: Any) -> None:
     """Set the values of the gathered tensor to as many repetitions of ``given`` as fit into it, if they are known."""
-    if isinstance(output, FakeTensor) and isinstance(given, FakeTensor) and given.values is not None:
+    if isinstance(output, FakeTensor) and isinstance(given, FakeTensor) and given.known_values is not None:
         times = output.numel() // max(given.numel(), 1)
-        output.value = given.values.flatten().repeat(times).view(output.shape).clone()
+        output.value = given.known_values.flatten().repeat(times).view(output.shape).clone()
         output.known[0] = True

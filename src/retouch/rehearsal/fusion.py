@@ -45,7 +45,7 @@ class FusedKernel:
     def add(self, given: Iterable[FakeTensor], made: Iterable[FakeTensor]) -> None:
         """Add an operation that reads ``given`` and writes ``made``, which may be the same tensor."""
         for tensor in given:
-            storage = tensor.inner.untyped_storage()
+            storage = tensor.meta.untyped_storage()
             key = storage._cdata
             own = self._made.get(key)
             if tensor.device.type != DEVICE or key in self._read or (own is not None and own() is storage):
@@ -53,7 +53,7 @@ class FusedKernel:
             self._read.add(key)
             self.reads += min(tensor.numel() * tensor.element_size(), storage.nbytes())
         for tensor in made:
-            storage = tensor.inner.untyped_storage()
+            storage = tensor.meta.untyped_storage()
             self._made[storage._cdata] = weakref.ref(storage)
 
     def bytes(self) -> int:

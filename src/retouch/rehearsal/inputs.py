@@ -11,6 +11,7 @@ import torch
 from PIL.Image import new as new_image
 
 from retouch.data.base import DataSets
+from retouch.models.base import TaskInputs
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.shapes import MEGAPIXEL
 from retouch.recipe.recipe import Recipe
@@ -28,27 +29,27 @@ _STRUCTURE = 64
 
 @dataclass(frozen=True)
 class MadeUpTasks(Sequence[Task]):
-    """``count`` tasks of a recipe, all with the same content."""
+    """``size`` tasks of a recipe, all with the same content."""
 
     recipe: Recipe
-    count: int = _TASKS
+    size: int = _TASKS
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[k] for k in range(*index.indices(self.count))]
-        return replace(self._first, id=f"task-{index % self.count}")
+            return [self[k] for k in range(*index.indices(self.size))]
+        return replace(self._first, id=f"task-{index % self.size}")
 
     @cached_property
     def _first(self) -> Task:
         recipe = self.recipe
-        takes = getattr(recipe.image_model, "takes", None)
+        takes: TaskInputs | None = getattr(recipe.image_model, "takes", None)
         most = 0 if takes is None else takes.images[1]
         images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
         count = max(takes.images[0], min(1, most) * images) if takes is not None else 0
-        size = recipe.image_size or getattr(recipe.image_model, "planned_size", MEGAPIXEL)
+        size: tuple[int, int] = recipe.image_size or getattr(recipe.image_model, "planned_size", None) or MEGAPIXEL
         image = new_image("RGB", size[::-1], (120, 90, 60))
         imitates = any(phase.imitates for phase in recipe.resolved_phases())
         compared = any(part.needs_target for path, section in differentiated_rewards(recipe) for *_, part in section.parts(path))

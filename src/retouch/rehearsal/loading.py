@@ -115,9 +115,10 @@ def write_single(folder: Path, part: Mapping[str, Any]) -> Path:
 def _with_class(part: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(part["config"])
     name = part.get("class")
-    found = getattr(transformers, name, None) if name else None
+    found: Any = getattr(transformers, name, None) if name else None
     if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-        return {"model_type": found.config_class.model_type, **config, "architectures": [name]}
+        configuration: Any = found.config_class  # type: ignore[attr-defined]
+        return {"model_type": configuration.model_type, **config, "architectures": [name]}
     return config if name is None else {**config, "_class_name": name}
 
 
@@ -202,11 +203,12 @@ def without_weights(
         return stand_in(cls, Path(folder)) if own is None else own
 
     with ExitStack() as stack:
-        for target, replacement in (
+        replacements: tuple[tuple[type, Any], ...] = (
             (diffusers.ModelMixin, diffusers_model),
             (transformers.PreTrainedModel, transformers_model),
             (transformers.PreTrainedTokenizerBase, tokenizer),
-        ):
+        )
+        for target, replacement in replacements:
             stack.enter_context(patch.object(target, "from_pretrained", classmethod(replacement)))
         stack.enter_context(patch.object(transformers.PreTrainedModel, "initialize_weights", lambda *_, **__: None))
         stack.enter_context(patch.object(EmbeddingStore, "of_user", classmethod(lambda cls: _InMemory())))
@@ -240,9 +242,10 @@ _TO = nn.Module.to
 
 def _move(module: nn.Module, device: torch.device) -> bool:
     """Move fake weights to another device. Returns whether there were any. Shared weights stay shared."""
-    moved: dict[int, FakeTensor | nn.Parameter] = {}
+    moved: dict[int, Any] = {}
     for each in module.modules():
-        for table in (each._parameters, each._buffers):
+        tables: tuple[dict[str, Any], ...] = each._parameters, each._buffers
+        for table in tables:
             for name, tensor in table.items():
                 if isinstance(tensor, FakeTensor) and tensor.device != device:
                     if id(tensor) not in moved:

@@ -54,6 +54,8 @@ class Meter:
         self._alive: dict[int, list[Any]] = {}
         self._rises: list[Rise] = []
         self._fused: FusedKernel | None = None
+        self._stage: Stage
+        self.stage_name: str
         self._enter("other")
 
     # Stages and labels
@@ -127,7 +129,7 @@ class Meter:
         for whole in tensors:
             tensor = getattr(whole, "_local_tensor", whole)  # for a DTensor, this rank's shard
             if isinstance(tensor, FakeTensor):
-                entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+                entry = self._alive.get(tensor.meta.untyped_storage()._cdata)
                 if entry is not None and entry[1] is not None:
                     size, place, old = entry
                     self._held[place][old] -= size
@@ -136,7 +138,7 @@ class Meter:
 
     def is_weight(self, tensor: FakeTensor) -> bool:
         """Return whether a tensor on a device belongs to weights, weight copies or an optimizer."""
-        entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+        entry = self._alive.get(tensor.meta.untyped_storage()._cdata)
         return entry is not None and not entry[2].startswith("activations") and entry[2] != "other"
 
     def _enter(self, name: str) -> None:
@@ -164,10 +166,10 @@ class Meter:
         """Count a collective over ``moved`` bytes of this rank, with the time of a ring."""
         if self.counting:
             self.work.counts["communicated"] += moved
-            self.work.seconds["collectives"] += 2 * moved * (world - 1) / world / self.machine.link
+            self.work.add_seconds("collectives", 2 * moved * (world - 1) / world / self.machine.link)
 
     def _track(self, tensor: FakeTensor, func: Any) -> None:
-        storage = tensor.inner.untyped_storage()
+        storage = tensor.meta.untyped_storage()
         key = storage._cdata
         if key in self._alive:
             return
@@ -188,7 +190,7 @@ class Meter:
 
     def resize(self, tensor: FakeTensor, size: int) -> None:
         """Count that the storage of a tensor is freed or allocated again, as FSDP does between uses."""
-        entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+        entry = self._alive.get(tensor.meta.untyped_storage()._cdata)
         if entry is None or entry[1] is None:
             return
         change = (size + BLOCK - 1) // BLOCK * BLOCK - entry[0]
@@ -237,7 +239,7 @@ class Meter:
             if not kwargs.get("non_blocking", False):
                 self.wait("copy from the host")
             work.counts["copied"] += moved
-            work.seconds["copies from and to the host"] += moved / self.machine.copy
+            work.add_seconds("copies from and to the host", moved / self.machine.copy)
             return
         if self.compiled and is_fusible(func, tensors):
             self._fused = self._fused or FusedKernel()
@@ -249,14 +251,14 @@ class Meter:
         memory = moved / self.machine.bandwidth
         formula = flop_registry.get(packet)
         if formula is None:
-            work.seconds["other kernels"] += memory
+            work.add_seconds("other kernels", memory)
             return
         flops = formula(*args, **kwargs, out_val=result)
         dtype = next((each.dtype for each in given if each.dtype.is_floating_point), torch.float32)
         kind = "masked attention" if packet in _MASKED else "attention" if packet in _FLASH else "matmul"
         name = f"{kind} {str(dtype).removeprefix('torch.')}"
         work.flops[name] += flops
-        work.seconds[name] += max(flops / self.machine.rate(kind, dtype), memory)
+        work.add_seconds(name, max(flops / self.machine.rate(kind, dtype), memory))
 
     def _end_fused(self) -> None:
         """Count the operations since the last kernel of another kind as one kernel."""
@@ -264,7 +266,7 @@ class Meter:
             moved, self._fused = self._fused.bytes(), None
             self.work.counts["kernels"] += 1
             self.work.counts["bytes"] += moved
-            self.work.seconds["fused kernels"] += moved / self.machine.bandwidth
+            self.work.add_seconds("fused kernels", moved / self.machine.bandwidth)
 
 
 def place() -> str:

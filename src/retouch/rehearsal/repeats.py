@@ -104,7 +104,7 @@ def _remembered(made: Any) -> Callable[[], Any]:
     """Return a function that makes the result again. It keeps only shapes and known values of tensors, so it needs no memory."""
     if isinstance(made, Tensor):
         shape, dtype, device = made.shape, made.dtype, made.device
-        values = made.values if isinstance(made, FakeTensor) else made
+        values = made.known_values if isinstance(made, FakeTensor) else made
         return lambda: torch.empty(shape, dtype=dtype, device=device) if values is None else values.to(device, copy=True)
     if isinstance(made, Conditioning | Prompts):
         parts = {each.name: _remembered(getattr(made, each.name)) for each in fields(made)}

@@ -43,6 +43,9 @@ class Work:
     def kernels(self) -> float:
         return self.counts["kernels"]
 
+    def add_seconds(self, kind: str, seconds: float) -> None:
+        self.seconds[kind] += seconds  # type: ignore[assignment]  # the values of a Counter are typed as int
+
     @property
     def device_seconds(self) -> float:
         return sum(self.seconds.values())

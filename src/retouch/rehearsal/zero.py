@@ -58,7 +58,7 @@ class _Engine:
         first = self._weights[0]
         self._bucket = bucket = torch.empty(self._size, dtype=first.dtype, device=first.device)
         self._meter.relabel([bucket], "gradients")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for weight in self._weights:
             weight.grad = None
         dist.all_reduce(bucket)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from retouch.core.answers import answer_in
 from retouch.models.language import LanguageModel
@@ -57,7 +57,7 @@ class PromptRenderer(ImageModelRenderer):
         from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 
         text_to_image = FlowTextToImage(
-            image_model,
+            cast("DenoisingModel", image_model),  # the recipe is checked for it
             num_steps=self.num_steps,
             guidance_scale=self.guidance_scale,
             accepts=partial(accepts_prompt, image_model),

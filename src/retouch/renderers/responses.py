@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from retouch.config.section import Count
 from retouch.models.kinds import IMAGE_MODELS
@@ -93,7 +93,8 @@ class ResponseRenderer(ImageModelRenderer):
         from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 
         frozen = not self.policy_encodes
-        editor = self.model.response_editor(image_model, writer.module, frozen=frozen, guided=self.guided, published=published)
+        editor_model = cast("DenoisingModel", image_model)  # the recipe is checked for it
+        editor = self.model.response_editor(editor_model, writer.module, frozen=frozen, guided=self.guided, published=published)
         sampler = ResponseSampler(editor, self, sharded=sharded and writer.module in parts_of(image_model))
         return IgnoreCompletionsRenderer(sampler) if self.ignore_completions else sampler
 
@@ -118,7 +119,8 @@ class ResponseContext(Protocol):
 class ResponseEditor(Protocol):
     """A frozen editor that is conditioned on a task and a response to it."""
 
-    model: DenoisingModel
+    @property
+    def model(self) -> DenoisingModel: ...
 
     def prepare(self, task: Task) -> Any:
         """Return a ``ResponseContext``, whose other contents the renderer does not read."""

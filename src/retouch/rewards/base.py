@@ -124,7 +124,8 @@ class RewardSection(Section):
         or packages are missing.
         """
         own = getattr(self, "device", None)
-        return keep(self.with_model(self.load(device if own is None else own)))
+        ready: Any = self.with_model(self.load(device if own is None else own))
+        return keep(ready)
 
     def known_columns(self) -> Mapping[str, Column] | None:
         """The columns of the reward, or None if they are known only after ``build``."""

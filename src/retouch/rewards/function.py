@@ -108,7 +108,8 @@ class FunctionReward(RewardSection):
     def of(cls, function: RewardFunction) -> FunctionReward:
         """Make the reward of a function. Raises ValueError if the object cannot be called with keyword arguments."""
         name = reward_name(function)
-        declared, completions = getattr(function, _DECLARED, None) or getattr(_unwrapped(function), _DECLARED, (None, False))
+        found: Any = getattr(function, _DECLARED, None) or getattr(_unwrapped(function), _DECLARED, (None, False))
+        declared, completions = found
         takes = _parameters(function, name)
         section = cls(
             name=name,

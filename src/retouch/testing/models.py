@@ -126,7 +126,7 @@ def _check_dependence(model: DenoisingModel, conditioning: Conditioning, x: Tens
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=noise).to(parameter)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=noise).to(parameter))
     require(
         not torch.equal(velocity(0.9, module=other), noisy),
         "velocity ignores `module`: it must compute with the module it is given",

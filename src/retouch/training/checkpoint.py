@@ -191,7 +191,7 @@ def rng_state() -> dict[str, Tensor]:
         "numpy_gauss": torch.tensor(legacy["gauss"], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
-    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state  # type: ignore[no-untyped-call]
+    return state | {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:

@@ -59,14 +59,14 @@ class GeneratedTasks(Sequence[Task]):
     """The tasks of a ``GeneratedData`` section, each made by ``_task`` from its number."""
 
     def __init__(self, data: GeneratedData) -> None:
-        self.seed, self.split, self.count = data.seed, data.split, data.count
+        self.seed, self.split, self._size = data.seed, data.split, data.count
 
     @abstractmethod
     def _task(self, index: int) -> Task:
-        """The task with the number ``index``, from 0 to ``count - 1``: the same on every call."""
+        """The task with the number ``index``, from 0 to ``len(self) - 1``: the same on every call."""
 
     def __len__(self) -> int:
-        return self.count
+        return self._size
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -76,10 +76,10 @@ class GeneratedTasks(Sequence[Task]):
 
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self.count))]
-        if not -self.count <= index < self.count:
-            raise IndexError(f"task {index} of {self.count}")
-        return self._task(index % self.count)
+            return [self._task(i) for i in range(*index.indices(self._size))]
+        if not -self._size <= index < self._size:
+            raise IndexError(f"task {index} of {self._size}")
+        return self._task(index % self._size)
 
 
 def taking_turns(mixture: Mapping[int, float]) -> Numbers:

@@ -5,9 +5,10 @@ was trained on complete names. So a writer that sees the image must add it. The 
 every thing: "make the green circle red". An incomplete completion of a task with several edits is empty.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,7 +29,7 @@ class IndirectPlaygroundData(PlaygroundData):
     writer that sees the image and writes the complete names. The ``completion`` of a task has the complete names."""
 
     demonstration_faults = ("impossible", "unfinished", "incomplete")
-    renamed_keys = PlaygroundData.renamed_keys | {"lazy": "incomplete"}
+    renamed_keys: ClassVar[Mapping[str, str]] = {**PlaygroundData.renamed_keys, "lazy": "incomplete"}
 
     kind: Literal["playground-indirect"] = "playground-indirect"  # type: ignore[assignment]
     filler: Literal[0] = 0

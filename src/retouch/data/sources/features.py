@@ -24,7 +24,7 @@ from retouch.data.rows import thought_of
 _TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 _PLAIN = [type(np.dtype(name)) for name in _TYPES]
 # The same function under the names that numpy 2 and numpy 1 write into a file.
-_ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]  # type: ignore[attr-defined]
+_ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]
 _FORBIDDEN = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,8 @@ class Feature:
             "CoT": json.dumps(self.thought),
             "task": json.dumps(self.task),
         }
-        return safetensors.torch.save(tensors, metadata=texts)
+        content: bytes = safetensors.torch.save(tensors, metadata=texts)
+        return content
 
 
 def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ()) -> Feature:

@@ -227,7 +227,8 @@ def _names(table: Table, name: str) -> list[str]:
     if not len(table):
         raise ValueError(f"{name}: no rows")
     if _is_dataset(table):
-        return list(table.column_names)
+        dataset: Any = table
+        return list(dataset.column_names)
     wrong = next((row for row in table if not isinstance(row, Mapping)), None)
     if wrong is not None:
         raise ValueError(f"{name}: a row is {type(wrong).__name__}; each row is a dictionary with a `prompt`")

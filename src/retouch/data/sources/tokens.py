@@ -32,7 +32,7 @@ from retouch.data.base import (
 )
 from retouch.data.requirements import RowRequirements
 from retouch.data.rows import InvalidRow, Problem, Row
-from retouch.data.sampler import Subset
+from retouch.data.sampler import Subset, UnindexedTasks
 from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import MappedTasks, Tasks
@@ -165,6 +165,7 @@ class TokenSets(DataSets):
         self.rows.require(
             [row for row in range(len(self.rows)) if self.rows.known(row)], grid=model.grid, codes=model.codebook_size
         )
+        assert not isinstance(self.train, UnindexedTasks)
         decoded = partial(with_decoded_images, decode=model.decode_codes)
         return replace(self, train=MappedTasks(self.train, decoded), heldout=MappedTasks(self.heldout, decoded))
 

@@ -6,6 +6,7 @@ evaluation, in which ranks call it a different number of times.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,3 +85,13 @@ def padded_left(rows: list[Tensor]) -> tuple[Tensor, Bool[Tensor, "p l"]]:
     padded = torch.stack([torch.cat([row.new_zeros(longest - len(row), *row.shape[1:]), row]) for row in rows])
     lengths = torch.tensor([len(row) for row in rows], device=padded.device)
     return padded, torch.arange(longest, device=padded.device) >= longest - lengths[:, None]
+
+
+def embeddings(module: Any, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
+    """Return the module's input embeddings of token ids."""
+    return module.get_input_embeddings()(ids)
+
+
+def logits(module: Any, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+    """Return the logits of hidden states, in float32."""
+    return module.get_output_embeddings()(states).float()

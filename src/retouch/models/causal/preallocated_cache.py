@@ -15,6 +15,8 @@ class PreallocatedCacheLayer(DynamicLayer):
     """A cache layer whose keys and values are views of longer buffers. With gradients enabled it concatenates as usual, because
     autograd forbids writing in place."""
 
+    keys: Tensor
+    values: Tensor
     _buffers: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

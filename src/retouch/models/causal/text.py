@@ -32,8 +32,7 @@ class CausalText:
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
         """Return the embeddings of generated tokens. Prompts always use the module's input embeddings."""
-        embeds: Tensor = module.get_input_embeddings()(ids)
-        return embeds
+        return decoding.embeddings(module, ids)
 
     def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
         """Build prompts from rows of token ids, padded on the left."""
@@ -45,7 +44,7 @@ class CausalText:
         assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
         decoder = self.decoder(module)
         cache = decoding.new_cache(decoder)
-        embeds = module.get_input_embeddings()(prompts.ids)
+        embeds = decoding.embeddings(module, prompts.ids)
         states = decoding.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache)
         return states[:, -1], cache
 
@@ -69,13 +68,12 @@ class CausalText:
         positions = torch.cat([prompts.positions, new[..., None]], dim=1)
         row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
-            embeds = torch.cat([module.get_input_embeddings()(prompts.ids), self.embed(module, ids[:, :more])], dim=1)
+            embeds = torch.cat([decoding.embeddings(module, prompts.ids), self.embed(module, ids[:, :more])], dim=1)
             states = decoding.run(self.decoder(module), embeds, mask=row_mask, positions=positions)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        logits: Tensor = module.get_output_embeddings()(states)
-        return logits.float()
+        return decoding.logits(module, states)
 
 
 def require_no_special_tokens(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,7 +14,7 @@ class TextGrammar:
     The output embedding has more rows than the tokenizer has tokens; the ids of the additional rows are excluded too.
     """
 
-    kinds = (Kind.TEXT_TOKEN,)
+    kinds: tuple[int, ...] = (Kind.TEXT_TOKEN,)
     forces = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, device: torch.device) -> None:

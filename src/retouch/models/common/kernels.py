@@ -106,7 +106,8 @@ def compile_blocks(module: nn.Module, *, backend: str | Callable[..., Any] = "in
     Source: regional compilation, PyTorch's recipe and diffusers' ``compile_repeated_blocks``.
     """
     names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
-    root = module.get_decoder() if hasattr(module, "get_decoder") else module
+    whole: Any = module
+    root = whole.get_decoder() if hasattr(module, "get_decoder") else module
     blocks = [inner for inner in root.modules() if type(inner).__name__ in names]
     if not blocks:
         raise ValueError(f"policy.compile: the repeated blocks of {type(module).__name__} are unknown; use null")

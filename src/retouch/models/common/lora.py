@@ -42,7 +42,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         try:
             module.add_adapter(config)  # type: ignore[operator]
         except ValueError as error:
-            module._hf_peft_config_loaded = False  # add_adapter sets it before it looks for the layers
+            module._hf_peft_config_loaded = False  # type: ignore[assignment]  # add_adapter sets it before it looks for the layers
             raise ValueError(f"policy.train.targets: {error}") from error
     _ADDED.update(_adapted(module))
     for name, parameter in module.named_parameters():

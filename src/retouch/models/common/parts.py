@@ -69,9 +69,9 @@ def load_image_processor(source: Source) -> Any:
 
 def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
     """The configuration of a part of class ``kind``, without loading its weights."""
-    in_folder = isinstance(source, Path | str)
-    found: Mapping[str, Any] = kind.load_config(diffusers_folder(source) / name) if in_folder else source.components[name].config
-    return found
+    if isinstance(source, Path | str):
+        return kind.load_config(diffusers_folder(source) / name)
+    return source.components[name].config
 
 
 @contextmanager

@@ -23,7 +23,7 @@ class GridGrammar:
     Source: the image format of Emu3 (arXiv 2409.18869).
     """
 
-    kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
+    kinds: tuple[int, ...] = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 
     def __init__(self, words: Emu3Tokens, *, height: int, width: int, vocabulary: int, device: torch.device) -> None:
         self.begin = words.boi
@@ -50,7 +50,7 @@ class GridGrammar:
 class NoGrammar:
     """Any token may follow any other (implements ``Grammar``). Nothing is forced, so a completion may contain no complete image."""
 
-    kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
+    kinds: tuple[int, ...] = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 
     def __init__(self, words: Emu3Tokens, *, vocabulary: int, device: torch.device) -> None:
         self._img = words.img

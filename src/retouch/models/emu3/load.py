@@ -159,7 +159,8 @@ def save_for_vllm(editor: Emu3Editor, folder: Path | str) -> None:
     configuration. The logits are the same, and so are the names in a LoRA.
     """
     module = editor.module
-    own = module.config.to_dict()
+    described: Any = module.config
+    own = described.to_dict()
     config = LlamaConfig(**{name: own[name] for name in LlamaConfig().to_dict() if name in own and name not in _OWN_FIELDS})
     with torch.device("meta"):
         made = LlamaForCausalLM(config)

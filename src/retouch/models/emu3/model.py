@@ -67,7 +67,7 @@ class Emu3Editor(CausalText):
             if grammar
             else NoGrammar(self.words, vocabulary=rows, device=module.device)
         )
-        self.stop = (self.words.eos,)
+        self.stop: tuple[int, ...] = (self.words.eos,)
         self.pad = self.words.pad
 
     image_token: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ class FluxFamily(DiffusersModel):
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
     ip_adapter_blocks = ("double", "all")
-    configurations = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
+    configurations: ClassVar[tuple[tuple[str, str], ...]] = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
     comfyui = ComfyUINames(prefix="transformer.")
     text_tokens = 512
 

@@ -108,7 +108,7 @@ class QwenReferenceAttention(ReferenceAttention):
         ip_hidden_states: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         if ip_hidden_states is None or self.scale == 0:
-            return self.base(  # type: ignore[no-any-return]
+            return self.base(
                 attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
             )
         queries = [attn.norm_added_q(attn.add_q_proj(encoder_hidden_states).unflatten(-1, self.heads))]

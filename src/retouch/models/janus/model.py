@@ -37,14 +37,14 @@ class JanusImageModules(JanusPreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module:
         """The embeddings of text tokens."""
-        embeddings: nn.Module = self.model.get_submodule("language_model").get_input_embeddings()
+        embeddings: nn.Module = self.model.get_submodule("language_model").get_input_embeddings()  # type: ignore[operator]
         return embeddings
 
 
 class FixedLengthGrammar:
     """Exactly ``count`` codes, then the token ``end`` (implements ``Grammar``)."""
 
-    kinds = (Kind.IMAGE_TOKEN,)
+    kinds: tuple[int, ...] = (Kind.IMAGE_TOKEN,)
 
     def __init__(self, *, count: int, codes: int, end: int, device: torch.device) -> None:
         self.vocabularies = torch.ones(1, codes, dtype=torch.bool, device=device)
@@ -81,7 +81,8 @@ class JanusImageModel(CausalText):
         side, factor = vq.config.num_patches, 2 ** (len(vq.config.channel_multiplier) - 1)
         self.grid, self.size = (side, side), (side * factor, side * factor)
         codes = vq.config.num_embeddings
-        self.stop, self.pad = (codes,), codes
+        self.stop: tuple[int, ...] = (codes,)
+        self.pad = codes
         self.grammar: Grammar = FixedLengthGrammar(count=side * side, codes=codes, end=codes, device=module.device)
 
     @staticmethod

@@ -72,9 +72,11 @@ class EmbeddingStore:
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError) as error:
-            return self._damaged(path, str(error))
+            self._damaged(path, str(error))
+            return None
         if about.get(_CHECKSUM) != _checksum(tensors):
-            return self._damaged(path, "its checksum differs")
+            self._damaged(path, "its checksum differs")
+            return None
         with suppress(OSError):
             os.utime(path)  # it is the most recently used now
         widened = json.loads(about[_WIDENED])
@@ -158,5 +160,5 @@ def _narrowed(tensor: Tensor) -> Tensor:
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
     value = 0
     for name in sorted(tensors):
-        value = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy(), zlib.crc32(name.encode(), value))
+        value = zlib.crc32(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data, zlib.crc32(name.encode(), value))
     return str(value)

@@ -7,11 +7,12 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.models.common.chat_template import VISION
 from retouch.models.common.latents import Area, Size, fit
 from retouch.models.common.parts import Source, load_image_processor
 from retouch.models.common.pipeline_model import common_size
 from retouch.models.qwen_image.model import EncoderInputs, QwenFlow
-from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, VISION
+from retouch.models.qwen_image.text import EDIT, EDIT_PLUS
 from retouch.types import Task
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,8 +65,9 @@ def encoder_for(
         return ResponseEncoder.frozen(editor.text.encoder)
     if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
         raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
-    if writer.get_input_embeddings().weight.shape[1] != editor.module.config.joint_attention_dim:
-        width = editor.module.config.joint_attention_dim
+    config: Any = editor.module.config
+    width = config.joint_attention_dim
+    if writer.get_input_embeddings().weight.shape[1] != width:
         raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
     if not guided and not frozen:
         return ResponseEncoder(writer)

@@ -17,11 +17,12 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from retouch.models.common.chat_template import Tokens
 from retouch.models.common.latents import Size
 from retouch.models.common.parts import Source, compute_device, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
-from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
+from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
 from retouch.types import Conditioning, Task
 
 _PARTS = {
@@ -150,7 +151,8 @@ class QwenFlow(PipelineModel):
 
     def _conditioning(self, text: Mapping[str, Tensor], source: Tensor | None, shared: Mapping[str, Any]) -> Conditioning:
         embeds = text["embeds"]
-        table = self.module.get_submodule("pos_embed").pos_freqs.shape[0]
+        position: Any = self.module.get_submodule("pos_embed")
+        table = position.pos_freqs.shape[0]
         sides = [side for grid in shared["grids"] for side in grid[1:]]
         start = max(side // 2 for side in sides)
         if start + embeds.shape[1] > table:

@@ -28,6 +28,7 @@ from retouch.models.common.chat_template import VISION, QwenTemplate
 from retouch.models.common.latents import Area, fit
 from retouch.models.common.recompute import recomputing
 from retouch.models.qwen_vl import vision
+from retouch.protocols import Grammar
 from retouch.types import Prompts, Task
 
 STOP = ("<|im_end|>", "<|endoftext|>")
@@ -73,8 +74,8 @@ class QwenWriter:
         self.area: Area = area
         self.gradient_checkpointing = gradient_checkpointing
         self.shares_prompts = not gradient_checkpointing
-        self.grammar = TextGrammar(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
-        self.stop = tuple(known[token] for token in stop)
+        self.grammar: Grammar = TextGrammar(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
+        self.stop: tuple[int, ...] = tuple(known[token] for token in stop)
         self.pad = known["<|endoftext|>"]
 
     def resized_images(self, task: Task) -> list[Image]:
@@ -89,7 +90,8 @@ class QwenWriter:
         blocks = ["".join(self.image_block.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
         images = [self.resized_images(task) for task in tasks]
         tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], images)
-        tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
+        device = next(self.module.parameters()).device
+        tokens = {name: tensor.to(device) for name, tensor in tokens.items()}
         real = tokens["attention_mask"].bool()
         ids, mask = decoding.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
         if self.image_token is None:
@@ -97,7 +99,8 @@ class QwenWriter:
         # Positions are always passed explicitly: otherwise the model stores this batch's positions and reuses them for the next.
         grids = tokens.get("image_grid_thw")
         types = (ids == self.image_token).int()
-        positions, _ = self.module.model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=mask)
+        model: Any = self.module.get_submodule("model")
+        positions, _ = model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=mask)
         image_inputs: tuple[dict[str, Tensor], ...] = tuple({} for _ in tasks)
         if grids is not None:
             numbers, merge = [len(row) for row in images], self.template.image_processor.merge_size
@@ -116,7 +119,7 @@ class QwenWriter:
         self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
     ) -> Float[Tensor, "r k d"]:
         axes = positions[..., None].expand(*positions.shape, 1 if self.image_token is None else 3)
-        return decoding.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=axes, cache=cache)
+        return decoding.run(_decoder(module), decoding.embeddings(module, ids), mask=mask, positions=axes, cache=cache)
 
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
         return decoding.select(cache, rows)
@@ -135,14 +138,13 @@ class QwenWriter:
             embeds, features = vision.embed(module, prompts, self.image_token)
             if features is not None:
                 features = LayerFeatures(nn.functional.pad(features.positions, (0, more)), features.features)
-            embeds = torch.cat([embeds, module.get_input_embeddings()(ids[:, :more])], dim=1)
+            embeds = torch.cat([embeds, decoding.embeddings(module, ids[:, :more])], dim=1)
             row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
             states = decoding.run(_decoder(module), embeds, mask=row_mask, positions=positions, layer_features=features)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        logits: Tensor = module.get_output_embeddings()(states)
-        return logits.float()
+        return decoding.logits(module, states)
 
     def text_ids(self, text: str) -> list[int]:
         """The ids of a text. Raises ValueError if the text contains a special token."""
@@ -156,4 +158,4 @@ class QwenWriter:
 
 
 def _decoder(module: nn.Module) -> nn.Module:
-    return module.model.language_model if isinstance(module, VisionModel) else module.model
+    return module.get_submodule("model.language_model" if isinstance(module, VisionModel) else "model")

@@ -5,12 +5,14 @@ computed once per task and stored with the prompt; otherwise the patches are sto
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
 
+from retouch.models.causal import decoding
 from retouch.models.causal.decoding import LayerFeatures
 from retouch.models.common.parts import evaluating
 from retouch.types import Prompts
@@ -26,8 +28,9 @@ def by_row(
     """
     patches = [int(part.prod(-1).sum()) for part in grids.split(list(numbers))]
     columns: dict[str, Sequence[Tensor]] = {"pixels": pixels.split(patches), "grids": grids.split(list(numbers))}
-    if not any(parameter.requires_grad for parameter in module.model.visual.parameters()):
-        with evaluating(module.model.visual):
+    visual = module.get_submodule("model.visual")
+    if not any(parameter.requires_grad for parameter in visual.parameters()):
+        with evaluating(visual):
             features, deep = _encode(module, pixels, grids)
         merged = [count // merge**2 for count in patches]
         columns = {"features": features.split(merged), **{f"deep_{k}": each.split(merged) for k, each in enumerate(deep)}}
@@ -40,7 +43,7 @@ def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple
 
     Source: Qwen2-VL (arXiv 2409.12191); DeepStack (arXiv 2406.04334) for Qwen3-VL.
     """
-    embeds = module.get_input_embeddings()(prompts.ids)
+    embeds = decoding.embeddings(module, prompts.ids)
     image_inputs = [row for row in prompts.image_inputs if row]
     if not image_inputs:
         return embeds, None
@@ -56,7 +59,8 @@ def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple
 
 def _encode(module: nn.Module, pixels: Tensor, grids: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the features of all merged patches, and the features for the first layers (DeepStack)."""
-    output = module.model.get_image_features(pixels, grids, return_dict=True)
+    model: Any = module.get_submodule("model")
+    output = model.get_image_features(pixels, grids, return_dict=True)
     deep = output.deepstack_features if isinstance(module, Qwen3VLForConditionalGeneration) else ()
     features = torch.cat(list(output.pooler_output))
     # A layer's features are one tensor in transformers 5.17, and one tensor per image in 5.23.

@@ -91,15 +91,11 @@ class SD3Text:
 
 def _clip_widths(clips: Sequence[CLIPTextModelWithProjection | None], pooled_dim: int) -> tuple[int, int]:
     """Return the channels of both CLIP encoders; one that is left out has the remaining channels of the pooled vector."""
-    known = [None if clip is None else int(clip.config.projection_dim) for clip in clips]
-    match known:
-        case [None, None]:
-            return pooled_dim, 0
-        case [None, second]:
-            return pooled_dim - second, second
-        case [first, None]:
-            return first, pooled_dim - first
-    first, second = known
+    first, second = (None if clip is None else int(clip.config.projection_dim) for clip in clips)
+    if first is None:
+        return (pooled_dim, 0) if second is None else (pooled_dim - second, second)
+    if second is None:
+        return first, pooled_dim - first
     if first + second != pooled_dim:
         raise ValueError(f"the CLIP encoders give {first} + {second} pooled channels, but the transformer takes {pooled_dim}")
     return first, second

@@ -150,8 +150,8 @@ class DenoisingPolicy:
                 x = x + (sigma_next - sigma).view(-1, *[1] * (x.dim() - 1)) * velocity
 
         if not len(actions):
-            made = DenoisingTrajectory.of_images(x, sigmas=sigmas, conditioning=conditioning, group=group)
-            return made if kept is None else replace(made, latents=state.unsqueeze(1), first=kept)
+            images = DenoisingTrajectory.of_images(x, sigmas=sigmas, conditioning=conditioning, group=group)
+            return images if kept is None else replace(images, latents=state.unsqueeze(1), first=kept)
         logged = torch.stack(log_probs, dim=1)
         return DenoisingTrajectory(
             log_probs=logged,

@@ -69,7 +69,7 @@ class Transition(Section):
 class _Published(Transition):
     """A transition that is implemented in ``core/transitions.py``."""
 
-    kind: str
+    kind: Literal["sde", "cps", "dance", "ode"]
 
     def step(
         self,

@@ -74,7 +74,7 @@ def deepened(model: QwenImageEdit, factor: int, seed: int) -> QwenImageEdit:
     Peebles and Xie 2023, arXiv 2212.09748).
     """
     qwen_parts.seeded(seed)
-    old = model.module
+    old: Any = model.module
     new = qwen_parts.transformer(factor * len(old.transformer_blocks))
     new.load_state_dict({name: value for name, value in old.state_dict().items() if not name.startswith(_BLOCKS)}, strict=False)
     for number, block in enumerate(new.transformer_blocks):

@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from retouch.core.random import generator
-from retouch.models.qwen_image.text import VISION
+from retouch.models.common.chat_template import VISION
 from retouch.playground.world.instructions import corpus
 
 SYSTEM = "Edit the picture."

@@ -110,7 +110,7 @@ class Accelerator(TorchDispatchMode):
         answer: Callable[[torch.dtype], float] = lambda dtype: 1,
         is_weight: Callable[[FakeTensor], bool] = lambda tensor: False,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         register()
         self.observe = observe
         self.on_read = on_read
@@ -123,11 +123,11 @@ class Accelerator(TorchDispatchMode):
         self._stack = ExitStack()
         self._stack.enter_context(_patches())
         machines.append(self)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
         machines.pop()
         self._stack.close()
 
@@ -167,7 +167,7 @@ class Accelerator(TorchDispatchMode):
         return result
 
     def _compute(self, func: Any, packet: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-        originals = {id(each.inner): each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)}
+        originals = {id(each.meta): each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)}
         made = self._shapes(func, mapped(args, on_meta), moved_to(META, mapped(kwargs, on_meta)))
         values = known_values(func, args, kwargs, made)
         fake_places = {each.device.type for each in originals.values()}
@@ -197,7 +197,7 @@ class Accelerator(TorchDispatchMode):
             target, source = args[0], args[1]
             if isinstance(target, FakeTensor):
                 return target
-            known = source.values if isinstance(source, FakeTensor) else source
+            known = source.known_values if isinstance(source, FakeTensor) else source
             return target.copy_(known) if known is not None else target
         source = next(each for each in tensors_of(args) if isinstance(each, FakeTensor))
         if source.device.type == DEVICE:
@@ -216,8 +216,8 @@ class Accelerator(TorchDispatchMode):
 
     def read(self, tensor: FakeTensor) -> Tensor:
         """Return the values of a tensor; made-up values if they are unknown."""
-        values = tensor.values
-        return self.made_up(tensor.inner) if values is None else values
+        values = tensor.known_values
+        return self.made_up(tensor.meta) if values is None else values
 
 
 # Operations whose result depends on values
@@ -231,7 +231,7 @@ def _item(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool
 
 def _equal(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     machine.on_read("equal")
-    one, other = (each.values if isinstance(each, FakeTensor) else each for each in args)
+    one, other = (each.known_values if isinstance(each, FakeTensor) else each for each in args)
     return True, True if one is None or other is None else bool(torch.equal(one, other))
 
 
@@ -244,8 +244,9 @@ def _by_value(what: str) -> Callable[..., tuple[bool, Any]]:
         made = func(*mapped(args, machine.read, FakeTensor), **moved_to(CPU, mapped(kwargs, machine.read, FakeTensor)))
         result = mapped(made, lambda each: placed(each, device))
         if machine.observe is not None:
-            fakes = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
-            machine.observe(func, args, kwargs, result, fakes, tensors_of(result))
+            given = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
+            results = [each for each in tensors_of(result) if isinstance(each, FakeTensor)]
+            machine.observe(func, args, kwargs, result, given, results)
         return True, result
 
     return handler
@@ -311,7 +312,7 @@ def _patches() -> Iterator[None]:
 
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # otherwise ``torch.tensor([1], device=...)`` would move there without an operation
-    lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    lists: tuple[list[Any], ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for each in lists:
         each.append(FakeTensor)
     try:

@@ -29,7 +29,7 @@ def fused_attention() -> Iterator[None]:
         given = dict(zip(_NAMES, args, strict=False)) | kwargs
         return _attention(given) if isinstance(given["query"], FakeTensor) else own(*args, **kwargs)
 
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attention
     try:
         yield
     finally:

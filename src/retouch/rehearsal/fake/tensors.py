@@ -31,39 +31,40 @@ def active() -> Any:
 
 
 class FakeTensor(Tensor):
-    """A tensor on a fake device, or a large tensor on the host. ``inner``: a tensor on the meta device with the same shape and its
+    """A tensor on a fake device, or a large tensor on the host. ``meta``: a tensor on the meta device with the same shape and its
     own storage. ``value``: the values, or None. ``known``: whether ``value`` is valid; a list that views of the tensor share."""
 
-    inner: Tensor
+    meta: Tensor
     value: Tensor | None
     known: list[bool]
 
     @staticmethod
     def __new__(
-        cls, inner: Tensor, device: torch.device, value: Tensor | None = None, known: list[bool] | None = None
+        cls, meta: Tensor, device: torch.device, value: Tensor | None = None, known: list[bool] | None = None
     ) -> "FakeTensor":
         return Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=device
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=device
         )
 
-    def __init__(self, inner: Tensor, device: torch.device, value: Tensor | None = None, known: list[bool] | None = None) -> None:
-        self.inner = inner
+    def __init__(self, meta: Tensor, device: torch.device, value: Tensor | None = None, known: list[bool] | None = None) -> None:
+        self.meta = meta
         self.value = value
         self.known = [True] if known is None else known
 
     @property
-    def values(self) -> Tensor | None:
+    def known_values(self) -> Tensor | None:
         """The values, if they are known."""
         return self.value if self.known[0] else None
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
-    def data(self, new: "FakeTensor") -> None:
+    def data(self, new: Tensor) -> None:
+        assert isinstance(new, FakeTensor)
         Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
-        self.inner, self.value, self.known = new.inner, new.value, new.known
+        self.meta, self.value, self.known = new.meta, new.value, new.known
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -77,14 +78,14 @@ class FakeTensor(Tensor):
         return f"FakeTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
-        return ["inner"], self.device
+        return ["meta"], self.device
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, *_: Any) -> "FakeTensor":
-        return FakeTensor(inner["inner"], device)
+        return FakeTensor(inner["meta"], device)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return active().run(func, args, kwargs or {})
 
 
@@ -165,7 +166,7 @@ def require_one_dtype(packet: Any, given: list[Tensor]) -> None:
 
 def on_meta(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
-        return tensor.inner
+        return tensor.meta
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
@@ -189,7 +190,7 @@ def known_values(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Any
     known = True
     for tensor in given:
         if isinstance(tensor, FakeTensor):
-            if tensor.values is None:
+            if tensor.known_values is None:
                 known = False
                 break
         elif not _small(tensor):
@@ -232,7 +233,7 @@ def wrapped(func: Any, made: Any, device: torch.device, originals: dict[int, Fak
         known = None
         if any(each.alias_info is not None for each in func._schema.returns):
             known = next(
-                (each.known for each in originals.values() if each.inner.untyped_storage()._cdata == made.untyped_storage()._cdata),
+                (each.known for each in originals.values() if each.meta.untyped_storage()._cdata == made.untyped_storage()._cdata),
                 None,
             )
         return FakeTensor(made, device, values if isinstance(values, Tensor) else None, known)

@@ -49,4 +49,4 @@ def _column(reward: Any) -> str:
         raise ValueError(
             f"{type(reward).__name__} has the columns {', '.join(names)}; name the differentiable one in gradient_column"
         )
-    return names[0]
+    return str(names[0])

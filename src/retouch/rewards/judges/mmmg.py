@@ -121,9 +121,11 @@ def _edges(dependency: str, elements: set[str]) -> set[tuple[str, str]]:
     for ``Defines`` in both directions."""
     relation, _, inside = dependency.partition("(")
     ends = [_element(end.strip().lower(), elements) for end in inside.removesuffix(")").split(",", 1)]
-    if len(ends) != 2 or ends[0] is None or ends[1] is None:
+    if len(ends) != 2:
         return set()
     one, other = ends
+    if one is None or other is None:
+        return set()
     match relation.strip().lower():
         case "requires":
             return {(other, one)}

@@ -138,7 +138,7 @@ class Requirements(BaseModel):
     @property
     def names(self) -> list[str]:
         """The distinct names of all objects that the detector must look for."""
-        return list(dict.fromkeys(one.name for one in (*self.include, *self.exclude)))
+        return list(dict.fromkeys([one.name for one in self.include] + [one.name for one in self.exclude]))
 
 
 class ColourNamer(Protocol):

@@ -268,11 +268,11 @@ class ChatClient:
             _log.warning("%s %s; its tokens are estimated from the texts and images", self.endpoint.description, told)
         text = credentials.redacted(received.reply.text, self._key)
         scores = question.form.read(received.reply)
-        tokens = {"input_tokens": counted.input, "output_tokens": counted.output}
         self._line.answered()
         if scores is None:
-            return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)
-        return Answer(scores=scores, text=text, **tokens)
+            cause = "refusal" if received.reply.refused else "unusable answer"
+            return _Fault(cause, text=text, input_tokens=counted.input, output_tokens=counted.output)
+        return Answer(scores=scores, text=text, input_tokens=counted.input, output_tokens=counted.output)
 
 
 def _packages() -> tuple[Any, Any]:

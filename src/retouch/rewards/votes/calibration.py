@@ -155,7 +155,7 @@ def _knots(scores: Sequence[float]) -> list[float]:
     return sorted({distinct[round(k * (len(distinct) - 1) / (_MOST_KNOTS - 1))] for k in range(_MOST_KNOTS)})
 
 
-def _map(scores: Sequence[float], won: Sequence[float], weights: Sequence[float], knots: Sequence[float]) -> Float[ndarray, " k"]:
+def _map(scores: Sequence[float], won: Sequence[float], weights: Any, knots: Sequence[float]) -> Float[ndarray, " k"]:
     import numpy as np
 
     found, values = isotonic(scores, won, weights)

@@ -268,14 +268,14 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _vote(row: Mapping[str, Any]) -> Vote | None:
     """Parse the vote of a line; None if a field is missing or has the wrong type."""
     left, right = _side(row.get("left")), _side(row.get("right"))
-    texts = [row.get(name) for name in ("id", "voter", "task", "instruction")]
-    optional = [row.get(name) for name in ("source", "mask", "text")]
+    texts: dict[str, Any] = {name: row.get(name) for name in ("id", "voter", "task", "instruction")}
+    optional: dict[str, Any] = {name: row.get(name) for name in ("source", "mask", "text")}
     tags, at, choice = row.get("tags"), _finite(row.get("at")), row.get("choice")
     if (
         left is None
         or right is None
-        or not all(isinstance(text, str) for text in texts)
-        or not all(value is None or isinstance(value, str) for value in optional)
+        or not all(isinstance(text, str) for text in texts.values())
+        or not all(value is None or isinstance(value, str) for value in optional.values())
         or not isinstance(tags, dict)
         or not all(isinstance(value, str) for value in tags.values())
         or at is None
@@ -283,8 +283,8 @@ def _vote(row: Mapping[str, Any]) -> Vote | None:
     ):
         return None
     return Vote(
-        **dict(zip(("id", "voter", "task", "instruction"), texts, strict=True)),
-        **dict(zip(("source", "mask", "text"), optional, strict=True)),
+        **texts,
+        **optional,
         at=at,
         tags=tags,
         left=left,

@@ -125,7 +125,7 @@ class SglangEngine(ServerSection, ChainEngineSection):
             yield f"{key}.window.mode: in SGLang, images cannot share steps of a chain; use window, or remove the engine"
         if getattr(model, "guidance", None) not in (None, EMBEDDED_GUIDANCE):
             yield f"policy.model.guidance: SGLang's server gives FLUX {EMBEDDED_GUIDANCE}; use null, or remove the engine"
-        lora = train.lora
+        lora = getattr(train, "lora", None)
         if not isinstance(train, FullWeights) and lora is not train:
             yield f"policy.train.kind: {getattr(train, 'kind', 'this')} cannot be loaded into SGLang; use lora or full"
         elif lora is not None and not float(lora.alpha).is_integer():
