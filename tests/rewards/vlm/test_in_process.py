@@ -1,6 +1,8 @@
 """The in-process judge on tiny random Qwen-VL models: it uses the model's probabilities and a random generator of its own."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,6 +52,12 @@ def test_word_scores_use_the_probabilities_of_the_model(judge):
     exact = [other / (one + other), spelled[second] / (one + spelled[second]), other / (spelled[first] + other)]
     exact.append(spelled[second] / (spelled[first] + spelled[second]))  # capitals count if among the likeliest tokens
     assert min(abs(answer.scores["x"] - value) for value in exact) < 1e-5
+
+
+def test_improbable_tokens_with_the_same_text_raise_no_error(judge, monkeypatch):
+    monkeypatch.setattr(judge, "tokenizer", SimpleNamespace(decode=lambda ids: "a" if ids == [0] else "b"))
+    found = judge._first(torch.tensor([0.0, -900.0, -900.0]))
+    assert found == {"a": 0.0, "b": pytest.approx(-900 + math.log(2))}
 
 
 def test_generation_matches_greedy_decoding_without_a_cache(judge):

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import io
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from PIL.Image import Image
 from pydantic import BaseModel, Field, ValidationError
 
-from retouch.rewards.vlm.forms import JudgeReply
+from retouch.rewards.vlm.forms import JudgeReply, first_tokens
 from retouch.rewards.vlm.questions import Part, Question
 
 _WEBP_LIMIT = 16383  # largest side in pixels of the WebP format
@@ -115,15 +114,10 @@ def tokens_of(question: Question, received: Received) -> Tokens:
 
 
 def _first(logprobs: _Logprobs | None) -> dict[str, float]:
-    """Return the candidates for the first token, with log-probabilities. If a token is listed twice (for example as bytes), its
-    probabilities are added."""
+    """Return the candidates for the first token, with log-probabilities. A server may list a token twice, for example as bytes."""
     if logprobs is None or not logprobs.content:
         return {}
-    found: dict[str, float] = {}
-    for token in logprobs.content[0].top_logprobs:
-        before = found.get(token.token)
-        found[token.token] = token.logprob if before is None else math.log(math.exp(before) + math.exp(token.logprob))
-    return found
+    return first_tokens((token.token, token.logprob) for token in logprobs.content[0].top_logprobs)
 
 
 def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:

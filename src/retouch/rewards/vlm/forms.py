@@ -3,7 +3,7 @@ reply, or returns None if the reply is not usable."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -181,6 +181,17 @@ class WordForm:
     def choices(self) -> tuple[str, ...]:
         """Return no choices: the answer is not constrained, so that the probability of the allowed words can be read."""
         return ()
+
+
+def first_tokens(candidates: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the log-probability of each text of a first token. The probabilities of candidates with the same text are added, also
+    if they are so small that ``math.exp`` rounds them to 0."""
+    import numpy
+
+    found: dict[str, float] = {}
+    for text, log_prob in candidates:
+        found[text] = float(numpy.logaddexp(found.get(text, -math.inf), log_prob))
+    return found
 
 
 def _check_words(values: Mapping[str, float]) -> None:

@@ -4,7 +4,6 @@ It answers questions one after the other or in batches. One-word answers are rea
 Scores are generated without a constraint to the JSON schema, and read as free text.
 """
 
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ from transformers import (
 
 from retouch.core.random import generator
 from retouch.records.files import read_json
-from retouch.rewards.vlm.forms import JudgeReply
+from retouch.rewards.vlm.forms import JudgeReply, first_tokens
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.rewards.worker import SideStream
@@ -159,13 +158,10 @@ class LocalJudge:
         return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
 
     def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
-        """Return the most likely first tokens with log-probabilities. The probabilities of tokens with the same text are added."""
-        found: dict[str, float] = {}
+        """Return the most likely first tokens with log-probabilities."""
         values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))
-        for value, token in zip(values.tolist(), ids.tolist(), strict=True):
-            text = self.tokenizer.decode([token])
-            found[text] = math.log(math.exp(found[text]) + math.exp(value)) if text in found else value
-        return found
+        texts = [self.tokenizer.decode([token]) for token in ids.tolist()]
+        return first_tokens(zip(texts, values.tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,6 @@
 """Forms of answers: the expected value of a word, and what makes a reply unusable."""
 
+import json
 import math
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.chat_format import parse_reply
 from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
@@ -26,6 +28,15 @@ def test_the_yes_score_is_its_share_of_the_probability_of_allowed_words():
 def test_probabilities_of_spellings_of_a_word_are_summed():
     first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1)}
     assert YES.read(JudgeReply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
+
+
+@pytest.mark.parametrize("log_prob", [-9999.0, -800.0, -1.0])
+def test_probabilities_of_a_token_that_a_server_lists_twice_are_added(log_prob):
+    tokens = [{"token": "yes", "logprob": -0.7}, *[{"token": "\ufffd", "logprob": log_prob}] * 2]  # vLLM reports -9999 for -inf
+    place = {"token": "yes", "logprob": -0.7, "top_logprobs": tokens}
+    choice = {"message": {"content": "yes"}, "finish_reason": "stop", "logprobs": {"content": [place]}}
+    received = parse_reply(json.dumps({"choices": [choice]}))
+    assert received.reply.first == {"yes": -0.7, "\ufffd": pytest.approx(log_prob + math.log(2), abs=1e-9)}
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6))
