@@ -18,11 +18,12 @@ from live_server import LIMITS, LiveServer, body_of, host, live, noise_image, pn
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.rewards.playground.edit_judge import PlaygroundReward
+from retouch.rewards.scoring import scores_of as scores_in_process
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
-from retouch.serving.hosted_rewards import build, fingerprint, parse_specs
+from retouch.serving.hosted_rewards import build, fingerprint, parse_specs, rebuild
 from retouch.serving.metrics import Metrics
 from retouch.serving.requests.limits import Limits
 from retouch.serving.requests.single_score import SingleScore
@@ -389,6 +390,35 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
     assert new != old
     assert {score for score, _ in seen} <= {0.25, 0.75}
     assert all(score == 0.75 for score, judge in seen if judge == new)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "user_reward:constant",
+        '{"kind": "several", "rewards": {"own": {"kind": "import", "class": "user_reward:Constant"}}}',
+    ],
+)
+def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "from retouch.types import Column\n\n\ndef constant(images):\n    return [VALUE] * len(images)\n\n\n"
+        "class Constant:\n    columns = {'own': Column(0.0, 1.0)}\n\n    def __call__(self, samples):\n"
+        "        return [VALUE] * len(samples)\n"
+    )
+    file = tmp_path / "user_reward.py"
+    file.write_text(source.replace("VALUE", "0.25"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (spec,) = parse_specs([word])
+    old = build(spec, sole=True)
+    file.write_text(source.replace("VALUE", "0.75"))
+    new = rebuild(spec, old)
+    sys.modules.pop("user_reward")
+    (scores,) = scores_in_process(new.reward, samples_of(2)).values()
+    assert scores.tolist() == [0.75, 0.75]
+    assert new.fingerprint != old.fingerprint
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from retouch.config.consent import classes_named
+from retouch.config.imports import module_of
 from retouch.protocols import Reward
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_reward
 from retouch.rewards import identity
@@ -85,10 +87,10 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
 
 def rebuild(spec: RewardSpec, old: HostedReward) -> HostedReward:
-    """Build the reward again, and reload its module if it belongs to the user. Raises ValueError if its columns have changed."""
-    module = sys.modules[type(old.reward).__module__]
-    if module.__name__.partition(".")[0] != "retouch":
-        importlib.reload(module)
+    """Build the reward again, after reloading the user's modules that its section names. Raises ValueError if its columns have
+    changed."""
+    for module in _user_modules(spec):
+        importlib.reload(sys.modules[module])
     new = build(spec, sole=set(old.public) == set(old.public.values()))
     if new.columns != old.columns:
         raise ValueError(f"{spec.name} now has other columns or ranges; restart the server")
@@ -103,6 +105,14 @@ def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
 def device() -> str:
     """Return the device of models whose section names none: the replica's first GPU, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _user_modules(spec: RewardSpec) -> list[str]:
+    """The modules outside this package of the classes and functions in the section, also of rewards inside the reward."""
+    parts = parse_reward(spec.section, allow_imports=spec.allow_imports).parts()
+    named = [module_of(path) for _, path in classes_named(spec.section)]
+    found = dict.fromkeys([*named, *(type(part).__module__ for _, _, part in parts)])
+    return [module for module in found if module.partition(".")[0] != "retouch"]
 
 
 def _parse_spec(word: str) -> RewardSpec:
