@@ -1,6 +1,7 @@
 """The reward server: its replies, authentication, batching, rejection of requests, draining and reloading."""
 
 import asyncio
+import json
 import sys
 import threading
 import time
@@ -14,11 +15,14 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from starlette.routing import Route
 
+import retouch
 from live_server import LIMITS, LiveServer, body_of, host, live, noise_image, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.data.playground.tasks import PlaygroundData
+from retouch.rewards.combine.calibrated import CalibratedScores
 from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scoring import scores_of as scores_in_process
+from retouch.rewards.votes.calibration import Calibration
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo
@@ -437,6 +441,25 @@ def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward
 def test_invalid_reward_specs_raise(words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         parse_specs(words)
+
+
+VOTES = {"kind": "votes", "queue": "nowhere"}
+
+
+@pytest.mark.parametrize(
+    "section", [VOTES, {"kind": "several", "rewards": {"people": VOTES, "red": {"kind": "photos", "colour": [255, 0, 0]}}}]
+)
+def test_rewards_that_compare_the_images_of_a_task_are_not_served(section: dict[str, object]) -> None:
+    (spec,) = parse_specs([json.dumps(section)])
+    with pytest.raises(ValueError, match="compares the images of a task, but a server scores batches that split groups"):
+        build(spec, sole=True)
+    with pytest.raises(ValueError, match="put this reward into the recipe of the run instead"):
+        retouch.serve(json.dumps(section), port=0)
+
+
+def test_a_calibrated_reward_compares_groups_if_the_wrapped_reward_does() -> None:
+    calibration = Calibration("preference", (0.0,), (0.5,), (0.1,), (0.4,), (0.6,), votes=10, tasks=10)
+    assert CalibratedScores(retouch.rewards.Votes(queue="nowhere"), "preference", calibration).compares_groups
 
 
 def test_recipe_file_is_accepted_as_a_reward_spec() -> None:

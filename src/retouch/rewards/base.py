@@ -225,6 +225,11 @@ def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
     return [sample if sample.completion is None else Sample(sample.task, sample.image) for sample in samples]
 
 
+def compares_groups(reward: Reward) -> bool:
+    """Whether the reward, or a reward inside it, compares the samples of a task, so that a call must contain whole groups."""
+    return bool(getattr(reward, "compares_groups", False))
+
+
 def source_image(task: Task) -> Image:
     """The first source image. Raises ValueError if the task has none."""
     if not task.images:

@@ -16,6 +16,7 @@ from retouch.config.imports import module_of
 from retouch.protocols import Reward
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_reward
 from retouch.rewards import identity
+from retouch.rewards.base import compares_groups
 from retouch.rewards.wire.schema import LARGEST, NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
 
@@ -37,7 +38,8 @@ class RewardSpec:
 class HostedReward:
     """A built reward. ``public``: the reward's column names, mapped to the names that clients see.
 
-    Raises ValueError if a column's range is too large (a sample without an image scores the worst end of the range).
+    Raises ValueError if the reward compares the samples of a task, because batches split groups, and if a column's range is too
+    large (a sample without an image scores the worst end of the range).
     """
 
     name: str
@@ -46,6 +48,11 @@ class HostedReward:
     fingerprint: str
 
     def __post_init__(self) -> None:
+        if compares_groups(self.reward):
+            raise ValueError(
+                f"{self.name} compares the images of a task, but a server scores batches that split groups; put this reward into "
+                "the recipe of the run instead"
+            )
         for name, column in self.reward.columns.items():
             if not -LARGEST <= column.low <= column.high <= LARGEST:
                 raise ValueError(

@@ -23,7 +23,8 @@ def serve(
     ASCII characters; required if other machines can reach ``host``. A client is
     ``retouch.rewards.Remote(endpoints=[server.url])``.
 
-    Raises ValueError if an argument is not a reward, if two rewards have the same name, or if the extra ``serve`` is not installed.
+    Raises ValueError if an argument is not a reward, if a reward compares the images of a task (``win_rate``, ``votes``), if two
+    rewards have the same name, or if the extra ``serve`` is not installed.
 
     Example::
 

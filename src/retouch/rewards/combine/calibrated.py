@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import field_serializer
 
 from retouch.protocols import Reward
-from retouch.rewards.base import RewardSection, close, unchanged
+from retouch.rewards.base import RewardSection, close, compares_groups, unchanged
 from retouch.rewards.facts import PathText, RunFacts, TaskFacts, whole_group_problems
 from retouch.rewards.parts import PARTS
 from retouch.types import Column, Sample, Scores
@@ -112,6 +112,7 @@ class CalibratedScores:
         self.reward, self.column, self.calibration = reward, column, calibration
         self.columns: Mapping[str, Column] = {**_ADDED, **reward.columns}
         self.reads_completions = bool(getattr(reward, "reads_completions", False))
+        self.compares_groups = compares_groups(reward)
 
     @property
     def fingerprint(self) -> str:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.protocols import Reward
-from retouch.rewards.base import close, visible_samples
+from retouch.rewards.base import close, compares_groups, visible_samples
 from retouch.rewards.combine.combination import Combine
 from retouch.rewards.identity import describe
 from retouch.rewards.scoring import call_reward
@@ -37,6 +37,7 @@ class CompositeReward:
         self.columns: Mapping[str, Column] = {
             f"{name}/{own}": column for name, reward in self.rewards.items() for own, column in reward.columns.items()
         }
+        self.compares_groups = any(compares_groups(reward) for reward in self.rewards.values())
 
     @property
     def fingerprint(self) -> str:
