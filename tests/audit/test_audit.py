@@ -198,6 +198,20 @@ def test_rescore_scores_samples_with_missing_scores_again(run_all_images, ask, m
     assert not np.isnan(known).any()
 
 
+def test_rescore_scores_whole_groups_if_the_reward_compares_the_samples_of_a_task(run_all_images, ask, monkeypatch):
+    asked = []
+
+    def first_missing(self, samples):
+        asked.append([sample.task.id for sample in samples])
+        return {"share": torch.tensor([torch.nan if len(asked) == 1 and row == 0 else 0.5 for row in range(len(samples))])}
+
+    monkeypatch.setattr(ShareReward, "__call__", first_missing)
+    monkeypatch.setattr(ShareReward, "compares_groups", True)
+    ask(run_all_images, "rescore", "share:red", "--name", "compared", "--steps", "1:1", "--split", "train")
+    assert [len(tasks) for tasks in asked] == [8, 4]
+    assert asked[1] == asked[0][:4]
+
+
 def test_rescore_rejects_a_name_that_another_reward_uses(run_all_images, ask, capsys):
     ask(run_all_images, "rescore", "share:green", "--name", "mine", "--steps", "3")
     assert cli.main(["ledger", str(run_all_images), "rescore", "photos:red", "--name", "mine"]) == 2

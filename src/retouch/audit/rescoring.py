@@ -1,6 +1,7 @@
 """Score the stored images of a run with another reward, into rescored/NAME.sqlite; the ledger of the run does not change.
 
-An interrupted command continues where it stopped: only samples without scores, or with missing scores, are scored.
+An interrupted command continues where it stopped: only samples without scores, or with missing scores, are scored. A reward that
+compares the samples of a task scores the whole groups of these samples.
 """
 
 import re
@@ -20,11 +21,11 @@ from retouch.recipe.recipe import parse
 from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
-from retouch.rewards.base import close
+from retouch.rewards.base import close, compares_groups
 from retouch.rewards.ledger.answers import AnswerCache
 from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.ledger.journal import Journal, JournalRow
+from retouch.rewards.ledger.journal import Journal, JournalRow, rows_to_score
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample
 
@@ -84,8 +85,9 @@ def _score(
         made = [(_row(sample), Sample(tasks(sample), images.image(sample), sample.completion)) for sample in chunk]
         there = [(row, sample) for row, sample in made if sample.image is not None]
         absent += len(made) - len(there)
-        known, _ = journal.recall([row for row, _ in there], reward.columns)
-        new = [pair for pair, is_known in zip(there, known.tolist(), strict=True) if not is_known]
+        rows = [row for row, _ in there]
+        known, _ = journal.recall(rows, reward.columns)
+        new = [there[index] for index in rows_to_score(rows, known.tolist(), whole_groups=compares_groups(reward))]
         if new:
             journal.record([row for row, _ in new], scores_of(reward, [sample for _, sample in new]))
         scored += len(new)

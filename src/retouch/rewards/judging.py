@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.base import close, visible_samples
+from retouch.rewards.base import close, compares_groups, visible_samples
 from retouch.rewards.combine.combination import NO_COMBINATION, Combine, combination
 from retouch.rewards.combine.composite import CompositeReward, collect_scores
-from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
+from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows, rows_to_score
 from retouch.rewards.scoring import call_reward, checked, scores_of, with_images
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.types import Batch, Sample, Scores
@@ -60,7 +60,7 @@ class RewardScorer:
     overlap:
 
     1. Start: one thread looks up the samples in the ``journal``, if there is one, and passes those that are not in it to the
-       rewards.
+       rewards; to a reward that compares the samples of a task, it passes their whole groups.
     2. Score: an ``AsyncReward`` receives each batch at once, even if other batches are in progress. Each other reward has its own
        thread, which scores one batch after the other, in order. The rewards of a ``CompositeReward`` run at the same time; if
        ``device`` is a GPU, each has its own CUDA stream.
@@ -135,7 +135,7 @@ class RewardScorer:
         else:
             found = rows()
             known, scores = self.journal.recall(found, columns)
-            new = (~known).nonzero().flatten().tolist()
+            new = rows_to_score(found, known.tolist(), whole_groups=compares_groups(self.reward))
         return _Started(found, scores, new, self._ask([samples[index] for index in new]), time.monotonic())
 
     def _ask(self, samples: Sequence[Sample]) -> "dict[str, Future[Scores]]":
@@ -177,8 +177,8 @@ class _Started(NamedTuple):
     """A batch whose scoring has started.
 
     ``rows``: the journal rows of the samples, None without a journal. ``scores``: the scores from the journal, NaN for samples that
-    are not in it. ``new``: the indices of those samples. ``asked``: the futures of their scores, by reward. ``began``: the time of
-    ``time.monotonic`` at the start.
+    are not in it. ``new``: the indices of the samples that are scored now. ``asked``: the futures of their scores, by reward.
+    ``began``: the time of ``time.monotonic`` at the start.
     """
 
     rows: list[JournalRow] | None

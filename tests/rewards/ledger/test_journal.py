@@ -18,6 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from retouch.protocols import Reward
+from retouch.rewards.combine.combination import Combine
+from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, decode_scores
 from retouch.rewards.ledger.hashing import image_hash
@@ -94,9 +97,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             assert judge.journal is not None
             judge.journal.database.close()
 
-    def begin(reward: Counting, fingerprint: str = "one") -> RewardScorer:
+    def begin(reward: Reward, fingerprint: str = "one", *, combine: Combine | None = None) -> RewardScorer:
         end()
-        started[:] = [RewardScorer(reward, {"quality": 2.0})]
+        started[:] = [RewardScorer(reward, combine or {"quality": 2.0})]
         started[0].journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
         return started[0]
 
@@ -149,6 +152,26 @@ def test_only_changed_images_are_scored_and_they_replace_the_stored_rows(start: 
     assert equal(judge.for_split("train")(rows, mixed).result(), second)
     judge.for_split("train")(rows, old).result()
     assert [sample.image for sample in reward.asked[8:]] == [old[1].image, old[4].image]
+
+
+class Comparing(Counting):
+    compares_groups = True
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_whole_groups_are_scored_again_if_the_reward_compares_the_samples_of_a_task(start: Start, inside: bool) -> None:
+    rows, reward = batch(), Comparing()
+    several = CompositeReward({"own": reward})
+    judge = start(several, combine={"own/quality": 1.0}) if inside else start(reward)
+    first = judge.for_split("train")(rows, pictures(rows)).result()
+    with judge.journal.database.writing() as connection:
+        connection.execute("DELETE FROM samples WHERE group_id = 1 AND slot = 2")
+    second = judge.for_split("train")(rows, pictures(rows)).result()
+    assert [(sample.task.id, sample.image) for sample in reward.asked[6:]] == [
+        (sample.task.id, sample.image) for sample in pictures(rows)[3:]
+    ]
+    assert same(second.rewards[:3], first.rewards[:3])
+    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), second)
 
 
 @pytest.mark.parametrize("change", ["step", "group", "slot", "task"])

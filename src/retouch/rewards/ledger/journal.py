@@ -57,6 +57,13 @@ def journal_rows(batch: Batch, samples: Iterable[Sample], *, split: Split, step:
     ]
 
 
+def rows_to_score(rows: Sequence[JournalRow], known: Sequence[bool], *, whole_groups: bool) -> list[int]:
+    """The indices of the rows that are not ``known``; with ``whole_groups``, for a reward that compares the samples of a task, also
+    of the other rows of their groups."""
+    incomplete = {row.group for row, is_known in zip(rows, known, strict=True) if not is_known} if whole_groups else set()
+    return [index for index, row in enumerate(rows) if not known[index] or row.group in incomplete]
+
+
 @dataclass(frozen=True, eq=False)
 class Journal:
     """The journal in the file of a ledger. Each call is one transaction; calls may come from several threads.
