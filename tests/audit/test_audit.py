@@ -2,6 +2,7 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 from retouch import cli
 from retouch.assembly.phases import build_phase, build_sets
 from retouch.audit.ledger_view import LedgerView
+from retouch.audit.ratings import with_ratings
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load
@@ -233,6 +235,18 @@ def test_an_image_file_with_the_wrong_content_is_not_rescored(tmp_path, ask):
     one.write_bytes(other.read_bytes())
     again = ask(run, "rescore", "playground")
     assert (again["judged"], again["without_image"]) == (28, 2)
+
+
+def test_a_rating_of_an_image_of_several_tasks_is_rejected_unless_it_names_the_sample(run_all_images, tmp_path):
+    one, other = [sample for sample in LedgerView.open(run_all_images).samples if sample.split == "train" and sample.slot == 0][:2]
+    assert one.task != other.task
+    samples = [one, replace(other, image=one.image)]
+    file = tmp_path / "ratings.csv"
+    file.write_text(f"sha256,rating\n{one.image},3\n")
+    with pytest.raises(ValueError, match=r"line 2: the image .* was made for 2 tasks; name its sample by step, group and slot"):
+        with_ratings(samples, file, run_all_images)
+    file.write_text(f"step,group,slot,rating\n{one.step},{one.group},{one.slot},3\n")
+    assert [sample.place for sample in with_ratings(samples, file, run_all_images)] == [one.place]
 
 
 def test_agree_reports_the_rank_correlations_of_the_two_columns(run_all_images, ask):

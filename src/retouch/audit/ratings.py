@@ -2,7 +2,8 @@
 
 The file has a header and one line per rating. The columns are ``rating``, and for the sample ``image`` (a file, relative to the CSV
 or to the run's folder), ``sha256`` (the hash of the image in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split``
-(default: train). Several ratings of a sample are averaged.
+(default: train). Several ratings of a sample are averaged. The sample of an image that was made for
+several tasks is given by step, group and slot, because a rating is about one task.
 """
 
 import csv
@@ -84,7 +85,7 @@ def _samples_of(
     by_place: Mapping[tuple[str, int, int, int], LedgerSample],
     roots: Sequence[Path],
 ) -> list[LedgerSample]:
-    """The samples of a line; several if the policy made the same image more than once."""
+    """The samples of a line; several if the policy made the same image of a task more than once."""
     if key == "place":
         step, group, slot = (int(line[name]) for name in _PLACE)
         found = by_place.get((line.get("split") or "train", step, group, slot))
@@ -94,6 +95,9 @@ def _samples_of(
     digest = line["sha256"] if key == "sha256" else _hash_of(line["image"], roots)
     if digest not in by_image:
         raise ValueError(f"the run scored no image {line[key]}")
+    tasks = {sample.task for sample in by_image[digest]}
+    if len(tasks) > 1:
+        raise ValueError(f"the image {line[key]} was made for {len(tasks)} tasks; name its sample by step, group and slot")
     return by_image[digest]
 
 

@@ -19,10 +19,11 @@ from retouch.rewards.combine.calibrated import CalibratedReward, CalibratedScore
 from retouch.rewards.identity import fingerprint
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, journal_rows
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.votes.calibration import calibrate
-from retouch.rewards.votes.log import VoteLog
+from retouch.rewards.votes.log import Side, VoteLog, VotePair
 from retouch.rewards.votes.queue import VoteQueue, pairs_to_compare
 from retouch.rewards.votes.reward import VotesReward
 from retouch.types import Batch, Column, Sample, Task
@@ -363,6 +364,22 @@ def test_votes_are_joined_with_the_judge_scores_of_the_ledger(tmp_path: Path) ->
     ]
     (agreement,) = [row for row in summarise([VoteLog(queue)])["judges"] if row["category"] == "all"]
     assert (agreement["column"], agreement["share"]["value"], agreement["share"]["count"]) == ("judge", 1.0, 1)
+
+
+def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path: Path) -> None:
+    unchanged, red = (Image.new("RGB", (8, 8), colour) for colour in ("white", "red"))
+    tasks = tuple(Task(name, "") for name in ("keep the photo", "make it red"))
+    given = [Sample(task, image) for task in tasks for image in (unchanged, red)]
+    with closing(Database(tmp_path / "ledger.sqlite")) as database:
+        batch = Batch(seed=0, step=0, tasks=tasks, group_ids=(0, 1), group=(0, 0, 1, 1), slot=(0, 1, 0, 1))
+        rows = journal_rows(batch, given, split="train", step=0)
+        Journal(database).record(rows, {"judge": torch.tensor([1.0, 0.25, 0.0, 0.75])})
+    log = VoteLog(tmp_path / "queue")
+    for task in tasks:
+        first, second = (Side(arm="", image=image_hash(image), file="") for image in (unchanged, red))
+        log.add(VotePair(task=task.id, instruction="", first=first, second=second).vote("right", voter="me"))
+    votes = judged_votes([log])
+    assert [[side.scores["judge"] for side in (vote.left, vote.right)] for vote in votes] == [[1.0, 0.25], [0.0, 0.75]]
 
 
 def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path: Path, capsys) -> None:
