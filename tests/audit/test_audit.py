@@ -13,8 +13,9 @@ from PIL import Image
 
 from retouch import cli
 from retouch.assembly.phases import build_phase, build_sets
-from retouch.audit.ledger_view import LedgerView
+from retouch.audit.ledger_view import LedgerSample, LedgerView
 from retouch.audit.ratings import with_ratings
+from retouch.audit.tasks import RunTasks
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, load
@@ -369,6 +370,21 @@ def test_rescore_is_rejected_if_the_data_of_the_recipe_have_changed(tmp_path, ca
     RunFolder(run).write_recipe(document)
     assert cli.main(["ledger", str(run), "rescore", "playground"]) == 2
     assert "use the data of the run" in capsys.readouterr().err
+
+
+def test_tasks_of_refilled_groups_are_those_that_training_drew():
+    made = load("recipes/playground/grpo.jsonnet", ["device=cpu", "tasks_per_step=2", "steps=3", 'rollout.refill={"rounds": 2}'])
+    (phase,) = made.resolved_phases()
+    sets = build_sets(made, phase.data, size=None)
+    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks(), reward_range=(0.0, 1.0))
+    tasks = RunTasks(made)
+    for step in range(STEPS):
+        drawn = [*built.batch(step).tasks, *(task for turn in (1, 2) for task in built.source.keywords["further"](step, turn))]
+        for group, task in enumerate(drawn):
+            place = ("train", step + 1, group, 0)
+            sample = LedgerSample(*place, task.id, "", None, judge="", scores={}, seconds=0.0, at=0.0)
+            assert tasks(sample).id == task.id
+        assert len(drawn) == 6
 
 
 FINITE, INFINITE = '{"gpt": 0.5}', '{"gpt": 1e999}'

@@ -5,7 +5,7 @@ from functools import cache
 
 from retouch.assembly.phases import sets_of, steps_of
 from retouch.audit.ledger_view import LedgerSample
-from retouch.data.sampler import draw
+from retouch.data.sampler import Subset, UnindexedTasks, draw, further_tasks
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.ledger.database import encode_text
 from retouch.types import Codes, Task
@@ -27,8 +27,7 @@ class RunTasks:
     def __call__(self, sample: LedgerSample) -> Task:
         """The task of the sample. Raises ValueError if the data has changed since the sample was scored, or has tokens but no
         image."""
-        tasks = self._drawn(sample.step - 1) if sample.split == "train" else self._sets[0].heldout
-        task = tasks[sample.group]
+        task = self._trained(sample) if sample.split == "train" else self._sets[0].heldout[sample.group]
         if encode_text(task.id) != sample.task:
             raise ValueError(f"the data has the task {task.id!r} where the run scored {sample.task!r}; use the data of the run")
         if Codes.SOURCE in task.meta and not task.images:
@@ -38,9 +37,17 @@ class RunTasks:
             )
         return task
 
-    def _draw(self, step: int) -> Sequence[Task]:
-        """The tasks of a step."""
+    def _trained(self, sample: LedgerSample) -> Task:
+        step = sample.step - 1
         phase = next(number for number, steps in enumerate(self._steps) if step in steps)
-        count, first = self._phases[phase].tasks_per_step, self._steps[phase].start
-        tasks = self._sets[phase].train
-        return draw(tasks, seed=self._recipe.seed, step=step - first, count=count, places=range(count))
+        turn, place = divmod(sample.group, self._phases[phase].tasks_per_step)  # as ``training.refill.with_tasks`` numbers groups
+        return self._drawn(phase, step, turn)[place]
+
+    def _draw(self, phase: int, step: int, turn: int) -> Sequence[Task]:
+        """The tasks of a step, or with ``turn`` above 0 those of a round of ``rollout.refill``."""
+        tasks, count = self._sets[phase].train, self._phases[phase].tasks_per_step
+        seed, own_step = self._recipe.seed, step - self._steps[phase].start
+        if turn == 0:
+            return draw(tasks, seed=seed, step=own_step, count=count, places=range(count))
+        assert not isinstance(tasks, UnindexedTasks), "rollout.refill refuses streams"
+        return Subset(tasks, further_tasks(seed=seed, step=own_step, count=count, size=len(tasks), turn=turn))
