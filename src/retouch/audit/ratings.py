@@ -33,8 +33,12 @@ def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list
     by_place = {sample.place: sample for sample in samples}
     given: dict[int, list[float]] = {}
     reader = csv.DictReader(io.StringIO(_text(file), newline=""))
+    try:
+        lines = [(reader.line_num, line) for line in reader]
+    except csv.Error as error:
+        raise ValueError(f"{file}, line {reader.line_num + 1}: {error}") from None
     key = _key(reader.fieldnames or [], file)
-    for number, line in enumerate(reader, start=2):
+    for number, line in lines:
         try:
             _require_values(line, (*(_PLACE if key == "place" else (key,)), COLUMN))
             about = _samples_of(key, line, by_image=by_image, by_place=by_place, roots=(file.parent, run))
