@@ -51,6 +51,28 @@ class Wild(Listed):
         return [0.5 if sample.task.id == "a" else 7.0 for sample in samples]
 
 
+class Words(Listed):
+    def __call__(self, samples):
+        return ["good"] * len(samples)
+
+
+class Missing(Listed):
+    def __call__(self, samples):
+        return {"listed": [None if sample.task.id == "b" else 0.25 for sample in samples]}
+
+
+class Wordy(Listed):
+    def __call__(self, samples):
+        return {"listed": [0.25, "good", 0.5]}
+
+
+class OnlyBatches(Listed):
+    def __call__(self, samples):
+        if len(samples) == 1:
+            raise IndexError("one sample")
+        raise ZeroDivisionError("the real error")
+
+
 class Unmade(Listed):
     def __init__(self):
         raise KeyError("path")
@@ -118,10 +140,24 @@ def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
     assert torch.isnan(found.rewards[1])
 
 
+def test_none_in_the_list_of_a_column_is_a_missing_score(rw: Path) -> None:
+    found = scored(section("Missing").build(), {"listed": 1.0})
+    assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
+    assert torch.isnan(found.rewards[1])
+
+
+def test_the_error_of_a_batch_is_reported_if_single_samples_raise_another_error(rw: Path) -> None:
+    with pytest.raises(ValueError, match="raised ZeroDivisionError: the real error") as caught:
+        scored(section("OnlyBatches").build(), {"listed": 1.0})
+    assert "the error occurs with 3 samples at once, but with none of the first 64 samples alone" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("Text", "returned str; return a dictionary with a tensor for each column: 'listed', or a list of numbers"),
+        ("Words", "column 'listed': too many dimensions 'str'; return a number for each sample, NaN if it is missing"),
+        ("Wordy", "column 'listed': must be real number, not str; return a number for each sample, NaN if it is missing"),
         ("Wild", "column 'listed' is 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
     ],
 )

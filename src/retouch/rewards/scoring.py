@@ -93,14 +93,16 @@ def _label(reward: object, name: str) -> str:
 
 
 def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException]) -> str:
-    """Describe the sample that makes the reward fail, found by calling the reward with one sample at a time."""
+    """Describe the sample that makes the reward fail, found by calling the reward with one sample at a time. A sample that raises
+    another kind of error is not the cause, because the reward may not work for one sample."""
     for sample in samples[:_TRIED] if len(samples) > 1 else ():
         try:
             reward([sample])
         except BaseException as error:
-            if type(error) is not kind:
+            if type(error) is kind:
+                return f"sample: task {sample.task.id!r}, instruction {sample.task.instruction!r:.80}"
+            if not isinstance(error, Exception):
                 raise
-            return f"sample: task {sample.task.id!r}, instruction {sample.task.instruction!r:.80}"
     if len(samples) == 1:
         return f"sample: task {samples[0].task.id!r}, instruction {samples[0].task.instruction!r:.80}"
     return f"the error occurs with {len(samples)} samples at once, but with none of the first {_TRIED} samples alone"
@@ -111,11 +113,24 @@ def _as_scores(reward: Reward, returned: object, name: str) -> Scores:
         return dict(returned)
     if len(reward.columns) == 1 and isinstance(returned, list | tuple | Tensor | numpy.ndarray):
         (column,) = reward.columns
-        values = returned if isinstance(returned, Tensor) else [math.nan if value is None else value for value in returned]
-        return {column: torch.as_tensor(values, dtype=torch.float32)}
+        try:
+            return {column: column_values(column, returned)}
+        except ValueError as error:
+            raise ValueError(f"{_label(reward, name)}: {error}") from None
     columns = ", ".join(map(repr, reward.columns)) + ("" if len(reward.columns) > 1 else ", or a list of numbers")
     what = type(returned).__name__
     raise ValueError(f"{_label(reward, name)} returned {what}; return a dictionary with a tensor for each column: {columns}")
+
+
+def column_values(name: str, returned: object) -> Tensor:
+    """A column that a reward returned as a tensor, an array or a list of numbers, with None for a missing score; float32, NaN if
+    missing. Raises ValueError if it is something else."""
+    if isinstance(returned, list | tuple | numpy.ndarray):
+        returned = [math.nan if value is None else value for value in returned]
+    try:
+        return torch.as_tensor(returned, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"column {name!r}: {error}; return a number for each sample, NaN if it is missing") from None
 
 
 def with_images(samples: Sequence[Sample]) -> list[Sample]:
@@ -127,7 +142,7 @@ def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scor
     """The declared columns of all samples, (b,), float32, from the scores ``returned`` by the reward for ``with_images(samples)``.
 
     A sample without an image gets the worst value of each column, and NaN for a diagnostic. Raises ValueError if a declared column
-    is missing, has a wrong shape, or has a value that is infinite or outside its declared range.
+    is missing, has a wrong shape, or has a value that is no number, infinite or outside its declared range.
     """
     drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
     count = int(drawn.sum())
@@ -153,7 +168,7 @@ def _checked_column(name: str, column: Column, returned: Scores, samples: Sequen
         raise ValueError(
             f"the reward declares the column {name!r} but did not return it; it returned {', '.join(returned) or 'nothing'}"
         )
-    values = torch.as_tensor(returned[name], dtype=torch.float32).detach().cpu()
+    values = column_values(name, returned[name])
     if values.shape != (count,):
         raise ValueError(
             f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one per sample, NaN if missing"
