@@ -5,9 +5,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -128,6 +129,34 @@ def test_reward_output_of_the_wrong_shape_gives_no_scores(digest: LiveServer | R
     response = ask(digest, samples_of(2, text="short"))
     assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
     assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
+
+
+class Lists(Digest):
+    """Returns the scores of ``Digest`` as lists, with None for a missing score; with one column, only its list."""
+
+    def __init__(self, *columns: str) -> None:
+        super().__init__()
+        self.columns = {name: Digest.columns[name] for name in columns}
+
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        lists = {
+            name: [None if value != value else value for value in super(Lists, self).__call__(samples)[name].tolist()]
+            for name in self.columns
+        }
+        return lists if len(lists) > 1 else lists["odd"]
+
+
+@pytest.mark.parametrize("columns", [("odd",), ("digest", "odd")])
+def test_a_served_reward_may_return_lists_as_in_a_run(columns: tuple[str, ...]) -> None:
+    samples = samples_of(9)
+    reward = Lists(*columns)
+    in_process = scores_in_process(reward, samples)
+    with live(host(reward)) as server:
+        response = ask(server, samples)
+    for name in columns:
+        wanted = [None if value != value else value for value in in_process[name].tolist()]
+        assert scores_of(response, name) == wanted
+        assert len({*wanted}) > 1
 
 
 def test_info_reports_columns_and_limits(digest: LiveServer | RayServer) -> None:

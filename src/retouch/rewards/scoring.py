@@ -72,7 +72,7 @@ def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Sc
         if wrong is None:
             raise
         raise ValueError(f"{wrong}\n  {_culprit(reward, samples, type(error))}") from error
-    return _as_scores(reward, returned, name)
+    return as_scores(reward, returned, name)
 
 
 def _is_own(reward: object) -> bool:
@@ -108,7 +108,9 @@ def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException
     return f"the error occurs with {len(samples)} samples at once, but with none of the first {_TRIED} samples alone"
 
 
-def _as_scores(reward: Reward, returned: object, name: str) -> Scores:
+def as_scores(reward: Reward, returned: object, name: str = "") -> Scores:
+    """What a call of the reward returned, by column: a list of a reward with one column counts as this column. ``name``: as in
+    ``call_reward``. Raises ValueError for anything else that is no dictionary."""
     if isinstance(returned, Mapping):
         return dict(returned)
     if len(reward.columns) == 1 and isinstance(returned, list | tuple | Tensor | numpy.ndarray):
@@ -162,8 +164,9 @@ def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scor
     return scores
 
 
-def _checked_column(name: str, column: Column, returned: Scores, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
-    count = len(samples)
+def shaped_column(name: str, returned: Scores, count: int) -> Float[Tensor, " b"]:
+    """The column of ``count`` samples, float32, NaN if missing. Raises ValueError if it is missing, has values that are no numbers,
+    or has another shape."""
     if name not in returned:
         raise ValueError(
             f"the reward declares the column {name!r} but did not return it; it returned {', '.join(returned) or 'nothing'}"
@@ -173,6 +176,11 @@ def _checked_column(name: str, column: Column, returned: Scores, samples: Sequen
         raise ValueError(
             f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one per sample, NaN if missing"
         )
+    return values
+
+
+def _checked_column(name: str, column: Column, returned: Scores, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
+    values = shaped_column(name, returned, len(samples))
     outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high) & values.isfinite())
     if outside.any():
         wrong, task = values[outside][0].item(), samples[int(outside.nonzero()[0])].task.id

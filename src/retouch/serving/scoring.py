@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
-import torch
-
+from retouch.rewards.scoring import as_scores, shaped_column
 from retouch.rewards.wire.errors import ErrorCode
 from retouch.rewards.wire.replies import in_range
 from retouch.serving.hosted_rewards import HostedReward
@@ -34,16 +33,19 @@ def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call
     return score_samples(hosted, samples[:half], call=call) + score_samples(hosted, samples[half:], call=call)
 
 
-def _checked(hosted: HostedReward, scores: Scores, count: int) -> list[SampleResult]:
-    """Check the scores and return them by sample. A wrong shape fails the whole batch; a value out of range fails its sample."""
+def _checked(hosted: HostedReward, returned: object, count: int) -> list[SampleResult]:
+    """Check what the reward returned, as a run does, and return the scores by sample. A wrong shape fails the whole batch; a value
+    out of range fails its sample."""
+    try:
+        scores = as_scores(hosted.reward, returned)
+        columns = {name: shaped_column(name, scores, count) for name in hosted.reward.columns}
+    except ValueError as error:
+        _LOG.error("reward %s: %s", hosted.name, error)
+        return ["reward_disagrees"] * count
     rows: list[dict[str, float | None]] = [{} for _ in range(count)]
     wrong: set[int] = set()
     for name, column in hosted.reward.columns.items():
-        given = scores.get(name) if isinstance(scores, dict) else None
-        if not isinstance(given, torch.Tensor) or tuple(given.shape) != (count,):
-            _LOG.error("reward %s: column %r is not a tensor of %d scores", hosted.name, name, count)
-            return ["reward_disagrees"] * count
-        for row, value in enumerate(given.detach().float().cpu().tolist()):
+        for row, value in enumerate(columns[name].tolist()):
             missing = value != value
             rows[row][hosted.public[name]] = None if missing else value
             if not missing and not in_range(value, column):
