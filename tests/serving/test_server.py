@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -157,6 +158,18 @@ def test_a_served_reward_may_return_lists_as_in_a_run(columns: tuple[str, ...]) 
         wanted = [None if value != value else value for value in in_process[name].tolist()]
         assert scores_of(response, name) == wanted
         assert len({*wanted}) > 1
+
+
+def test_a_sample_without_an_image_is_not_passed_to_the_reward_and_gets_the_worst_scores() -> None:
+    samples = [*samples_of(1), Sample(samples_of(1)[0].task, None)]
+    with live(host(Digest())) as server:
+        response = ask(server, samples)
+        alone = ask(server, samples[1:])
+    assert scores_of(response) == [digest_score(samples[0]), 0.0]
+    assert scores_of(response, "odd")[1] is None
+    assert (scores_of(alone), scores_of(alone, "odd")) == ([0.0], [None])
+    in_process = scores_in_process(Digest(), samples)
+    assert (in_process["digest"][1].item(), math.isnan(in_process["odd"][1].item())) == (0.0, True)
 
 
 def test_info_reports_columns_and_limits(digest: LiveServer | RayServer) -> None:

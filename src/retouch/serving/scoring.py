@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from retouch.rewards.scoring import as_scores, shaped_column
+from retouch.rewards.scoring import as_scores, shaped_column, with_images
 from retouch.rewards.wire.errors import ErrorCode
 from retouch.rewards.wire.replies import in_range
 from retouch.serving.hosted_rewards import HostedReward
@@ -21,7 +21,15 @@ def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call
     """Return for each sample its columns by their public names (None: the score is missing), or an error code.
 
     ``call`` runs the reward. If the reward raises an error, the batch is split in halves until the failing samples are isolated.
+    As in a run, the reward does not get samples without an image; they have the worst value of each column, and no diagnostics.
     """
+    drawn = with_images(samples)
+    results = iter(_scored(hosted, drawn, call=call) if drawn else ())
+    no_image = {hosted.public[name]: None if column.diagnostic else column.worst for name, column in hosted.reward.columns.items()}
+    return [no_image if sample.image is None else next(results) for sample in samples]
+
+
+def _scored(hosted: HostedReward, samples: Sequence[Sample], *, call: Call) -> list[SampleResult]:
     future = call(samples)
     error = future.exception()
     if error is None:
@@ -30,7 +38,7 @@ def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call
         _LOG.error("reward %s failed on task %r", hosted.name, samples[0].task.id[:200], exc_info=error)
         return ["reward_failed"]
     half = len(samples) // 2
-    return score_samples(hosted, samples[:half], call=call) + score_samples(hosted, samples[half:], call=call)
+    return _scored(hosted, samples[:half], call=call) + _scored(hosted, samples[half:], call=call)
 
 
 def _checked(hosted: HostedReward, returned: object, count: int) -> list[SampleResult]:
