@@ -113,6 +113,10 @@ def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     dataclasses.replace(other, folder=tmp_path / "c", about=changed).write()
     with pytest.raises(ValueError, match="suite is"):
         compare(a, tmp_path / "c")
+    items = [dataclasses.replace(other.items[0], prompt="another prompt"), *other.items[1:]]
+    dataclasses.replace(other, folder=tmp_path / "d", items=items).write()
+    with pytest.raises(ValueError, match=r"of different data: item .* 'another prompt' in"):
+        compare(a, tmp_path / "d")
     stored(tmp_path / "a", 0.0, judge="second")
     with pytest.raises(ValueError, match="choose one with --name"):
         compare(a, a)

@@ -12,6 +12,7 @@ from PIL import Image
 import tiny_pipelines
 from retouch.benchmarks.running import run
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
+from retouch.records.files import read_json, write_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.types import Column
@@ -110,3 +111,31 @@ def test_a_diffusers_pipeline_makes_images_and_unsupported_arguments_or_suites_r
         run(suite, model=pipeline, out=tmp_path / "other", call={"steps": 1})
     with pytest.raises(ValueError, match="edits images, and StableDiffusion3Pipeline takes no image"):
         run(TurnSuite(folder=str(tmp_path)), model=pipeline, out=tmp_path / "other")
+
+
+class ListedSuite(PromptSuite):
+    """A prompt for each line of a file; the ids are the numbers of the lines."""
+
+    def items(self, data: Path | None) -> tuple[list[SuiteItem], list[BrokenItem]]:
+        assert data is not None
+        return [SuiteItem(id=str(row), prompt=line) for row, line in enumerate(data.read_text().splitlines())], []
+
+
+class Plain:
+    """A pipeline that returns a red image."""
+
+    def __call__(self, prompt: str, generator: torch.Generator) -> Any:
+        return SimpleNamespace(images=[Image.new("RGB", (8, 8), "red")])
+
+
+def test_images_of_another_data_file_are_not_used_again(tmp_path: Path) -> None:
+    suite, out = ListedSuite(folder=str(tmp_path)), tmp_path / "out"
+    for name, words in {"first": "a dog\na cat", "copy": "a dog\na cat", "second": "a dog\na house"}.items():
+        (tmp_path / name).write_text(words)
+    run(suite, model=Plain(), data=tmp_path / "first", subset=1, out=out)
+    run(suite, model=Plain(), data=tmp_path / "copy", out=out)
+    with pytest.raises(ValueError, match=r"images of another data set: '\w{16}' there, '\w{16}' now; give another --out"):
+        run(suite, model=Plain(), data=tmp_path / "second", subset=1, out=out)
+    older = {key: value for key, value in read_json(out / "benchmark.json").items() if key != "data_set"}
+    write_json(out / "benchmark.json", older)
+    assert run(suite, model=Plain(), data=tmp_path / "first", out=out) is not None

@@ -51,7 +51,8 @@ def compare(
     compare, if a folder has several. ``out``: folder for the page; the default is the folder of the scores of B. ``top``: the
     number of items on the page; those that differ most in the headline are chosen.
 
-    Raises ValueError if a result is missing, the suite, its options, the judge or the headline differ, or no item is in both.
+    Raises ValueError if a result is missing, the suite, its options, the judge, the headline or the prompt of an item differ, or
+    no item is in both.
     """
     a, b = (BenchmarkResult.read(_scores(Path(each), name)) for each in (first, second))
     for key in ("suite", "judge", "headline"):
@@ -129,9 +130,17 @@ def differences(
 
 
 def _common_items(a: BenchmarkResult, b: BenchmarkResult) -> list[SuiteItem]:
-    """Return the items that both results have, in the order of A."""
-    others = {item.id for item in b.items}
-    return [item for item in a.items if item.id in others]
+    """Return the items that both results have, in the order of A. Raises ValueError if an item has another prompt in B."""
+    others = {item.id: item for item in b.items}
+    items = [item for item in a.items if item.id in others]
+    for item in items:
+        other = others[item.id]
+        if (item.prompt, item.later) != (other.prompt, other.later):
+            raise ValueError(
+                f"the results cannot be compared, because they are of different data: item {item.id!r} has the prompt "
+                f"{item.prompt!r:.80} in {a.folder} and {other.prompt!r:.80} in {b.folder}"
+            )
+    return items
 
 
 def _of(items: Sequence[SuiteItem], result: BenchmarkResult) -> list[Any]:

@@ -7,6 +7,8 @@ again.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +44,13 @@ Note = Callable[[str], None]
 class Items:
     """The chosen items, each with its index in the whole suite, and the rows of the data that cannot be used.
 
-    ``data``: path of the data.
+    ``data``: path of the data. ``digest``: hash of the ids and prompts of all items, also of those that are not chosen.
     """
 
     chosen: Sequence[tuple[int, SuiteItem]]
     broken: Sequence[BrokenItem]
-    data: str | None = None
+    data: str | None
+    digest: str
 
 
 def run(
@@ -79,8 +82,8 @@ def run(
     ``num_inference_steps``. ``audit``: audit a judge briefly before images are generated; the result of the audit is stored and
     used again. ``note``: called with progress, as sentences.
 
-    Raises ValueError if an input is missing, if ``out`` has images of another model, if the judge fails its audit, or if the scorer
-    raises it; BudgetSpent if the budget of a judge is spent.
+    Raises ValueError if an input is missing, if ``out`` has images of another model or data set, if the judge fails its audit, or
+    if the scorer raises it; BudgetSpent if the budget of a judge is spent.
 
     Example::
 
@@ -108,7 +111,7 @@ def run(
         about: dict[str, Json] = {"model": f"images in {images}"}
     else:
         maker = open_generator(model, lora=lora, call=call or {}, device=str(ranks.device), suite=found)
-        _require_same(root, {"suite": _identity(found), "seed": seed, **maker.identity}, ranks)
+        _require_same(root, {"suite": _identity(found), "seed": seed, "data_set": items.digest, **maker.identity}, ranks)
         folder, about = ImageFolder(root / "images", suite=found), maker.identity
         make_images(found, maker, own_image_keys(found, items, ranks), folder, seed=seed, note=note)
     clients = CountedClients(ranks.device, quotas)
@@ -227,6 +230,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
     """
     items, broken = suite.items(None if data is None else Path(data))
     numbered, place = list(enumerate(items)), None if data is None else str(data)
+    digest = hashlib.sha256(json.dumps([(item.id, item.prompt, item.later) for item in items]).encode()).hexdigest()[:16]
     if not numbered:
         raise ValueError(
             f"{suite.name}: no usable item in the data; the first of {len(broken)}: {broken[0].reason if broken else '-'}"
@@ -235,7 +239,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
     if times > 1:
         raise ValueError(f"{suite.name}: {times} items have the id {identity!r}")
     if subset is None or subset >= len(items):
-        return Items(numbered, broken, place)
+        return Items(numbered, broken, place, digest)
     if subset < 1:
         raise ValueError(f"--subset {subset}: give at least one item")
     shuffled = list(numbered)
@@ -246,7 +250,7 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
         turn.append((seen.setdefault(item.category, 0), len(turn), number))
         seen[item.category] += 1
     chosen = {number for _, _, number in sorted(turn)[:subset]}
-    return Items([(number, item) for number, item in numbered if number in chosen], broken, place)
+    return Items([(number, item) for number, item in numbered if number in chosen], broken, place, digest)
 
 
 def own_image_keys(suite: Suite, items: Items, ranks: Ranks) -> list[ImageKey]:
@@ -282,11 +286,11 @@ def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
     path = root / ABOUT
     wanted = files.jsonable(about)
     if path.is_file():
-        known = files.read_json(path)
+        known = {"data_set": wanted.get("data_set"), **files.read_json(path)}  # older files do not name the data set
         changed = [key for key in {**known, **wanted} if known.get(key) != wanted.get(key)]
         if changed:
             raise ValueError(
-                f"{root} has the images of another {changed[0]}: {_short(known.get(changed[0]))} there, "
+                f"{root} has the images of another {changed[0].replace('_', ' ')}: {_short(known.get(changed[0]))} there, "
                 f"{_short(wanted.get(changed[0]))} now; give another --out"
             )
     ranks.barrier()
