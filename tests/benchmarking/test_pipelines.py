@@ -1,5 +1,6 @@
 """Pipelines of diffusers in a benchmark: noise by item, several images and turns, call arguments, and unsupported ones."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+import tiny_flux2
 import tiny_pipelines
 from retouch.benchmarks.running import run
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem
+from retouch.core.random import generator
 from retouch.records.files import read_json, write_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.scorers.pixels import ShareReward
@@ -139,3 +142,36 @@ def test_images_of_another_data_file_are_not_used_again(tmp_path: Path) -> None:
     older = {key: value for key, value in read_json(out / "benchmark.json").items() if key != "data_set"}
     write_json(out / "benchmark.json", older)
     assert run(suite, model=Plain(), data=tmp_path / "first", out=out) is not None
+
+
+def three_frames(root: Path) -> list[Image.Image]:
+    """KRIS-Bench with one item, which has three source images."""
+    frames = [Image.new("RGB", (64, 64), (80 * row, 0, 0)) for row in range(3)]
+    folder = root / "temporal_prediction"
+    folder.mkdir()
+    for row, frame in enumerate(frames):
+        frame.save(folder / f"{row}.png")
+    item = {"ori_img": ["0.png", "1.png", "2.png"], "ins_en": "draw the next frame"}
+    (folder / "annotation.json").write_text(json.dumps({"1": item}))
+    return frames
+
+
+def test_a_pipeline_that_takes_several_images_gets_all_source_images(tmp_path: Path) -> None:
+    frames, pipeline = three_frames(tmp_path), tiny_flux2.pipeline()
+    call = {"num_inference_steps": 1, "height": 64, "width": 64, "max_sequence_length": 64}
+    assert run("kris", model=pipeline, judge="share:red", data=tmp_path, call=call, audit=False, out=tmp_path / "out") is not None
+    noise = generator(0, "benchmark", 0, 0)
+    expected = pipeline(prompt="draw the next frame", image=frames, generator=noise, **call).images[0]
+    made = Image.open(tmp_path / "out" / "images" / "temporal_prediction-1.png")
+    assert made.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(("model", "kind"), [(Fading(), "Fading"), ("quickstart", "playground")])
+def test_an_item_with_more_source_images_than_the_model_takes_is_missing_with_the_reason(
+    model: Any, kind: str, tmp_path: Path
+) -> None:
+    three_frames(tmp_path)
+    found = run("kris", model=model, judge="share:red", data=tmp_path, audit=False, out=tmp_path / "out")
+    assert found is not None
+    (missing,) = found.missing
+    assert missing["reason"] == f"the item has 3 source images, and {kind} takes 1"

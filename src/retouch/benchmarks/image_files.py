@@ -57,6 +57,7 @@ class ImageFolder:
     def __init__(self, root: Path, *, suite: Suite) -> None:
         self.root = root
         self._several = suite.images_per_item > 1
+        self._reasons: dict[Path, str] = {}
 
     def path(self, place: ImageKey) -> Path:
         """Return the path to which the image is written."""
@@ -69,11 +70,15 @@ class ImageFolder:
         return next((path for path in paths if path.is_file()), None)
 
     def read(self, place: ImageKey) -> Image:
-        """Load the image. Raises ValueError if there is none, or it cannot be read."""
+        """Load the image. Raises ValueError if there is none, with the reason if it is known, or if it cannot be read."""
         path = self.find(place)
         if path is None:
-            raise ValueError(f"no image {self.path(place).name} in {self.root}")
+            raise ValueError(self._reasons.get(self.path(place), f"no image {self.path(place).name} in {self.root}"))
         return load_image(path)
+
+    def explain(self, place: ImageKey, reason: str) -> None:
+        """Say why there is no image; ``read`` raises a ValueError with this reason."""
+        self._reasons[self.path(place)] = reason
 
     def write(self, place: ImageKey, image: Image) -> None:
         """Write the image atomically: a process that is killed leaves a complete file or none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,17 +21,33 @@ from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
 from retouch.types import Json, Task
 
+_TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them
+    "Flux2KleinKVPipeline",
+    "Flux2KleinPipeline",
+    "Flux2Pipeline",
+    "QwenImage21Pipeline",
+    "QwenImageEditPlusPipeline",
+)
 _PLAYGROUND = ("retouch.models.playground.family:PlaygroundModel", "retouch.models.playground.family:PlaygroundTextToImage")
 
 
 class ImageGenerator(Protocol):
-    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once."""
+    """Generates images for tasks. ``identity``: the model and its settings, as JSON. ``batch``: images generated at once.
+
+    ``kind``: the model in messages. ``most_sources``: the number of source images that a task can have.
+    """
 
     @property
     def identity(self) -> dict[str, Json]: ...
 
     @property
     def batch(self) -> int: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def most_sources(self) -> int: ...
 
     def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         """Yield an image for each task, in order. All places have the same slot. The noise depends only on seed, item and slot."""
@@ -44,6 +61,10 @@ class PolicyGenerator:
         self._parts = parts
         self.identity = identity
         self.batch: int = parts.recipe.eval.batch
+        recipe = parts.recipe
+        takes = recipe.image_model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
+        self.kind: str = recipe.image_model.kind
+        self.most_sources: int = sys.maxsize if takes is None else takes.images[1]
 
     def __call__(self, places: Sequence[ImageKey], tasks: Sequence[Task], *, seed: int) -> Iterator[Image]:
         numbers, slot = [place.number for place in places], places[0].slot
@@ -63,7 +84,8 @@ class PipelineGenerator:
         self._call = dict(call)
         self.identity = identity
         self._known = inspect.signature(pipeline.__call__).parameters
-        kind = type(pipeline).__name__
+        self.kind = kind = type(pipeline).__name__
+        self.most_sources = sys.maxsize if kind in _TAKES_SEVERAL else 1
         unknown = [name for name in call if name not in self._known]
         if unknown:
             raise ValueError(f"--call {unknown[0]}: {kind} takes no such argument; it takes {', '.join(self._known)}")
@@ -77,7 +99,7 @@ class PipelineGenerator:
             noise = generator(seed, "benchmark", place.number, place.slot)
             given: dict[str, Any] = {"prompt": task.instruction, "generator": noise, **self._call}
             if task.images:
-                given["image"] = task.images[0]
+                given["image"] = task.images[0] if len(task.images) == 1 else list(task.images)
             if task.mask is not None and "mask_image" in self._known:
                 given["mask_image"] = task.mask
             yield self._pipeline(**given).images[0].convert("RGB")

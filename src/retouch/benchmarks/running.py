@@ -206,16 +206,23 @@ def make_images(
 ) -> None:
     """Generate the images that are not in the folder. Each batch is written before the next one is generated.
 
-    If the source images of an item cannot be read, no image is generated for it, and its row in the result says why.
+    If the source images of an item cannot be read, or are more than the model takes, no image is generated for it, and its row in
+    the result says why.
     """
     new = [place for place in places if folder.find(place) is None]
     made = 0
     for _, group in groupby(sorted(new, key=_turn_and_sample), key=_turn_and_sample):
         same = list(group)
         for first in range(0, len(same), maker.batch):
-            usable = {
-                place: task for place in same[first : first + maker.batch] if (task := _task(suite, place, folder)) is not None
-            }
+            usable: dict[ImageKey, Task] = {}
+            for place in same[first : first + maker.batch]:
+                task = _task(suite, place, folder)
+                if task is None:
+                    continue
+                if 0 < maker.most_sources < (count := len(task.images)):
+                    folder.explain(place, f"the item has {count} source images, and {maker.kind} takes {maker.most_sources}")
+                else:
+                    usable[place] = task
             batch = list(usable)
             for place, image in zip(batch, maker(batch, list(usable.values()), seed=seed) if batch else (), strict=True):
                 folder.write(place, image)
