@@ -109,7 +109,7 @@ class Lora(TrainSection):
     targets: tuple[str, ...] | None = None
     """Names of the linear layers that get an adapter, as endings of their paths; null takes the usual targets of the family."""
     init_from: str | None = None
-    """Folder of an existing LoRA to continue from; null starts at zero."""
+    """Folder of an existing LoRA to continue from, with the same rank, alpha and targets; null starts at zero."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
     weights: Literal["base", "float32"] = Field(default="base", exclude_if=lambda weights: weights == "base")

@@ -1,4 +1,7 @@
-"""The dtype of LoRA weights, and of the weights that the optimizer updates."""
+"""The dtype of LoRA weights, and of the weights that the optimizer updates; the alpha of a stored LoRA."""
+
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -7,6 +10,7 @@ import tiny_models
 import tiny_policies as tiny
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
+from retouch.models.common.lora import write_lora
 from retouch.models.train import Lora
 from retouch.policies.weights import WeightCopies
 
@@ -59,3 +63,15 @@ def test_lora_products_are_bfloat16_and_optimizer_weights_are_fp32() -> None:
         assert set(types) == {torch.bfloat16 if weights == "base" else torch.float32}
         assert {weight.dtype for weight in stepper.weights.values()} == {torch.float32}
     assert torch.nn.functional.cosine_similarity(found["base"], found["float32"], dim=0) > 0.9
+
+
+@pytest.mark.parametrize("format", ["diffusers", "peft"])
+def test_a_lora_of_another_alpha_raises_with_the_alpha_to_set(tmp_path: Path, format: Literal["diffusers", "peft"]) -> None:
+    section = Lora(rank=4, alpha=32, targets=("attn.to_q",))
+    module = tiny_models.sd3_transformer()
+    section.make_trainable(module, targets=(), seed=0)
+    write_lora(module, tmp_path, pipeline="StableDiffusion3Pipeline", format=format)
+    same = section.model_copy(update={"init_from": str(tmp_path)})
+    same.make_trainable(tiny_models.sd3_transformer(), targets=(), seed=1)
+    with pytest.raises(ValueError, match=r"trained with alpha 32, .* by 0\.25; set policy\.train\.alpha to 32"):
+        same.model_copy(update={"alpha": 8.0}).make_trainable(tiny_models.sd3_transformer(), targets=(), seed=1)

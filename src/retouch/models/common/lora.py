@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -33,7 +35,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     weights for them.
 
     The initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from the
-    folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets.
+    folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank, alpha and these targets.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
     """
@@ -80,7 +82,29 @@ def _load(module: nn.Module, folder: Path) -> None:
     different = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name])
     if different:
         raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, first at {different[0]}")
+    alpha, own = _stored_alpha(found[0]), module.peft_config["default"].lora_alpha  # type: ignore[union-attr, index]
+    if alpha is not None and not math.isclose(alpha, own):
+        raise ValueError(
+            f"policy.train.init_from: {found[0]} was trained with alpha {alpha:g}, and the recipe's alpha {own:g} would scale its "
+            f"effect by {own / alpha:g}; set policy.train.alpha to {alpha:g}"
+        )
     set_peft_model_state_dict(module, given, adapter_name="default")
+
+
+def _stored_alpha(file: Path) -> float | None:
+    """The alpha that is stored with a LoRA, so that its output is scaled by alpha / rank; None if none is stored.
+
+    PEFT stores it in another file, and diffusers in the metadata. rsLoRA (arXiv 2312.03732) scales by alpha / sqrt(rank) instead.
+    """
+    with safe_open(file, framework="pt") as content:
+        stored = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    about = {name.removeprefix("transformer."): value for name, value in stored.items()}
+    config = file.with_name("adapter_config.json")
+    if file.name == "adapter_model.safetensors" and config.is_file():
+        about = json.loads(config.read_text(encoding="utf-8"))
+    if about.get("lora_alpha") is None:
+        return None
+    return float(about["lora_alpha"]) * (math.sqrt(about["r"]) if about.get("use_rslora") else 1.0)
 
 
 def _plain_name(name: str) -> str:
