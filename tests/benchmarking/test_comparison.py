@@ -93,6 +93,16 @@ def test_the_page_shows_the_items_that_differ_most_first(tmp_path: Path) -> None
     assert set(found.about["table"]) == {"all", "1 edit", "2 edits", "3 edits"}
 
 
+@pytest.mark.parametrize(("lower", "style"), [([], "good"), (["overall"], "bad")])
+def test_a_rise_is_shown_as_worse_if_lower_is_better(lower: list[str], style: str, tmp_path: Path) -> None:
+    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+    for each in folders:
+        result = BenchmarkResult.read(each / "scores" / "own")
+        dataclasses.replace(result, about={**result.about, "lower_is_better": lower}).write()
+    page = read(compare(*folders, top=3).page.read_text())
+    assert [len(page.all("span", each)) for each in ("good", "bad")] == [3 * (style == "good"), 3 * (style == "bad")]
+
+
 def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path: Path) -> None:
     folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
     rows = folders[1] / "scores" / "own" / "rows.jsonl"

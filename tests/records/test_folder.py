@@ -1,5 +1,6 @@
 """A run folder returns exactly the values that were written, and stays readable if writing is killed at any byte."""
 
+import dataclasses
 import json
 import math
 import os
@@ -215,6 +216,11 @@ def test_the_summary_contains_the_share_of_the_gap_that_was_closed(tmp_path: Pat
     kept = json.loads(folder.summary.read_text())
     assert (kept["gain"], kept["gap_closed"]) == (0.5, 0.5)
     assert Summary(column="c", on="o", before=9.0, after=9.5, steps=1, ceiling=9.0).gap_closed is None
+    lower = dataclasses.replace(summary, before=2.0, after=1.5, ceiling=1.0, gain_ci95=None, lower_is_better=True)
+    folder.write_summary(lower)
+    assert folder.read_summary() == lower
+    assert lower.gap_closed == 0.5
+    assert dataclasses.replace(lower, ceiling=3.0).gap_closed is None
     folder.summary.write_text('{"befor": 1}')
     with pytest.raises(ValueError, match=r"missing \['column', 'on', 'before', 'after', 'steps'\], unknown \['befor'\]"):
         folder.read_summary()

@@ -1,5 +1,6 @@
 """The report's arithmetic: thinning, ticks, ranges, and how numbers are written."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -149,6 +150,17 @@ def test_a_best_of_k_score_of_0_is_drawn_on_the_gap_bar() -> None:
     assert tick["style"] == "left:100.00%"
     gained, *_ = read(bar).all("span", "gained")
     assert gained["style"] == "left:0.00%;width:33.33%"
+
+
+def test_a_better_score_is_on_the_right_of_the_gap_bar_if_lower_is_better() -> None:
+    summary = Summary(column="error", on="tasks", before=0.9, after=0.6, steps=1, ceiling=0.3, best_of_k=0.45, lower_is_better=True)
+    bar = gap_bar(summary)
+    assert bar is not None
+    (tick,) = read(bar).all("span", "tick")
+    assert tick["style"] == "left:75.00%"
+    gained, *_ = read(bar).all("span", "gained")
+    assert (gained["style"], gained["class"]) == ("left:0.00%;width:50.00%", "gained good")
+    assert gap_bar(dataclasses.replace(summary, ceiling=1.0)) is None
 
 
 @pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])

@@ -225,6 +225,17 @@ def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(
     assert len(page.all("strong", "bad")) == (said == "fell")
 
 
+@pytest.mark.parametrize(("change", "style"), [(-0.5, "good"), (0.5, "bad")])
+def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change: float, style: str, started: RunFolder) -> None:
+    ends = (change - 0.1, change + 0.1)
+    started.write_summary(
+        Summary(column="error", on="tasks", before=1.0, after=1.0 + change, steps=1, gain_ci95=ends, lower_is_better=True)
+    )
+    page = read(page_of(started))
+    assert ("fell" if change < 0 else "rose") in page.words
+    assert [len(page.all("strong", each)) for each in ("good", "bad")] == [style == "good", style == "bad"]
+
+
 def test_the_chart_shows_reference_levels_only_for_the_same_tasks(started: RunFolder) -> None:
     summary = Summary(column="overall", on="compound tasks", before=5.0, after=6.0, steps=1, ceiling=9.7, best_of_k=7.0)
     started.write_summary(summary)

@@ -110,3 +110,15 @@ def test_writer_evaluation_is_deterministic_and_best_of_k_increases_with_k() -> 
     assert (eight >= three).all()
     assert (eight > three).any()
     judge.close()
+
+
+def test_best_of_k_is_the_lowest_score_of_a_column_where_lower_is_better() -> None:
+    tasks = tiny_writers.tasks()
+    judge = RewardScorer(Grey(), {"grey": 1.0})
+    higher = Evaluator(tasks=tasks, renderer=Said(), judge=judge.for_split("heldout", 0), ranks=Ranks(), seed=0, batch=len(tasks))
+    policy = tiny_writing.policy()
+    samples = [higher.best_of(policy, k=k).scores["grey"] for k in (1, 8)]
+    lowest = replace(higher, lower_is_better=["grey"]).best_of(policy, k=8).scores["grey"]
+    assert (lowest <= samples[0]).all()
+    assert (lowest < samples[1]).any()
+    judge.close()

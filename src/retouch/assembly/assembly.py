@@ -230,6 +230,7 @@ class Assembly(PolicyParts):
             batch=self.recipe.eval.batch,
             pictures=self.recipe.samples.tasks,
             scores_images=bool(self.judge.reward.columns),
+            lower_is_better=[name for name, column in self.judge.reward.columns.items() if not column.higher_is_better],
             objective=self.recipe.heldout_objective,
             demonstrates=_has_demonstration(self.model),
         )

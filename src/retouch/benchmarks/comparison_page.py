@@ -43,7 +43,8 @@ def write_page(
     rows = [{row.item: row for row in reversed(result.rows)} for result in (a, b)]
     with tempfile.TemporaryDirectory() as folder:
         sources = _Sources(suite, a.about.get("data"), Path(folder))
-        cards = [_card([side[items[index].id] for side in rows], sources, column, change[index]) for index in order]
+        lower = column in b.about.get("lower_is_better", ())
+        cards = [_card([side[items[index].id] for side in rows], sources, column, change[index], lower=lower) for index in order]
     header = tag(
         "header",
         tag("p", "Retouch · benchmark comparison", class_="kicker"),
@@ -102,14 +103,14 @@ class _Sources:
         return path
 
 
-def _card(rows: Sequence[ImageRow], sources: _Sources, column: str, change: float) -> Html:
+def _card(rows: Sequence[ImageRow], sources: _Sources, column: str, change: float, *, lower: bool) -> Html:
     source = sources(rows[0])
     shown = [] if source is None else [_shown("source", source, None)]
     for title, row in zip("AB", rows, strict=True):
         value = row.scores[column]
         score = "no score" if math.isnan(value) else f"{value:.3g}"
         shown.append(_shown(title, Path(row.image) if row.image else None, tag("b", score), style="after" if title == "B" else ""))
-    direction = "flat" if not abs(change) > 0 else "good" if change > 0 else "bad"
+    direction = "flat" if not abs(change) > 0 else "good" if (change < 0) == lower else "bad"
     tags = tag(
         "p",
         tag("span", "no score" if math.isnan(change) else f"{change:+.3g}", class_=f"change {direction}"),

@@ -179,6 +179,7 @@ def score(
         "data": items.data,
         "items": len(used),
         "headline": suite.headline_column if scorer.own else next(iter(scorer.columns)),
+        "lower_is_better": [name for name, column in scorer.columns.items() if not column.higher_is_better],
         "table": make_table(suite, used, rows),
         "missing": missing_images(rows, scorer.required),
         "broken": [asdict(each) for each in items.broken],

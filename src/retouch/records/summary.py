@@ -19,8 +19,9 @@ class Summary:
     ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
     scores are in the column's unit. ``before``, ``after``: means over the tasks with a score both before and after training.
     ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples of the base
-    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured. ``cost``:
-    amounts by name, for people to read.
+    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured.
+    ``lower_is_better``: whether a lower score is better, so that a negative gain is an improvement. ``cost``: amounts by name, for
+    people to read.
     """
 
     column: str
@@ -32,6 +33,7 @@ class Summary:
     best_of_k: float | None = None
     k: int | None = None
     gain_ci95: tuple[float, float] | None = None
+    lower_is_better: bool = False
     cost: Mapping[str, Json] = field(default_factory=dict)
 
     @property
@@ -40,10 +42,14 @@ class Summary:
 
     @property
     def gap_closed(self) -> float | None:
-        """(after - before) / (ceiling - before); None without a ceiling above ``before``."""
-        if self.ceiling is None or self.ceiling <= self.before:
+        """(after - before) / (ceiling - before); None without a ceiling that is better than ``before``."""
+        if self.ceiling is None or not self.is_better(self.ceiling, self.before):
             return None
         return self.gain / (self.ceiling - self.before)
+
+    def is_better(self, score: float, other: float) -> bool:
+        """Whether ``score`` is better than ``other`` in this column."""
+        return score < other if self.lower_is_better else score > other
 
     def to_json(self) -> dict[str, object]:
         """Return the fields, together with ``gain`` and ``gap_closed``."""

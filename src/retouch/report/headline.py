@@ -31,7 +31,9 @@ def _interval(summary: Summary) -> tuple[float, float] | None:
 def _direction(summary: Summary) -> str:
     """ "good" or "bad"; "flat" if the confidence interval of the gain contains 0."""
     low, high = _interval(summary) or (summary.gain, summary.gain)
-    return "good" if low > 0 else "bad" if high < 0 else "flat"
+    if low <= 0 <= high:
+        return "flat"
+    return "good" if summary.is_better(low, 0.0) else "bad"
 
 
 def _outcome(summary: Summary) -> list[str | Html]:
@@ -42,7 +44,7 @@ def _outcome(summary: Summary) -> list[str | Html]:
         return [f"{where} changed ", tag("strong", change), "."]
     if direction == "flat":
         return [f"{where} changed ", tag("strong", change), ", which is not statistically significant."]
-    verb = {"good": "rose", "bad": "fell"}[direction]
+    verb = "rose" if summary.gain > 0 else "fell"
     return [f"{where} {verb} ", tag("strong", change, class_=direction), "."]
 
 
@@ -51,7 +53,7 @@ def _context(summary: Summary) -> str:
     words = f"A change of {format_signed(summary.gain, decimals)}"
     if interval is not None:
         words += f" (95 % confidence interval {format_signed(interval[0], decimals)} to {format_signed(interval[1], decimals)})"
-    if summary.gap_closed is not None and summary.gain > 0:
+    if summary.gap_closed is not None and summary.gap_closed > 0:
         words += f", {format_percent(summary.gap_closed)} of the gap to the ceiling of {format_score(summary.ceiling, decimals)}"
     words += "."
     if summary.best_of_k is not None:
@@ -63,14 +65,15 @@ def _context(summary: Summary) -> str:
 
 
 def gap_bar(summary: Summary) -> Html | None:
-    """A bar from the base to the ceiling with the gain on it; None if no ceiling was measured."""
-    if summary.ceiling is None or summary.ceiling <= min(summary.before, summary.after):
+    """A bar from the base to the ceiling with the gain on it, better scores on the right; None if no ceiling was measured."""
+    worst, best = (max, min) if summary.lower_is_better else (min, max)
+    left_end = worst(summary.before, summary.after)
+    if summary.ceiling is None or not summary.is_better(summary.ceiling, left_end):
         return None
-    low = min(summary.before, summary.after)
-    high = max(summary.ceiling, summary.after, low if summary.best_of_k is None else summary.best_of_k)
+    right_end = best(summary.ceiling, summary.after, left_end if summary.best_of_k is None else summary.best_of_k)
 
     def position(value: float) -> float:
-        return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
+        return 100 * min(1.0, max(0.0, (value - left_end) / (right_end - left_end)))
 
     def label(name: str, value: float) -> Html:
         # Shifting a label by the same fraction of the label's width keeps it within the bar.

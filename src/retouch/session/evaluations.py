@@ -65,7 +65,7 @@ class RunEvaluations:
 
     def _write_line(self, step: int, evaluated: EvaluationResult) -> None:
         means, intervals = score_table(evaluated, self.headline)
-        lower = [name for name, column in self.parts.judge.reward.columns.items() if not column.higher_is_better]
+        lower = list(self.evaluator.lower_is_better)
         scores = {self._column: self._values(evaluated)}
         scores |= {name: evaluated.scores[name] for name in self.parts.judge.combination.columns}
         missing = {name: count for name, values in scores.items() if (count := int(values.isnan().sum()))}
@@ -150,6 +150,7 @@ class RunEvaluations:
             best_of_k=baselines.get("best_of_k"),
             k=None if (k := baselines.get("k")) is None else int(k),
             gain_ci95=interval,
+            lower_is_better=self._column in self.evaluator.lower_is_better,
             cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
         )
         self.folder.write_summary(summary)

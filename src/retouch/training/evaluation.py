@@ -66,8 +66,8 @@ class Evaluator:
 
     ``seed``: the key of the initial noise. ``batch``: rows per batch. ``pictures``: the number of images to return.
     ``demonstrates``: whether the policy can demonstrate a task, because the task has a target. ``scores_images``: whether there is
-    a reward; without a reward, only the images that are returned are made. ``objective``: adds the columns that the objective
-    measures itself (``heldout_columns``).
+    a reward; without a reward, only the images that are returned are made. ``lower_is_better``: the columns in which a lower score
+    is better. ``objective``: adds the columns that the objective measures itself (``heldout_columns``).
     """
 
     tasks: Sequence[Task]
@@ -79,6 +79,7 @@ class Evaluator:
     pictures: int = 0
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None
     scores_images: bool = True
+    lower_is_better: Sequence[str] = ()
     objective: Objective | None = None
 
     @property
@@ -111,7 +112,10 @@ class Evaluator:
         """
         act = policy.rollout if policy.sampling.is_autoregressive else policy.sample
         results = [self._evaluate(act, slot=slot) for slot in range(k)]
-        scores = {name: _best([result.scores[name] for result in results]) for name in results[0].scores}
+        scores = {
+            name: _best([result.scores[name] for result in results], lower=name in self.lower_is_better)
+            for name in results[0].scores
+        }
         return EvaluationResult(self.tasks, scores, _best([result.rewards for result in results]))
 
     def _evaluate(self, act: Any, *, slot: int) -> EvaluationResult:
@@ -167,9 +171,10 @@ class Evaluator:
         return EvaluationResult(self.tasks, scores, rewards, [each.image for each in shown], [each.completion for each in shown])
 
 
-def _best(columns: Sequence[Tensor]) -> Tensor:
-    best = torch.stack(list(columns)).nan_to_num(nan=-math.inf).amax(dim=0)
-    return torch.where(best.isinf(), torch.nan, best)
+def _best(columns: Sequence[Tensor], *, lower: bool = False) -> Tensor:
+    sign = -1.0 if lower else 1.0
+    best = torch.stack([sign * column for column in columns]).nan_to_num(nan=-math.inf).amax(dim=0)
+    return torch.where(best.isinf(), torch.nan, sign * best)
 
 
 Row = dict[str, float | int]
