@@ -174,3 +174,15 @@ def test_lora_targets_exist_in_the_transformer(parts):
 
 def test_model_implements_the_denoising_model_protocol(parts):
     assert isinstance(build(parts), DenoisingModel)
+
+
+def test_a_pipeline_without_t5_is_loaded_without_an_option(parts, tmp_path):
+    expected = build(parts, leave_out=(2,), max_sequence_length=256)
+    pipe = pipeline(expected)
+    pipe.save_pretrained(tmp_path)
+    for model in (
+        SD3Model(path="loaded", dtype="float32").load(pipe, device=torch.device("cpu")),
+        SD3Model(path=str(tmp_path), dtype="float32").build(device=torch.device("cpu")),
+    ):
+        for name, tensor in model.encode(tasks()).tensors.items():
+            torch.testing.assert_close(tensor, expected.encode(tasks()).tensors[name], atol=1e-6, rtol=0)

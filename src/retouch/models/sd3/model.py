@@ -4,7 +4,9 @@ x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds"
 "size", the output's (height, width) in px.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from retouch.models.common.parts import Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task
+
+log = logging.getLogger("retouch")
 
 
 class SD3(PipelineModel):
@@ -60,14 +64,14 @@ class SD3(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, t5: bool = True
+        cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, t5: bool | None = None
     ) -> "SD3":
         """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
-        frozen. ``t5``: whether T5 is loaded."""
+        frozen. ``t5``: whether T5 is loaded; None: if the folder or the pipeline has it (``text_encoder_3``)."""
         kinds = {"transformer": SD3Transformer2DModel, "vae": AutoencoderKL}
         kinds |= {"text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection}
         kinds |= {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}
-        if t5:
+        if _has_t5(path) if t5 is None else t5:
             kinds |= {"text_encoder_3": T5EncoderModel, "tokenizer_3": T5Tokenizer}
         parts = load_parts(path, dtype=dtype, device=device, **kinds)
         return cls(
@@ -101,3 +105,12 @@ class SD3(PipelineModel):
             return_dict=False,
         )[0]
         return output.float()
+
+
+def _has_t5(source: Source) -> bool:
+    if not isinstance(source, Path | str):
+        return source.components.get("text_encoder_3") is not None
+    found = (Path(source) / "text_encoder_3").is_dir()
+    if not found:
+        log.info("%s has no text_encoder_3: T5 is left out, and only CLIP reads the prompts", source)
+    return found
