@@ -71,6 +71,14 @@ def test_default_output_size_is_that_of_the_first_source_or_512_px(pipe, images,
     assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 8**2
 
 
+@pytest.mark.parametrize("size", [(72, 80), (76, 84), (1200, 1000)])
+def test_a_target_like_the_source_has_the_size_of_the_output(pipe, size):
+    model, image = build(pipe, size=None), tiny_models.image(0, *size)
+    with torch.no_grad():
+        x = model.initial_noise(model.encode(tasks(image)), tiny_models.generators(1))
+        assert model.encode_images([image]).shape == x.shape
+
+
 @pytest.mark.parametrize("size", [(64, 96), (512, 640)])  # below and above 4300 tokens, from which num_steps has no influence
 @pytest.mark.parametrize("num_steps", [1, 4, 50])
 def test_sigmas_match_the_pipeline(pipe, size, num_steps):

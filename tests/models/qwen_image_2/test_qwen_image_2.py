@@ -1,14 +1,19 @@
 """Qwen-Image-2.1 against diffusers' own pipeline, with tiny random models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from PIL.Image import Image, new
 
 import retouch.testing
 import tiny_models
+import tiny_policies as tiny
 import tiny_qwen_image_2
 from family_runs import check_gradient_checkpointing
 from retouch.models.qwen_image_2.model import QwenImage2, QwenImage2Text
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.weights import WeightCopies
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 
@@ -103,6 +108,22 @@ def test_default_output_size_matches_the_pipeline(pipe, images, size):
     assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 16**2
     if sources:
         assert torch.equal(ours(model, TEXTS[:1], sources), theirs(pipe, TEXTS[:1], sources, height=None, width=None))
+
+
+def test_a_target_like_the_source_is_demonstrated_and_one_of_another_shape_raises(pipe):
+    policy = DenoisingPolicy(
+        build(pipe, size=None), sampling=tiny.sampling(), eval_steps=2, microbatch=2, copies=WeightCopies(pipe.transformer)
+    )
+
+    def demonstrate(*sources, target):
+        example = [replace(task, target=target) for task in tasks(*sources, texts=TEXTS[:1])]
+        return policy.demonstrate(tiny.batch(1, 1, tasks=lambda count: example))
+
+    assert demonstrate(*IMAGES, target=IMAGES[1]).outputs.shape[1] == 32 * 96 // 16**2
+    with pytest.raises(ValueError, match=r"the target of task .* \(120 x 40 px\) becomes \(12, 8\)"):
+        demonstrate(IMAGES[0], target=IMAGES[1])
+    with pytest.raises(ValueError, match=r"the output of the task is \(4096, 8\); set policy\.model\.size"):
+        demonstrate(target=IMAGES[1])
 
 
 @pytest.mark.parametrize("images", [0, 2])

@@ -120,6 +120,10 @@ class Flux2Klein(PipelineModel):
         size = self.size or (sizes[0] if sizes else (128 * self.latents.latent_pixels,) * 2)
         return self.conditioning(tensors, size=size, images=images, sizes=sizes)
 
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
+        """Encode images of the output. Without a fixed ``size``, they are resized and cropped as reference images are."""
+        return super().encode_images(images if self.size is not None else [self.latents.reference(image) for image in images])
+
     def shift(self, tokens: int, num_steps: int) -> float:
         return float(compute_empirical_mu(tokens, num_steps))
 

@@ -138,6 +138,9 @@ class QwenImage2(PipelineModel):
         size = self.size or (sizes[-1] if sizes else (1024, 1024))
         return self.conditioning(tensors, size=size, images=images, sizes=sizes, padded=frozenset(tensors))
 
+    def fit(self, image: Image) -> Size:
+        return fit(image, self.source_area)
+
     def start(self, num_steps: int) -> list[float] | None:
         given = self.sample_sigmas
         return list(given) if given is not None and len(given) == num_steps else super().start(num_steps)

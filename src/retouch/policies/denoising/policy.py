@@ -105,7 +105,10 @@ class DenoisingPolicy:
             return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
 
     def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> DenoisingTrajectory:
-        """Encode the tasks' target images, or ``images`` (one per row), as outputs. Raises ValueError if a task has no target."""
+        """Encode the tasks' target images, or ``images`` (one per row), as outputs.
+
+        Raises ValueError if a task has no target, or if an output of the tasks has another size than these images.
+        """
         targets = [batch.tasks[k].target for k in batch.group] if images is None else images
         found = [target for target in targets if target is not None]
         if len(found) < len(targets):
@@ -115,6 +118,13 @@ class DenoisingPolicy:
         with torch.no_grad():
             x = self.model.encode_images(found)
         group = torch.tensor(batch.group, device=compute_device(self.model.module))
+        output = self.model.initial_noise(conditioning.take(group[:1]), [generator(batch.seed, "shape")]).shape[1:]
+        if x.shape[1:] != output:
+            raise ValueError(
+                f"policy.model.size: the target of task {batch.tasks[0].id} ({found[0].width} x {found[0].height} px) becomes "
+                f"{tuple(x.shape[1:])}, and the output of the task is {tuple(output)}; set policy.model.size, or give targets the "
+                "size of the source images"
+            )
         return DenoisingTrajectory.of_images(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=group)
 
     @torch.no_grad()
