@@ -29,7 +29,7 @@ from retouch.doctor.install import check_install, check_playground, check_versio
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
 from retouch.doctor.reward import check_scoring, check_watch
-from retouch.memory.plan import LoraShape, Setup
+from retouch.memory.plan import LoraShape, Setup, fits
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
 from retouch.models.playground.family import playground_weights
@@ -220,13 +220,16 @@ def test_offloaded_sharded_training_state_is_planned_in_cpu_memory() -> None:
     assert "CPU memory" not in whole.counts
 
 
-def test_a_plan_that_fits_with_little_room_is_a_note() -> None:
+def test_a_plan_fits_with_the_same_free_memory_as_a_rehearsal() -> None:
     recipe = load(FULL)
     described = describe(recipe, None)
     assert described is not None
     total = footprint(recipe, described).plan.total
     for bytes_there, status in ((total - 1, "FAILED"), (total + 1, "note"), (int(total / 0.89), "ok")):
-        assert check_memory(recipe, None, PlannedDevice("card", bytes_there, None))[0].status == status
+        finding = check_memory(recipe, None, PlannedDevice("card", bytes_there, None))[0]
+        assert finding.status == status
+        assert fits(total, bytes_there) == (status == "ok")
+        assert (", of which a tenth must stay free" in finding.text) == (status != "ok")
     assert check_memory(recipe, None, PlannedDevice("card", 1, None))[0].fix == "--device h200"
     assert (
         check_memory(parse({**recipe.document(), "microbatch": 2}), None, PlannedDevice("card", 1, None))[0].fix

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from retouch.memory.plan import FREE_SHARE
 from retouch.recipe.recipe import load
-from retouch.rehearsal.report import FREE_SHARE
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import pytest
 
 from retouch.doctor.memory import describe, footprint
 from retouch.doctor.writer_memory import device_plans
+from retouch.memory.plan import FREE_SHARE
 from retouch.memory.sizes import stored_count
 from retouch.recipe.recipe import load
 from retouch.rehearsal.machines import MACHINES, find_machine
-from retouch.rehearsal.report import FREE_SHARE
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]

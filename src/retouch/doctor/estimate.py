@@ -12,6 +12,7 @@ from typing import Any
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.findings import Finding, duration, failed, gigabytes, note
 from retouch.doctor.forecast import forecast_of
+from retouch.doctor.memory import FREE
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
@@ -54,7 +55,7 @@ def _estimate(
         changes = smallest_changes(recipe, machine, found, world=world)
         needed = f"the rehearsed step needs {gigabytes(peak(found))} of the {gigabytes(machine.memory)} of {machine.name}"
         fix = "use a GPU with more memory, or more ranks" if changes is None else " ".join(f"--set {each}" for each in changes[0])
-        yield failed("memory", f"{needed}, of which a tenth should stay free", fix=fix)
+        yield failed("memory", f"{needed}{FREE}", fix=fix)
     yield time_of(found, machine)
     gpus = found.world * gpus_per_rank(recipe.devices or Devices())
     yield cost_of(hours(found, machine), gpus=gpus, price=price, calls=calls)

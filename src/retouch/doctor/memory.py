@@ -14,7 +14,7 @@ from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
-from retouch.memory.plan import MemoryPlan, Setup, moment_bytes, plan_parts
+from retouch.memory.plan import MemoryPlan, Setup, fits, moment_bytes, plan_parts
 from retouch.memory.sizes import image_encoder, parts_in, stored_count
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
@@ -28,8 +28,8 @@ from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 
 _ENCODER = "image_encoder"
-FREE_SHARE = 0.1
-"""The share of a device's memory that a plan should leave free, for the CUDA context and fragmentation."""
+FREE = ", of which a tenth must stay free"
+UNDECIDED = f"{FREE}; the plan estimates activations, and --rehearse or --estimate decides whether it fits"
 TABLE_FROM_BYTES = 10**9
 """Plans of at least this many bytes are printed row by row."""
 
@@ -168,13 +168,13 @@ def _fits(recipe: Recipe, subject: str, found: Footprint, target: PlannedDevice 
         return note("memory", f"{subject} needs {gigabytes(total)}{on_each}{lines}")
     needed = f"{gigabytes(total)} of the {gigabytes(target.bytes)} of {target.name}{on_each}"
     if total > target.bytes:
-        return failed("memory", f"{subject} does not fit: it needs {needed}{lines}", fix=_suggested_fix(recipe))
+        return failed("memory", f"{subject} does not fit: it needs {needed}{FREE}{lines}", fix=_suggested_fix(recipe))
     adding = [phase.objective.label for phase in recipe.resolved_phases() if phase.objective.differentiates_reward]
     if adding:
         adds = "its steps with gradient, the decoder's backward pass and the model of objective.reward"
         return note("memory", f"{subject} needs {needed}, plus what {adding[0]} adds, which is not planned: {adds}{lines}")
-    if total > (1 - FREE_SHARE) * target.bytes:
-        return note("memory", f"{subject} fits with little room: it needs {needed}; a tenth should stay free{lines}")
+    if not fits(total, target.bytes):
+        return note("memory", f"{subject} may not fit: it needs {needed}{UNDECIDED}{lines}")
     return ok("memory", f"{subject} needs {needed}{lines}")
 
 

@@ -11,11 +11,11 @@ from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.doctor.device import GPUS, PlannedDevice, device_of_part
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
-from retouch.doctor.memory import FREE_SHARE, TABLE_FROM_BYTES, describe, saved_bytes, table
+from retouch.doctor.memory import FREE, TABLE_FROM_BYTES, UNDECIDED, describe, saved_bytes, table
 from retouch.doctor.reward_memory import reward_rows, uncounted_rewards
 from retouch.doctor.writer_setup import codes_setup, held_out_rows, image_batch, rank_rows, writer_setup
 from retouch.memory.images import codes_plan, image_model_plan
-from retouch.memory.plan import MemoryPlan, MemoryRow, moment_bytes
+from retouch.memory.plan import MemoryPlan, MemoryRow, fits, moment_bytes
 from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
@@ -144,7 +144,7 @@ def device_plans(recipe: Recipe, writer: Mapping[str, Any], described: PartConfi
 
 def _fits(recipe: Recipe, planned: DevicePlan, sizes: str, target: PlannedDevice | None) -> Finding:
     plan, parts = planned.plan, ", ".join(planned.parts)
-    need, fit, do = ("need", "fit", "do") if len(planned.parts) > 1 else ("needs", "fits", "does")
+    need, do = ("need", "do") if len(planned.parts) > 1 else ("needs", "does")
     lines = "\n".join(["", *table(plan, target, f"parameters: {sizes}")]) if plan.total >= TABLE_FROM_BYTES else ""
     on_each = f", on each of {recipe.ranks} ranks" if recipe.ranks is not None and recipe.ranks > 1 else ""
     if target is None:
@@ -155,11 +155,11 @@ def _fits(recipe: Recipe, planned: DevicePlan, sizes: str, target: PlannedDevice
         settings = f"\nsettings that need less: {' '.join(f'--set {each}' for each in dict.fromkeys(lower))}" if lower else ""
         return failed(
             "memory",
-            f"{parts} {do} not fit: {needed}{lines}{settings}",
+            f"{parts} {do} not fit: {needed}{FREE}{lines}{settings}",
             fix=_suggested_fix(recipe, planned, target),
         )
-    if plan.total > (1 - FREE_SHARE) * target.bytes:
-        return note("memory", f"{parts} {fit} with little room: {needed}; a tenth should stay free{lines}")
+    if not fits(plan.total, target.bytes):
+        return note("memory", f"{parts} may not fit: {needed}{UNDECIDED}{lines}")
     return ok("memory", f"{parts} {need} {needed}{lines}")
 
 

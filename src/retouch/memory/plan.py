@@ -16,10 +16,17 @@ from retouch.models.shapes import Part, PartConfigs, Shape
 
 Moments: TypeAlias = Literal["8bit", "cpu"] | None
 """How AdamW's two moments are stored: None is fp32 on the device."""
+FREE_SHARE = 0.1
+"""The share of a device's memory that must stay free, for the CUDA context, workspaces of kernels and fragmentation."""
 LORA_SHARE = 0.755
 """Activations that a block saves for the backward pass if only LoRA weights of the block's dtype are trained, as a share of those
 that it saves if all weights are trained: a frozen layer saves no input for the gradient of its weight. Measured by rehearsing
 Stable Diffusion 3.5 Medium."""
+
+
+def fits(needed: int, memory: int) -> bool:
+    """Whether ``needed`` bytes leave enough of the ``memory`` bytes of a device free."""
+    return needed <= (1 - FREE_SHARE) * memory
 
 
 @dataclass(frozen=True, slots=True)

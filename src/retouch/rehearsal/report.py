@@ -3,20 +3,19 @@
 import traceback
 from collections.abc import Iterator
 
+from retouch.memory import plan
 from retouch.rehearsal.machines import TFLOPS, Machine
 from retouch.rehearsal.meter import OURS
 from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import Rehearsed
 
-FREE_SHARE = 0.1
-"""The fraction of a GPU's memory that should stay free for the CUDA context, workspaces of kernels and fragmentation."""
 _HOLDERS = 8
 _WAITS = 6
 
 
 def fits(found: Rehearsed, machine: Machine) -> bool:
     """Return whether the largest peak leaves enough of the machine's memory free."""
-    return peak(found) <= (1 - FREE_SHARE) * machine.memory
+    return plan.fits(peak(found), machine.memory)
 
 
 def peak(found: Rehearsed) -> int:
@@ -85,8 +84,8 @@ def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
         key=lambda each: each[2],
     )
     share = size / machine.memory
-    verdict = "does not fit" if share > 1 else "too little is free" if share > 1 - FREE_SHARE else "fits"
-    of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB"
+    verdict = "fits" if plan.fits(size, machine.memory) else "does not fit"
+    of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB, of which a tenth must stay free"
     yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
     for holder, held in _largest(found.stages[name], place):
         yield f"  {held / 1e9:>8.2f} GB  {holder}"
