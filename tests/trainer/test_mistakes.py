@@ -218,14 +218,23 @@ def test_the_supported_settings_of_a_lora_config_are_used(pipe: Any) -> None:
     assert retouch.Trainer(pipe, red, ROWS, peft_config=LoraConfig()).recipe.policy.train == retouch.Lora(rank=8, alpha=8.0)
 
 
-@pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr"])
-def test_images_of_supported_modes_are_converted_to_rgb_and_mode_f_raises(mode: str) -> None:
-    image = Image.new("RGB", (16, 16), "red").convert("L" if mode == "I;16" else mode).convert(mode)
+STEPS_TO_MODE = {"I;16": ["L", "I;16"], "La": ["LA", "La"], "RGBa": ["RGBA", "RGBa"]}
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr", "RGBX", "La", "PA", "RGBa"])
+def test_images_of_supported_modes_are_converted_to_rgb_and_modes_of_unknown_range_raise(mode: str) -> None:
+    image = Image.new("RGB", (16, 16), "red")
+    for step in STEPS_TO_MODE.get(mode, [mode]):
+        image = image.convert(step)
     rows = read_table([{"prompt": "a", "image": image}], columns={}, name="train_dataset")
     (task,) = Tasks(rows, resize=None)
     assert task.images[0].mode == "RGB"
-    with pytest.raises(ValueError, match=re.escape("an image of mode F, whose range is not known; give image.convert('RGB')")):
-        read_table([{"prompt": "a", "image": Image.new("F", (16, 16))}], columns={}, name="train_dataset")[0]
+    if mode in ("RGBX", "PA", "RGBa"):
+        assert task.images[0].getpixel((0, 0)) == (255, 0, 0)
+    for unknown_range in ("F", "I"):
+        said = f"an image of mode {unknown_range}, whose range is not known; give image.convert('RGB')"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_table([{"prompt": "a", "image": Image.new(unknown_range, (16, 16))}], columns={}, name="train_dataset")[0]
 
 
 def test_the_table_of_mistakes_has_at_least_50_cases() -> None:

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 Table: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
-_NOT_IN_PNG = ("CMYK", "HSV", "LAB", "YCbCr")
+_NOT_IN_PNG = {  # mode: the mode to which it is converted
+    **dict.fromkeys(("CMYK", "HSV", "LAB", "RGBX", "YCbCr"), "RGB"),
+    **{"La": "LA", "PA": "RGBA", "RGBa": "RGBA"},
+}
 COLUMNS = {
     "id": ("id",),
     "instruction": ("instruction", "prompt"),
@@ -181,9 +184,12 @@ def encoded_image(value: Any) -> EncodedImage:
     """The image in a row of a list: a PIL image, or the bytes or the path of a file. Raises ValueError for any other value."""
     if hasattr(value, "save") and hasattr(value, "tobytes"):
         buffer = io.BytesIO()
-        if value.mode == "F":
-            raise ValueError("an image of mode F, whose range is not known; give image.convert('RGB')")
-        (value.convert("RGB") if value.mode in _NOT_IN_PNG else value).save(buffer, "PNG")
+        if value.mode in ("F", "I"):
+            raise ValueError(f"an image of mode {value.mode}, whose range is not known; give image.convert('RGB')")
+        try:
+            (value.convert(_NOT_IN_PNG[value.mode]) if value.mode in _NOT_IN_PNG else value).save(buffer, "PNG")
+        except OSError as error:
+            raise ValueError(f"an image of mode {value.mode}: {error}; give image.convert('RGB')") from None
         return EncodedImage("an image of the table", buffer.getvalue())
     if isinstance(value, bytes):
         return EncodedImage("an image of the table", value)
