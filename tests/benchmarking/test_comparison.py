@@ -114,6 +114,19 @@ def test_an_item_without_a_score_on_one_side_has_no_difference(tmp_path: Path) -
     assert "nan" not in read(text).words
 
 
+def test_a_column_without_a_score_is_shown_as_a_dash(tmp_path: Path) -> None:
+    folders = stored(tmp_path / "a", 0.0), stored(tmp_path / "b", 4.0)
+    rows = folders[1] / "scores" / "own" / "rows.jsonl"
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    rows.write_text("".join(json.dumps({**row, "scores": {**row["scores"], "IF": None}}) + "\n" for row in lines))
+    found = compare(*folders, top=1)
+    assert "| all | 0 | IF | - | - | - | - |  |" in str(found)
+    page = read(found.page.read_text())
+    assert "nan" not in page.words
+    cells = page.text["td"]
+    assert cells[cells.index("IF") - 1 :][:6] == ["0", "IF", "-", "-", "-", "-"]
+
+
 def test_results_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     a = stored(tmp_path / "a", 0.0)
     with pytest.raises(ValueError, match="judge is"):

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from retouch.benchmarks.kinds import find_suite
-from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values, scored_items
+from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values, scored_items, shown_difference
 from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
 from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.records import files
@@ -36,8 +36,7 @@ class Comparison:
         ]
         for name, cells in self.about["table"].items():
             for column, cell in cells.items():
-                between = "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
-                numbers = f"{cell['a']:.3f} | {cell['b']:.3f} | {cell['difference']:+.3f} | {between}"
+                numbers = " | ".join(shown_difference(cell))
                 lines.append(f"| {name} | {cell['n']} | {column} | {numbers} | {'differs' if cell['differs'] else ''} |")
         return "\n".join(lines)
 

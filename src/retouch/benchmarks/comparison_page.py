@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.benchmarks.results import BenchmarkResult, ImageRow
+from retouch.benchmarks.results import BenchmarkResult, ImageRow, shown_difference
 from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.records.files import write_atomic
 from retouch.report.markup import Html, join, tag
@@ -69,11 +69,9 @@ def _table(table: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Html:
     lines = []
     for name, cells in table.items():
         for column, cell in cells.items():
-            change = f"{cell['difference']:+.3f}"
-            between = "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
-            texts = [name, str(cell["n"]), column, f"{cell['a']:.3f}", f"{cell['b']:.3f}"]
+            a, b, change, between = shown_difference(cell)
             shown = tag("b", change) if cell["differs"] else change
-            lines.append(tag("tr", *(tag("td", text) for text in texts), tag("td", shown), tag("td", between)))
+            lines.append(tag("tr", *(tag("td", text) for text in (name, str(cell["n"]), column, a, b, shown, between))))
     return tag("div", tag("table", tag("thead", head), tag("tbody", lines)), class_="scroll")
 
 

@@ -212,3 +212,10 @@ def _cell(cell: Mapping[str, Any]) -> str:
     if mean is None or math.isnan(mean):
         return "-"
     return f"{mean:.3f}" if cell["low"] is None else f"{mean:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
+
+
+def shown_difference(cell: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return A, B, B - A and its interval of a cell of a comparison as text; "-" for what is not known."""
+    a, b = ("-" if math.isnan(cell[side]) else f"{cell[side]:.3f}" for side in ("a", "b"))
+    difference = "-" if math.isnan(cell["difference"]) else f"{cell['difference']:+.3f}"
+    return a, b, difference, "-" if cell["low"] is None else f"{cell['low']:+.3f} to {cell['high']:+.3f}"
