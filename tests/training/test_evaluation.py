@@ -31,6 +31,12 @@ def test_score_table_has_a_row_per_tag_value_with_means_and_confidence_intervals
     assert intervals["all"]["overall"] == pytest.approx((4.0 - half, 4.0 + half))
 
 
+def test_reward_in_the_score_table_is_the_combined_reward_even_if_a_column_has_this_name() -> None:
+    tasks = [Task(id=str(i), instruction="x") for i in range(2)]
+    result = EvaluationResult(tasks, {"reward": torch.ones(2), "overall": torch.zeros(2)}, torch.tensor([0.25, 0.75]))
+    assert score_table(result)[0]["all"] == {"n": 2, "reward": 0.5, "overall": 0.0}
+
+
 def test_one_value_has_a_mean_and_no_interval() -> None:
     means, intervals = score_table(evaluated())
     assert means["complexity=1"]["overall"] == 8.0

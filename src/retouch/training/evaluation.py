@@ -186,11 +186,12 @@ def score_table(
     """Return the column means of each row of the table, and their 95 % confidence intervals if more than one score is known.
 
     The rows of the table are: ``all``; ``headline``, the tasks for which ``headline`` (n,) is True (left out if it is all tasks);
-    and ``tag=value`` for each value of the tags with at most ``MOST_TAG_VALUES`` values.
+    and ``tag=value`` for each value of the tags with at most ``MOST_TAG_VALUES`` values. "reward" is the combined reward, also if a
+    column has this name.
     """
     means: dict[str, Row] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
-    columns = {"reward": evaluated.rewards, **evaluated.scores}
+    columns = {"reward": evaluated.rewards, **{name: values for name, values in evaluated.scores.items() if name != "reward"}}
     groups = _groups(evaluated.tasks)
     if headline is not None and not headline.all():
         groups = {"all": groups.pop("all"), "headline": headline.nonzero().flatten().tolist(), **groups}

@@ -217,3 +217,9 @@ def test_unbounded_columns_have_unbounded_ranges():
     assert (found.low, found.high) == (-math.inf, math.inf)
     assert effect(Name("x"), "x", {"x": (-math.inf, math.inf)}) == 1
     assert read("0 * a").item() == 0
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "n"])
+def test_a_column_with_the_name_of_a_metric_of_the_run_raises(name: str) -> None:
+    with pytest.raises(ValueError, match=f"the reward has the column '{name}', but a run's metrics use this name .*; rename it"):
+        combination({"a": 1.0}, {**COLUMNS, name: Column(0.0, 1.0)})

@@ -90,13 +90,19 @@ class Formula:
         return self.text
 
 
+RESERVED = frozenset({"n", "mean", "std", "count", "missing_fraction", "fault_fraction"})
+"""Names that a column may not have, because a run's metrics and tables have values with these names."""
+
+
 def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
     """Make the combination of ``columns`` that ``combine`` describes.
 
     ``combine`` may use short names, as ``resolve`` accepts them. Raises ValueError for an invalid formula, an unknown column (with
     the nearest known one), a diagnostic, a root of a value that may be negative, a constant result, or a result that rises with a
-    column of which a lower score is better.
+    column of which a lower score is better. Raises ValueError for a column with a name in ``RESERVED``, too.
     """
+    if taken := sorted(RESERVED & set(columns)):
+        raise ValueError(f"the reward has the column {taken[0]!r}, but a run's metrics use this name for something else; rename it")
     made: WeightedSum | Formula
     if isinstance(combine, str):
         node = _resolved(read_formula(combine), columns)
