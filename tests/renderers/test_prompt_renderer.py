@@ -19,8 +19,7 @@ from retouch.models.playground.family import PlaygroundTextToImage
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
 from retouch.protocols import Renderer
-from retouch.renderers.pipelines import PipelineTextToImage
-from retouch.renderers.prompts import PromptRenderer, PromptSampler, TextToImage
+from retouch.renderers.prompts import PromptRenderer, TextToImage
 from retouch.renderers.sampling import noise_generators
 from retouch.renderers.wrappers import IgnoreCompletionsRenderer
 from retouch.testing import check_renderer
@@ -189,32 +188,6 @@ def test_images_match_those_of_the_diffusers_pipeline(kind, guidance_scale):
         assert mine.size == other.size == (40, 24)
         assert max_pixel_difference(mine, other) <= 1  # rounding to 8 bits can differ by one level
         assert np.asarray(mine).std() > 5
-
-
-def test_a_wrapped_pipeline_renders_the_same_images_as_the_model(kind, tasks_and_rollout):
-    model, pipe, options = kind
-    given = {**options(4.0), "height": SIZE[0], "width": SIZE[1]}
-    if "negative_prompt" in given:
-        given["negative_prompt"] = [" "] * 2
-    drawn = PipelineTextToImage(pipe, num_steps=STEPS, options=given)
-    assert isinstance(drawn, TextToImage)
-    rows = tasks_and_rollout[0][:2], tasks_and_rollout[1].take(slice(0, 2))
-    by_pipeline, by_adapter = PromptSampler(drawn, config())(*rows), renderer(model)(*rows)
-    for mine, other in zip(by_pipeline, by_adapter, strict=True):
-        assert max_pixel_difference(mine, other) <= 1
-
-
-def test_a_wrapped_pipeline_passes_the_contract_checks(tasks_and_rollout):
-    model = sd3()
-    options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
-    drawn = PipelineTextToImage(sd3_pipeline(model), num_steps=STEPS, options=options)
-    check_renderer(PromptSampler(drawn, config(batch=3)), *tasks_and_rollout)
-    assert not any(parameter.requires_grad for parameter in model.latents.vae.parameters())
-    with torch.no_grad():
-        next(model.module.parameters()).fill_(torch.nan)
-    assert PromptSampler(drawn, config())(*tasks_and_rollout) == [None] * 6
-    with pytest.raises(ValueError, match=r"\['generator'\]: these are given to the pipeline row by row"):
-        PipelineTextToImage(drawn.pipeline, num_steps=STEPS, options={"generator": None})
 
 
 def test_images_depend_on_the_completion_and_not_on_the_task(kind):
