@@ -1,12 +1,12 @@
 """The formats that an answer may have: scores as JSON, one of a few words, or the probabilities of a few words. Each form parses a
 reply, or returns None if the reply is not usable."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from retouch.rewards.vlm.answers.json_scores import parse
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.scores import read_scores
 from retouch.types import Json
@@ -111,12 +111,11 @@ class ChoiceForm:
         if len(text) > _LONGEST_VOTE:
             return None
         if text.startswith("{"):
-            try:
-                given = json.loads(text)
-            except ValueError:
-                return None
-            text = given["answer"] if isinstance(given, dict) and list(given) == ["answer"] else ""
-        word = _spelling(text.removesuffix(".")) if isinstance(text, str) else ""
+            parsed = parse(text)
+            given = parsed[0] if parsed is not None and parsed[1] == len(text) else None
+            answer = given["answer"] if isinstance(given, dict) and list(given) == ["answer"] else ""
+            text = answer if isinstance(answer, str) else ""
+        word = _spelling(text.removesuffix("."))
         return {self.name: values[word]} if word in values else None
 
     def schema(self) -> dict[str, Json]:

@@ -100,7 +100,7 @@ def test_a_choice_is_read_if_the_answer_is_only_the_word(text):
     [
         *("", "maybe", "yes and no", "yes, it was", "no no", "y", "yesno", '"yes"', "- yes", "yes..", "1", "true"),
         *('{"answer": "maybe"}', '{"answer": 1}', '{"answer": ["yes"]}', '{"answer": "yes"', '{"answer": "yes", "x": 1}'),
-        *('{"yes": 1}', "{}"),
+        *('{"yes": 1}', "{}", '{"answer": "no", "answer": "yes"}', '{"answer": "yes"} {}'),
     ],
 )
 def test_other_answers_to_a_choice_give_no_score(text):

@@ -135,6 +135,31 @@ def test_corpus_answers_give_no_wrong_scores_and_95_percent_of_values_are_read()
     assert outcomes["valued and read"] >= 0.95 * valued, outcomes  # abstaining from everything would be easy
 
 
+TWO = {"success": Scale(0, 10), "restraint": Scale(0, 10)}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *('"final_success": 2, "final_restraint": 1', '"revised_success": 2', '"Actual success": "2"', '"source_success": 2'),
+        *('"score": [2, 1]', '"final": {"success": 2, "restraint": 1}', '"correctedRestraint": 20'),
+    ],
+)
+def test_json_with_two_different_scores_of_a_name_gives_no_score(more):
+    assert read_scores(f'{{"success": 8, "restraint": 9, {more}}}', TWO) is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *('"overall": 4', '"score": [8, 9]', '"final": {"success": 8, "restraint": 9}', '"final_success": 8'),
+        *('"success_verdict": true', '"final_success": "as above"', '"success_reason": 2'),
+    ],
+)
+def test_json_with_other_keys_that_contradict_no_score_is_read(more):
+    assert read_scores(f'{{"success": 8, "restraint": 9, {more}}}', TWO) == {"success": 8, "restraint": 9}
+
+
 def test_scores_are_never_clamped_or_rescaled():
     assert read_scores("11", {"score": Scale(0, 10)}) is None
     assert read_scores("7/10", {"score": Scale(0, 5)}) is None

@@ -134,12 +134,34 @@ def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str,
         if len(numbers) != 1 or None in numbers:
             return None
         found[name] = numbers.pop()
-    return {name: number for name, number in found.items() if number is not None}
+    scores = {name: number for name, number in found.items() if number is not None}
+    return None if _contradicted(parts, scores, scales) else scores
+
+
+def _contradicted(parts: Mapping[str, Json], scores: Mapping[str, float], scales: Mapping[str, Scale]) -> bool:
+    """Return whether another key gives a name another score, alone ({"final_success": 2}) or together with all names ({"revised":
+    {"success": 2, "restraint": 1}})."""
+    own = {_plain(name): name for name in scales}
+    for key, part in parts.items():
+        if key in own or _TOPS.search(key) or not (_SCORES.search(key) or _FOREIGN.search(key)):
+            continue
+        if isinstance(part, dict):
+            inner = {_plain(inside): value for inside, value in part.items()}
+            given = [(name, inner[plain]) for plain, name in own.items() if plain in inner]
+        elif isinstance(part, list) and len(part) == len(scales):
+            given = list(zip(scales, part, strict=True))
+        else:
+            given = [(name, part) for plain, name in own.items() if plain in key]
+        for name, value in given:
+            number = _number(value, scales[name])
+            if number != scores[name] and (number is not None or _is_number(value)):
+                return True
+    return False
 
 
 def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
     """Return whether the object has a second number that may replace the score: a revised score, or the score of another image."""
-    numbers = [key for key, part in parts.items() if isinstance(part, int | float) and not isinstance(part, bool)]
+    numbers = [key for key, part in parts.items() if _is_number(part)]
     others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
     return any(_SCORES.search(key) or _FOREIGN.search(key) for key in others)
 
@@ -165,6 +187,10 @@ def _number(value: Json, scale: Scale) -> float | None:
     if abs(value) > 1e9:
         return None
     return scale.admit(float(value))
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _plain(key: str) -> str:
