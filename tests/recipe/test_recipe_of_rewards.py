@@ -201,6 +201,11 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         ),
         (
             {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
+            {"eval__column": "win_rate"},
+            "eval.column: win_rate compares the images of a task",
+        ),
+        (
+            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
             {"rollout__chunk": 8},
             "rollout.chunk: 8 splits groups of 6, but win_rate compares whole groups",
         ),

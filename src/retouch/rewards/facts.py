@@ -81,7 +81,8 @@ def whole_group_problems(run: RunFacts, *, column: str, reward: str) -> Iterator
 
     ``column``: the full name of the reward's column. ``reward``: the name of the reward in messages.
     """
-    if run.trained_columns is not None and column in run.trained_columns and run.eval_column is None:
+    evaluated = run.trained_columns or () if run.eval_column is None else (run.eval_column,)
+    if column in evaluated:
         yield f"eval.column: {reward} compares the images of a task, but evaluation makes one image per task; name another column"
     for phase in run.phases:
         if phase.chunk < phase.rows and phase.chunk % phase.group_size:
