@@ -1,6 +1,8 @@
 """The command `retouch score`, and the function `score`, which scores one image."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,22 @@ def test_invalid_score_commands_exit_with_2(files: Path, capsys: pytest.CaptureF
 def test_the_written_option_passes_the_completion_to_the_reward(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["score", "thinking", "--image", "out.png", "--written", "<think>hm</think>so", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"] == {"think_format": 1.0}
+
+
+TYPED = """
+from retouch.rewards.identity import fingerprint
+from retouch.types import Column
+class Typed:
+    columns = {"typed": Column(0.0, 1.0)}
+    def __call__(self, samples):
+        return [0.5] * len(samples)
+print(fingerprint(Typed()))
+"""
+
+
+def test_a_class_that_was_typed_into_python_has_a_fingerprint() -> None:
+    done = subprocess.run([sys.executable, "-"], input=TYPED, capture_output=True, text=True)
+    assert len(done.stdout.strip()) == 16, done.stderr
 
 
 def test_the_score_of_one_sample_equals_its_score_in_a_batch() -> None:

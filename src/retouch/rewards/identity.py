@@ -37,7 +37,7 @@ def describe(reward: Reward) -> dict[str, Json]:
     or, if it has none, its arguments.
 
     A reward of this package is described by its kind and its ``version``, so its module may move. Any other class is described by
-    its path and a hash of its module's source.
+    its path and a hash of its module's source (of the path, if there is no source).
     """
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
@@ -46,8 +46,12 @@ def describe(reward: Reward) -> dict[str, Json]:
     if made_by.__module__.partition(".")[0] == "retouch" and kind is not None:
         code = {"kind": kind, "version": getattr(made_by, "version", 1)}
     else:
-        source = hashlib.sha256(inspect.getsource(sys.modules[made_by.__module__]).encode()).hexdigest()[:16]
-        code = {"class": f"{made_by.__module__}:{made_by.__qualname__}", "source": source}
+        path = f"{made_by.__module__}:{made_by.__qualname__}"
+        try:
+            text = inspect.getsource(sys.modules[made_by.__module__])
+        except (OSError, TypeError):  # a class that was typed into Python has no source
+            text = path
+        code = {"class": path, "source": hashlib.sha256(text.encode()).hexdigest()[:16]}
     if isinstance(reward, Fingerprinted):
         own: Json = reward.fingerprint
     else:
