@@ -92,6 +92,14 @@ def test_unreadable_answers_give_missing_scores_in_every_column(open_panel, judg
     assert all(column.shape == (2,) and column.isnan().all() for column in scores.values())
 
 
+@pytest.mark.parametrize("judge", [*EVERY, WinRateReward], ids=lambda judge: judge.__name__)
+def test_an_empty_list_gives_empty_columns(open_panel, judge):
+    with Double() as double:
+        scores = on_panel(judge, open_panel(double))([])
+    assert scores
+    assert all(column.shape == (0,) and column.dtype == torch.float32 for column in scores.values())
+
+
 def test_viescore_is_the_square_root_of_the_product_of_the_minima(open_panel):
     with Double() as double:
         scores = on_panel(VieScore, open_panel(double))([sample(1), sample(2)])

@@ -128,4 +128,4 @@ def _sub_scores(verdicts: Sequence[Verdict]) -> Scores:
 
     half = len(verdicts) // 2
     parts = [(verdicts[:half], _SEMANTIC), (verdicts[half:], _PERCEPTUAL)]
-    return {name: torch.stack([verdict.mean(name).float() for verdict in each]) for each, names in parts for name in names}
+    return {name: torch.tensor([float(verdict.mean(name)) for verdict in each]) for each, names in parts for name in names}
