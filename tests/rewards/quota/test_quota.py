@@ -87,9 +87,10 @@ def test_unused_rate_is_not_saved_for_later() -> None:
     assert at_once <= 2  # one, and one more to catch up on a second
 
 
-def test_stored_times_from_before_a_reboot_are_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("uptime", [1e6, 3000.0, 400.0])
+def test_stored_times_from_before_a_reboot_are_ignored(tmp_path: Path, uptime: float) -> None:
     clock = Clock()
-    clock.now = 1e6
+    clock.now = uptime
     assert not Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock).turn(1.0).wait
     clock.now = 10.0
     again = Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock)

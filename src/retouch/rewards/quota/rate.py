@@ -12,7 +12,9 @@ _MINUTE = 60
 _SECONDS = 64  # counted seconds: the last minute, the current second, and some spare seconds
 _PACE = 0.96  # share of the limit; the rest is for requests that a busy machine sends up to a second late
 _CATCH_UP = 1.0  # seconds of delay that later requests may make up for
-_MAX_AHEAD = 3600.0  # seconds; a start time further in the future was stored before a reboot and is ignored
+# Seconds. One request moves the next start by at most 63 s, so a start time further in the future than this was stored before a
+# reboot, after which the clock starts again, and is ignored; the counted amounts still enforce the limit.
+_MAX_AHEAD = 300.0
 _WEIGHT = 0.1  # weight of the latest request in the moving average
 
 NUMBERS = 2 + 2 * _SECONDS
