@@ -382,6 +382,17 @@ def test_retry_after_is_read_as_seconds_or_date_and_nonsense_is_none():
     assert [retry_after(value) for value in (None, "soon", "nan", "inf")] == [None] * 4
 
 
+@pytest.mark.parametrize("form", ["%a, %d %b %Y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y", "%a, %d %b %Y %H:%M:%S -0000"])
+def test_a_retry_after_date_is_utc_in_every_local_time_zone(monkeypatch, form):
+    monkeypatch.setenv("TZ", "America/Los_Angeles")
+    time.tzset()
+    try:
+        assert 3500 < retry_after(time.strftime(form, time.gmtime(time.time() + 3600))) < 3700
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 @pytest.mark.parametrize("wrong", [{"timeout": 0.0}, {"deadline": -1.0}, {"attempts": 0}, {"concurrency": 0}])
 def test_limits_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=rf"Endpoint: {next(iter(wrong))}: should be greater than"):

@@ -3,6 +3,7 @@
 import email.utils
 import math
 import time
+from datetime import UTC
 
 import torch
 
@@ -17,14 +18,16 @@ def backoff_pause(attempt: int, key: str, *, base: float, longest: float) -> flo
 
 
 def retry_after(value: str | None) -> float | None:
-    """Parse a Retry-After header (seconds or a date) to seconds, at least 0; None if it is missing or unreadable."""
+    """Parse a Retry-After header (seconds or a date, in UTC if it names no zone) to seconds, at least 0; None if it is missing or
+    unreadable."""
     if value is None:
         return None
     try:
         seconds = float(value)
     except ValueError:
         try:
-            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+            date = email.utils.parsedate_to_datetime(value)
+            seconds = (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - time.time()
         except (ValueError, OverflowError):
             return None
     return max(seconds, 0.0) if math.isfinite(seconds) else None
