@@ -25,8 +25,10 @@ class Preference:
     tie: float = 0.0
 
     def choose(self, left: float, right: float, *, uniform: float) -> Choice:
-        """The choice between two scores. ``uniform``: a random number, 0 to 1."""
+        """The choice between two scores. ``uniform``: a random number, 0 to 1. Raises ValueError if a score is missing (NaN)."""
         difference = left - right
+        if math.isnan(difference):
+            raise ValueError("the simulated voter has no score for an image; use a column that scores every image of the queue")
         if abs(difference) < self.tie or difference == 0:
             return "tie"
         if self.noise == 0:

@@ -187,10 +187,14 @@ def test_recipes_with_votes_need_another_eval_column_and_whole_groups() -> None:
     votes = {"kind": "votes", "queue": "q", "combine": {"preference": 1}}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
         load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
+        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=preference"])
     several = {"kind": "several", "rewards": {"votes": {"kind": "votes", "queue": "q"}, "judge": {"kind": "playground"}}}
     several["combine"] = {"votes/preference": 1}
     recipe = load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall"])
     assert recipe.reward.known_columns()["votes/preference"].high == 1
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
+        load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=votes/preference"])
     with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups"):
         load("playground/grpo", [f"reward={json.dumps(several)}", "eval.column=judge/overall", "rollout.chunk=40"])
 
@@ -308,6 +312,8 @@ def test_recipes_with_calibrated_votes_need_another_eval_column_and_whole_groups
     votes["combine"] = {"win_probability": 1}
     with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
         load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null"])
+    with pytest.raises(ValueError, match=r"eval\.column: votes compares the images of a task"):
+        load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=win_probability"])
     with pytest.raises(ValueError, match=r"rollout\.chunk: 40 splits groups of 12, but votes compares whole groups") as raised:
         load("playground/grpo", [f"reward={json.dumps(votes)}", "eval.column=null", "rollout.chunk=40"])
     assert str(raised.value).count("rollout.chunk: 40 splits") == 1
@@ -380,6 +386,13 @@ def test_an_image_of_two_tasks_gets_the_score_of_the_task_of_the_vote(tmp_path: 
         log.add(VotePair(task=task.id, instruction="", first=first, second=second).vote("right", voter="me"))
     votes = judged_votes([log])
     assert [[side.scores["judge"] for side in (vote.left, vote.right)] for vote in votes] == [[1.0, 0.25], [0.0, 0.75]]
+
+
+@pytest.mark.parametrize("scores", [(math.nan, 0.5), (0.5, math.nan)])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_simulated_voter_does_not_choose_without_a_score(scores: tuple[float, float], noise: float) -> None:
+    with pytest.raises(ValueError, match="has no score for an image; use a column that scores every image"):
+        Preference(noise=noise).choose(*scores, uniform=0.5)
 
 
 def test_votes_command_simulates_summarises_exports_and_reports_errors(tmp_path: Path, capsys) -> None:
