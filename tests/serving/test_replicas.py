@@ -190,6 +190,10 @@ def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Pa
         (["plaground"], "plaground"),
         (["share:red", "--host", "0.0.0.0"], "is reachable from other machines: set RETOUCH_TOKEN"),
         (["share:red", "--replicas", "0"], "at least 1"),
+        (["share:red", "--port", "70000"], "--port 70000: give a port from 0 to 65535"),
+        (["share:red", "--port", "-1"], "--port -1: give a port from 0 to 65535"),
+        (["share:red", "--port", "70000", "--engine", "ray"], "--port 70000: give a port from 0 to 65535"),
+        (["share:red", "--port", "65535", "--replicas", "2"], "--port 65535 --replicas 2: the last replica's port is above 65535"),
         (["share:red", "--limit", "max_bach=3"], "did you mean max_batch"),
         (["share:red", "--limit", "max_batch=x"], "max_batch must be a whole number"),
         (["share:red", "--limit", "window=-1"], "window"),
@@ -225,6 +229,14 @@ def test_a_port_in_use_and_a_short_token_are_refused(
     monkeypatch.setenv("RETOUCH_TOKEN", "short")
     assert cli.main(["serve", "share:red"]) == 2
     assert "at least 16 characters" in capsys.readouterr().err
+
+
+def test_a_host_that_does_not_exist_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
+    assert cli.main(["serve", "share:red", "--host", "nosuch.invalid", "--logs", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "--host nosuch.invalid --port 8700: " in said
+    assert "Unknown error" not in said
 
 
 def test_reserved_port_stays_in_use_while_no_replica_listens() -> None:

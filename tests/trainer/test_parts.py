@@ -33,6 +33,14 @@ class StrangeReward:
 """
 
 
+class Spaced:
+    name = "my judge"
+    columns: ClassVar = {"red": Column(0.0, 1.0)}
+
+    def __call__(self, samples: Any) -> Any:
+        raise AssertionError("never called")
+
+
 class TooWide:
     columns: ClassVar = {"wide": Column(0.0, 1e10)}
 
@@ -215,6 +223,7 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
         ((redness,), {"host": "0.0.0.0", "token": "pässwörter-sind-geheim"}, "the token must have at least 16 characters"),
         ((redness,), {"token": "with spaces, but long enough"}, "the token must have at least 16 characters"),
         ((redness, "compressibility", redness), {}, "two rewards have the name redness"),
+        ((Spaced(),), {}, "'my judge' cannot be a reward's name: use letters, digits, dots, dashes and underscores"),
         ((TooWide(),), {}, "toowide: column 'wide' has the range 0.0 to 10000000000.0"),
         (("pikscore",), {}, "pikscore"),
         ((3,), {}, "3 cannot be called"),
@@ -223,6 +232,12 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
 def test_wrong_arguments_of_serve_raise(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         retouch.serve(*rewards, port=0, **options)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70000), ("127.0.0.1", -1), ("nosuch.invalid", 0)])
+def test_an_impossible_address_of_a_server_raises(host: str, port: int) -> None:
+    with pytest.raises(ValueError, match=f"port {port} of {host}: .*; give another port, or 0 for a free one"):
+        retouch.serve(redness, host=host, port=port, token="a-token-of-enough-characters")
 
 
 def test_a_server_that_ends_while_it_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ class RewardSpec:
 class HostedReward:
     """A built reward. ``public``: the reward's column names, mapped to the names that clients see.
 
-    Raises ValueError if the reward compares the samples of a task, because batches split groups, and if a column's range is too
-    large (a sample without an image scores the worst end of the range).
+    Raises ValueError if the name cannot be part of a request, if the reward compares the samples of a task, because batches split
+    groups, and if a column's range is too large (a sample without an image scores the worst end of the range).
     """
 
     name: str
@@ -48,6 +48,7 @@ class HostedReward:
     fingerprint: str
 
     def __post_init__(self) -> None:
+        require_name(self.name)
         if compares_groups(self.reward):
             raise ValueError(
                 f"{self.name} compares the images of a task, but a server scores batches that split groups; put this reward into "
@@ -114,6 +115,12 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def require_name(name: str) -> None:
+    """Raise ValueError if requests cannot contain this name of a reward."""
+    if not re.fullmatch(NAME, name):
+        raise ValueError(f"{name!r} cannot be a reward's name: use letters, digits, dots, dashes and underscores, at most 64")
+
+
 def _user_modules(spec: RewardSpec) -> list[str]:
     """The modules outside this package of the classes and functions in the section, also of rewards inside the reward."""
     parts = parse_reward(spec.section, allow_imports=spec.allow_imports).parts()
@@ -127,8 +134,7 @@ def _parse_spec(word: str) -> RewardSpec:
     name, rest = (found[1], found[2]) if found else (None, word)
     section = read_reward(rest)
     called = name or str(section.get("class", section["kind"])).rpartition(":")[2].lower()
-    if not re.match(NAME, called):
-        raise ValueError(f"{called!r} cannot be a reward's name: use letters, digits, dots, dashes and underscores, at most 64")
+    require_name(called)
     typed = tuple(modules_in_argument(rest))
     parse_reward(section, allow_imports=typed)
     return RewardSpec(called, section, named=name is not None, allow_imports=typed)

@@ -21,10 +21,11 @@ def serve(
     results of ``retouch.rewards.load``, or texts as on the command line of ``retouch serve``. With several rewards, the column
     names begin with the reward's name. ``port``: 0 takes a free port. ``token``: the token that clients must send, at least 16
     ASCII characters; required if other machines can reach ``host``. A client is
-    ``retouch.rewards.Remote(endpoints=[server.url])``.
+    ``retouch.rewards.Remote(endpoints=(server.url,))``.
 
-    Raises ValueError if an argument is not a reward, if a reward compares the images of a task (``win_rate``, ``votes``), if two
-    rewards have the same name, or if the extra ``serve`` is not installed.
+    Raises ValueError if an argument is not a reward, if a reward compares the images of a task (``win_rate``, ``votes``), if a
+    reward's ``name`` has other characters than letters, digits, dots, dashes and underscores, if two rewards have the same name, if
+    the address cannot be used, or if the extra ``serve`` is not installed.
 
     Example::
 
@@ -92,8 +93,9 @@ class RewardServer:
         try:
             require_free(host, port)
             socket = bind(host, port)
-        except OSError as error:
-            raise ValueError(f"port {port} of {host}: {error.strerror}; give another port, or 0 for a free one") from None
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"port {port} of {host}: {why}; give another port, or 0 for a free one") from None
         app = build_app(Service(hosted, limits, Metrics()), token=token, single_score=None, hosts=(host,))
         self._server = uvicorn.Server(bounded_config(app, limits))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [socket]}, daemon=True, name="retouch.serve")

@@ -26,6 +26,7 @@ from retouch.serving.requests.single_score import SingleScore
 from retouch.serving.service import Service
 
 USER_ERROR = 2
+LAST_PORT = 65535
 _POLL = 0.02
 _PARENT_POLL = 0.5
 _CLOSING_SECONDS = 2  # time for replies that are still being sent when the server has drained
@@ -40,7 +41,8 @@ _LOG = logging.getLogger("retouch.serving")
 class ServerSettings:
     """The rewards, the address and the limits of a server. ``single_score``: the columns of ``POST /score``; None disables it.
 
-    ``allowed_hosts``: further host names under which clients without a token may reach the server.
+    ``allowed_hosts``: further host names under which clients without a token may reach the server. Raises ValueError if ``port`` is
+    no port.
     """
 
     rewards: Sequence[str]
@@ -49,6 +51,10 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     single_score: SingleScore | None = None
     allowed_hosts: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= LAST_PORT:
+            raise ValueError(f"--port {self.port}: give a port from 0 to {LAST_PORT}")
 
     @property
     def hosts(self) -> tuple[str, ...]:

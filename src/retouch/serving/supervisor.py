@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from retouch.serving.hosted_rewards import parse_specs
-from retouch.serving.replica import USER_ERROR, ServerSettings, bind, run
+from retouch.serving.replica import LAST_PORT, USER_ERROR, ServerSettings, bind, run
 
 _POLL = 0.05
 _HEALTH_SECONDS = 2.0  # between two checks of a ready replica
@@ -65,6 +65,10 @@ def serve(
     parse_specs(settings.rewards)
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: give at least 1")
+    if settings.port + replicas - 1 > LAST_PORT:
+        raise ValueError(
+            f"--port {settings.port} --replicas {replicas}: the last replica's port is above {LAST_PORT}; give a lower port"
+        )
     logs.mkdir(parents=True, exist_ok=True)
     with _reserved_ports(settings.host, settings.port, replicas) as ports:
         members = [
@@ -220,7 +224,7 @@ def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise ValueError(f"port {port} is in use; choose another one with --port") from None
-                raise ValueError(f"--host {host} --port {port}: {os.strerror(error.errno or 0)}") from None
+                raise ValueError(f"--host {host} --port {port}: {error.strerror or error}") from None
         yield [each.getsockname()[1] for each in sockets]
 
 
