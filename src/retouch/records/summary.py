@@ -58,7 +58,9 @@ class Summary:
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> "Summary":
-        """Read the result of ``to_json``. Raises ValueError if fields are missing or unknown."""
+        """Read the result of ``to_json``. Raises ValueError if it is no object, or if fields are missing or unknown."""
+        if not isinstance(record, Mapping):
+            raise ValueError(f"summary.json contains {type(record).__name__} and no object")
         names = {item.name for item in dataclasses.fields(cls)}
         given = {name: value for name, value in record.items() if name not in ("gain", "gap_closed")}
         missing = [name for name in ("column", "on", "before", "after", "steps") if given.get(name) is None]

@@ -61,7 +61,7 @@ class TrainingSession:
         stepper = self.parts.stepper()
         if state is not None:
             restore(self.parts, state, stepper)
-            if self.done >= self.parts.steps and self.folder.summary.exists():
+            if self.done >= self.parts.steps and self._has_summary():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
                 return
             log.info("resumed after step %d", self.done)
@@ -291,6 +291,14 @@ class TrainingSession:
                 log.info(line)
         if baseline:
             self.evaluations.write_baselines()
+
+    def _has_summary(self) -> bool:
+        """Whether the summary is readable and not that of fewer steps, which a run has whose ``steps`` was raised."""
+        try:
+            summary = self.folder.read_summary()
+        except ValueError:
+            return False
+        return summary is not None and summary.steps >= self.done
 
     def _lacks_evaluation(self) -> bool:
         return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}

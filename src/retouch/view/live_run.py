@@ -172,7 +172,9 @@ class LiveRun:
         if isinstance(alarm, dict):
             texts = [str(each.get("text", "")) for each in alarm.get("alarms", ()) if isinstance(each, dict)]
             return "alarm", "; ".join(filter(None, texts)) or "a rule stopped the run"
-        if steps is not None and step >= steps and self.folder.summary.is_file():
+        summary = self._json(self.folder.summary)
+        ended = _number(summary.get("steps")) if isinstance(summary, dict) else None  # of fewer steps if `steps` was raised
+        if steps is not None and step >= steps and ended is not None and ended >= step:
             return "finished", None
         return ("stopped" if step else "waiting"), self._last_words()
 
