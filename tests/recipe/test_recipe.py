@@ -350,6 +350,16 @@ def test_rows_that_do_not_divide_over_the_ranks_raise_with_valid_values() -> Non
         check_ranks(recipe, 8)
 
 
+def test_an_objective_that_compares_the_samples_of_a_group_is_refused_if_minibatches_or_ranks_split_groups() -> None:
+    learning = {"objective": {"kind": "dpo"}, "rollout": {"num_steps": 4, "transition": ODE}, "tasks_per_step": 4, "group_size": 4}
+    check_ranks(parse(changed(**learning, minibatches=2)), 2)
+    split = "4 groups do not divide over 2 minibatches on 4 ranks, and all samples of a group must be in one minibatch"
+    with pytest.raises(ValueError, match=f"^tasks_per_step: {split}; use a multiple of 8$"):
+        check_ranks(parse(changed(**learning, minibatches=2)), 4)
+    (line,) = raised(**learning, minibatches=8)
+    assert line.startswith("minibatches: tasks_per_step: 4 groups do not divide over 8 minibatches on 1 ranks")
+
+
 def test_a_run_can_resume_with_another_length_device_or_folder() -> None:
     old = parse(changed(**FOLDER))
     new = parse(

@@ -54,10 +54,12 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
             tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
         )
         parts = recipe.minibatches * world
-        if phase.objective.needs_pairs and phase.tasks_per_step % parts:
+        if phase.objective.learns_from_pairs and phase.tasks_per_step % parts:
+            pairs = phase.objective.needs_pairs
+            groups, together = ("pairs", "both images of a pair") if pairs else ("groups", "all samples of a group")
             raise ValueError(
-                f"tasks_per_step: {phase.tasks_per_step} pairs do not divide over {recipe.minibatches} minibatches on {world} "
-                f"ranks, and both images of a pair must be in one minibatch; use a multiple of {parts}"
+                f"tasks_per_step: {phase.tasks_per_step} {groups} do not divide over {recipe.minibatches} minibatches on {world} "
+                f"ranks, and {together} must be in one minibatch; use a multiple of {parts}"
             )
 
 
