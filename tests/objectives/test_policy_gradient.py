@@ -9,6 +9,7 @@ from jaxtyping import TypeCheckError
 
 import tiny_policies as tiny
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
+from retouch.core.weights import loss_weights
 from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.protocols import SupportsLosses
@@ -66,6 +67,20 @@ def test_loss_and_gradient_match_hand_written_surrogates(surrogate, key):
     torch.testing.assert_close(sum(loss.value for loss in losses), wanted)
     torch.testing.assert_close(found["table"], slope, rtol=1e-5, atol=1e-7)
     assert isinstance(objective(surrogate), SupportsLosses)
+
+
+def test_gspo_trains_only_the_actions_with_a_weight():
+    """The ratio of a row is that of the actions that train, as if the others were masked."""
+    policy, trajectory, minibatch = changed_token_policy()
+    trained = trajectory.mask & (torch.arange(5) < 3)
+    minibatch = replace(minibatch, weights=loss_weights(trained, torch.ones(4, dtype=torch.bool), normalise="sequence"))
+    found, losses = tiny.gradient(policy, objective("gspo"), minibatch)
+    assert found["table"][3:].abs().max() == 0
+    masked = replace(minibatch, trajectory=replace(trajectory, mask=trained))
+    wanted, wanted_losses = tiny.gradient(policy, objective("gspo"), masked)
+    assert tiny.distance(found, wanted) < 1e-6
+    for name in ("policy/loss", "policy/clip_fraction"):
+        assert sum(loss.sums[name] for loss in losses) == sum(loss.sums[name] for loss in wanted_losses)
 
 
 def test_dual_clip_bounds_the_loss_of_actions_with_negative_advantage():

@@ -87,7 +87,8 @@ class PolicyGradient(Objective):
     ``token``: every action of all samples has the same weight. ``dr_grpo``: the sum over actions is divided by the number of
     samples and the longest possible length."""
     tokens: Literal["all", "text", "vision"] | TokenCycle = Field(default="all", exclude_if=lambda tokens: tokens == "all")
-    """Which tokens train if a policy writes text and then an image. All tokens are sampled and affect the reward in any case."""
+    """Which tokens train if a policy writes text and then an image. All tokens are sampled and affect the reward in any case. With
+    gspo, the ratio of a row is that of the tokens that train."""
 
     has_value_loss: ClassVar[bool] = True
     needs_log_probs: ClassVar[bool] = True
@@ -124,7 +125,9 @@ class PolicyGradient(Objective):
         weights = minibatch.weights[part.rows, part.actions]
         advantages = minibatch.advantages[part.rows, part.actions]
         self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
-        loss = self._surrogate(evaluation, advantages, mask)
+        # One ratio of a row has the gradient of all actions that it contains, whatever their weights.
+        of_ratio = mask & (weights > 0) if self.one_ratio_per_row else mask
+        loss = self._surrogate(evaluation, advantages, of_ratio)
         if evaluation.scale is not None:
             loss = loss * evaluation.scale
         if evaluation.kl is not None:
@@ -134,7 +137,8 @@ class PolicyGradient(Objective):
             assert evaluation.entropy is not None
             loss = loss - self.entropy_bonus * torch.where(mask, evaluation.entropy, 0.0)
         value = (weights * loss).sum()
-        return Loss(value, *self._metrics(evaluation, advantages, mask, weights, value))
+        clipped = None if self.surrogate == "reinforce" else self._clipped(evaluation.log_ratio.detach(), advantages, of_ratio)
+        return Loss(value, *self._metrics(evaluation, clipped, mask, weights, value))
 
     def _surrogate(self, evaluation: Evaluation, advantages: Tensor, mask: Tensor) -> Tensor:
         from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
@@ -150,7 +154,7 @@ class PolicyGradient(Objective):
         return clipped_surrogate(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
 
     def _metrics(
-        self, evaluation: Evaluation, advantages: Tensor, mask: Tensor, weights: Tensor, value: Tensor
+        self, evaluation: Evaluation, clipped: Tensor | None, mask: Tensor, weights: Tensor, value: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         import torch
 
@@ -158,8 +162,8 @@ class PolicyGradient(Objective):
 
         log_ratio = evaluation.log_ratio.detach()
         sums = {"policy/loss": value.detach(), "policy/approx_kl": (weights * approx_kl(log_ratio, mask=mask)).sum()}
-        if self.surrogate != "reinforce":
-            sums["policy/clip_fraction"] = (weights * self._clipped(log_ratio, advantages, mask)).sum()
+        if clipped is not None:
+            sums["policy/clip_fraction"] = (weights * clipped).sum()
         if evaluation.kl is not None:
             sums["policy/kl"] = (weights * torch.where(mask, evaluation.kl.detach(), 0.0)).sum()
         if evaluation.entropy is not None:
