@@ -320,7 +320,7 @@ def test_trial_step_samples_at_most_rollout_chunk_rows_at_once(monkeypatch: pyte
 
 @pytest.mark.parametrize("objective", ['{"kind":"nft"}', '{"kind":"awm","reference_weight":0.1}', '{"kind":"dpo"}'])
 def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective: str) -> None:
-    parts = assemble(small(f"objective={objective}", 'rollout.transition={"kind":"ode"}', "group_size=4"), Ranks())
+    parts = assemble(small(f"objective={objective}", _NFT[1], "group_size=4"), Ranks())
     stepper = parts.stepper()
     parts.begin(0)
     run, phase = parts.phase(0, stepper=stepper, judge=lambda batch, samples: pytest.fail("a reward was computed"))

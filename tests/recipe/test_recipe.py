@@ -197,6 +197,7 @@ ODE = {"kind": "ode"}
             {"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
             "rollout.shared_noise",
         ),
+        ({"objective": {"kind": "nft"}, "rollout__transition": ODE, "rollout__shared_noise": False}, "rollout.window"),
         ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps"),
         ({"optimizer": {"final_share": 0.1}}, "optimizer.final_share"),
         ({"optimizer": {"moments": "8bit"}, "sharding": "fsdp2"}, "optimizer.moments"),

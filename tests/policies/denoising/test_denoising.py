@@ -8,9 +8,11 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
+from retouch.objectives.reward_gradient import DRaFT
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.protocols import VelocityPolicy
 from retouch.renderers.decoders import LatentRenderer
+from retouch.rewards.scorers.pixels import TargetReward
 from retouch.testing import check_model, check_policy, check_renderer
 from retouch.types import Batch, Kind, Needs, Slice
 
@@ -137,6 +139,14 @@ def test_sample_is_deterministic_and_equals_an_ode_rollout():
     assert sampled.log_probs.isnan().all()
     ode = tiny.policy(kind="ode")
     assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
+
+
+def test_a_deterministic_rollout_of_one_step_equals_the_sample_of_one_step():
+    policy, batch = tiny.policy(kind="ode", num_steps=1), tiny.batch()
+    policy.eval_steps = 1
+    torch.testing.assert_close(policy.rollout(batch).outputs, policy.sample(batch).outputs, rtol=0, atol=0)
+    kept = tiny.policy(kind="ode", num_steps=1, objective=DRaFT(reward=TargetReward(), steps=1)).rollout(batch)
+    assert kept.first == 0
 
 
 def test_sample_uses_the_averaged_weights():

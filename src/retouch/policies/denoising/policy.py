@@ -83,8 +83,9 @@ class DenoisingPolicy:
 
         Raises EngineFault if the engine fails, or if its chains differ too much from the policy's.
         """
-        window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
-        actions = window if self.sampling.transition.stochastic else range(0)
+        actions = range(0)
+        if self.sampling.transition.stochastic:  # a deterministic chain may be too short for a window
+            actions = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         with self.copies.using("old") if self.acting == "old" else nullcontext():
             if self.engine is not None:
                 made = self._served(self.engine, batch, actions)

@@ -61,6 +61,8 @@ class DenoisingRollout(SharedRollout):
         if not self.transition.stochastic:
             if self.shared_noise:
                 yield f"{key}.shared_noise: with ode all samples of a group would be equal; remove it, or use cps"
+            if self.window != AllSteps():
+                yield f"{key}.window: with ode no step is stochastic, so a window has no effect; remove it, or use cps"
         elif self.num_steps < 2:
             last = "leaves no step to train besides the last, which never trains"
             yield f"{key}.num_steps: {self.num_steps} {last}; use 2 or more"
