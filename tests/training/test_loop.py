@@ -17,7 +17,7 @@ import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
 from retouch.distributed.stepper import NonFiniteGradient
-from retouch.objectives.advantages import BatchAdvantage
+from retouch.objectives.advantages import BatchAdvantage, GroupAdvantage
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl
 from retouch.objectives.reward_gradient import DRaFT
@@ -217,6 +217,21 @@ def test_gradient_with_a_missing_score_equals_the_gradient_without_that_row(obje
     assert metrics["reward/count"] == 5
     everything, _ = step([])
     assert tiny.distance(everything, missing) > 0.05
+
+
+class NanAdvantage(GroupAdvantage):
+    """A user's advantage that is NaN where the reward is missing."""
+
+    def __call__(self, rewards, group, *, reward_range):
+        return super().__call__(rewards, group, reward_range=reward_range).masked_fill(rewards.isnan(), torch.nan)
+
+
+def test_nan_advantages_of_missing_scores_do_not_change_the_gradient():
+    found, wanted = (
+        first_step(missing=[(1, 2)], phase=tiny_loop.phase(steps=range(1), advantage=advantage))[0]
+        for advantage in (NanAdvantage(), GroupAdvantage())
+    )
+    assert tiny.distance(found, wanted) == 0
 
 
 def test_output_that_cannot_be_rendered_gets_the_lowest_score_and_is_not_missing():

@@ -299,7 +299,7 @@ def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
     device = trajectory.mask.device
-    advantages = collected.advantages[rows]
+    advantages = collected.advantages[rows].masked_fill(~valid[:, None], 0.0)  # NaN times weight 0 would be NaN
     if collected.importance is not None:  # surrogates are proportional to the advantage, so this weights them
         advantages = advantages * collected.importance[rows]
     advantages, weights = (to_device(each, device) for each in (advantages, weights))
