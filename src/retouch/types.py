@@ -347,9 +347,10 @@ class Loss:
 class Minibatch:
     """The rows of this rank in one optimizer step, with advantages and loss weights.
 
-    ``weights`` (b, t) are non-negative and sum to 1 over the minibatch of all ranks; a row with a missing reward has weight 0.
-    ``seed``, ``step`` and ``epoch`` key the objective's own random draws. ``returns``: the targets of a value head, if there is
-    one."""
+    ``weights`` (b, t) are non-negative; a row with a missing reward has weight 0. ``weight_sum``: their sum over the minibatch of
+    all ranks, before an advantage that weighs rows is multiplied into them. It is 1; if the objective's ``loss_weights`` is
+    "dr_grpo", it is the mean number of trained actions of a row divided by the largest possible number. ``seed``, ``step`` and
+    ``epoch`` key the objective's own random draws. ``returns``: the targets of a value head, if there is one."""
 
     batch: Batch
     trajectory: Trajectory
@@ -357,3 +358,4 @@ class Minibatch:
     weights: Float[Tensor, "b t"]
     epoch: int = 0
     returns: Float[Tensor, "b t"] | None = None
+    weight_sum: float = 1.0

@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
-from retouch.distributed.stepper import NonFiniteGradient
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 from retouch.objectives.advantages import BatchAdvantage, GroupAdvantage
 from retouch.objectives.nft import NFT, OldDecay
-from retouch.objectives.policy_gradient import Kl
+from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.objectives.reward_gradient import DRaFT
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.training.loop import ScoredRollout, TooManyMissing, collect, train
-from retouch.types import Batch, Loss
+from retouch.training.loop import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
+from retouch.types import Batch, Loss, Needs, Slice
+from token_policy import TokenPolicy
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -342,6 +343,43 @@ def test_metrics_are_means_over_optimizer_steps():
     ((_, _, metrics),) = train(tiny_loop.run(tiny.policy(mode="window")), phase, start=0)
     assert metrics["policy/loss"] == pytest.approx(2.0)
     assert metrics["policy/grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_policy_metrics_with_dr_grpo_are_means_over_the_actions_of_all_ranks(world):
+    """Rows of 1, 3, 4 and 1 actions of at most 20: the weights sum to 9 / 80, and the loss is that of the published formula."""
+    batch = tiny.batch(seed=12)
+    trajectory = TokenPolicy().rollout(batch)
+    objective = PolicyGradient(clip_low=0.2, clip_high=0.3, normalise="dr_grpo", kl=Kl(kind="k3", weight=0.1))
+    phase = replace(tiny_loop.phase(objective), normalise="dr_grpo", max_length=20)
+
+    def act(ranks):
+        policy = TokenPolicy()
+        tiny.perturb(policy, 0.5)
+        rows = slice(ranks.rank * 4 // world, (ranks.rank + 1) * 4 // world)
+        stepper = ReplicatedStepper(policy.module, ranks, max_grad_norm=None)
+        run = replace(tiny_loop.run(tiny.policy(), ranks=ranks), policy=policy, stepper=stepper)
+        valid = torch.ones(4 // world, dtype=torch.bool)
+        mine = trajectory.take(rows)
+        collected = ScoredRollout(batch.take(rows), mine, torch.ones(mine.mask.shape), valid, {})
+        minibatch = make_minibatch(run, phase, collected, slice(0, 4 // world), 0)
+        return accumulate(run, objective.build(entropy=True), minibatch)[0]
+
+    moved = TokenPolicy()
+    tiny.perturb(moved, 0.5)
+    with torch.no_grad():
+        evaluation = moved.evaluate(trajectory, Slice(slice(0, 4), slice(0, 5)), Needs(kl="k3", entropy=True))
+    mask, log_ratio = trajectory.mask, evaluation.log_ratio
+    loss = -torch.minimum(log_ratio.exp(), log_ratio.exp().clamp(0.8, 1.3)) + 0.1 * evaluation.kl
+    wanted = {
+        "policy/loss": loss[mask].sum() / 80,
+        "policy/approx_kl": (log_ratio**2 / 2)[mask].mean(),
+        "policy/clip_fraction": (log_ratio.exp() > 1.3)[mask].float().mean(),
+        "policy/kl": evaluation.kl[mask].mean(),
+        "policy/entropy": evaluation.entropy[mask].mean(),
+    }
+    for found in tiny_loop.run_on_threads(world, act):
+        assert found == pytest.approx({name: value.item() for name, value in wanted.items()}, rel=1e-5)
 
 
 def test_supervised_phase_calls_no_judge_and_weights_all_rows_equally():

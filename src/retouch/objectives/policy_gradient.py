@@ -138,7 +138,7 @@ class PolicyGradient(Objective):
             loss = loss - self.entropy_bonus * torch.where(mask, evaluation.entropy, 0.0)
         value = (weights * loss).sum()
         clipped = None if self.surrogate == "reinforce" else self._clipped(evaluation.log_ratio.detach(), advantages, of_ratio)
-        return Loss(value, *self._metrics(evaluation, clipped, mask, weights, value))
+        return Loss(value, *self._metrics(evaluation, clipped, mask, weights / minibatch.weight_sum, value))
 
     def _surrogate(self, evaluation: Evaluation, advantages: Tensor, mask: Tensor) -> Tensor:
         from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
@@ -156,6 +156,7 @@ class PolicyGradient(Objective):
     def _metrics(
         self, evaluation: Evaluation, clipped: Tensor | None, mask: Tensor, weights: Tensor, value: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The loss, and means of which the ``weights`` of all ranks sum to 1; the maxima."""
         import torch
 
         from retouch.core.surrogates import approx_kl

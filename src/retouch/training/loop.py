@@ -291,20 +291,22 @@ def update(run: Run, phase: Phase, step: int, collected: ScoredRollout) -> Metri
 
 
 def make_minibatch(run: Run, phase: Phase, collected: ScoredRollout, rows: slice, epoch: int) -> Minibatch:
-    """Return the given rows with loss weights that sum to 1 over all ranks, so the loss does not depend on the number of ranks."""
+    """Return the given rows with loss weights that are normalised over all ranks, so the loss does not depend on their number."""
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
     if (kinds := phase.trained_kinds(collected.batch.step)) is not None:
         mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
+    # With the other modes the sum is 1.
+    weight_sum = run.ranks.sum(weights.sum()).item() if phase.normalise == "dr_grpo" else 1.0
     device = trajectory.mask.device
     advantages = collected.advantages[rows].masked_fill(~valid[:, None], 0.0)  # NaN times weight 0 would be NaN
     if collected.importance is not None:  # surrogates are proportional to the advantage, so this weights them
         advantages = advantages * collected.importance[rows]
     advantages, weights = (to_device(each, device) for each in (advantages, weights))
     returns = None if collected.returns is None else collected.returns[rows].to(device)
-    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns)
+    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights, epoch, returns, weight_sum or 1.0)
 
 
 def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
@@ -324,6 +326,7 @@ def weighted_rows(ranks: Ranks, minibatch: Minibatch) -> Minibatch:
         weights[there],
         minibatch.epoch,
         None if minibatch.returns is None else minibatch.returns[there],
+        minibatch.weight_sum,
     )
 
 
