@@ -275,6 +275,15 @@ def test_noise_step_weights_are_rejected_with_ratio_norm_and_for_tokens():
     assert "step_weights" not in objective().model_dump()
 
 
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_ratio_norm_is_rejected_with_all_surrogates_but_clip(surrogate):
+    bounds = {} if surrogate == "reinforce" else {"clip_low": 1e-6, "clip_high": 1e-6}
+    found = list(PolicyGradient(surrogate=surrogate, ratio_norm=True, **bounds).problems(CONTEXT))
+    only_clip = "objective.ratio_norm: it balances the steps only with surrogate clip; remove it, or use clip"
+    reinforce = "objective.ratio_norm: reinforce has no ratio; remove it"
+    assert found == {"clip": [], "reinforce": [reinforce]}.get(surrogate, [only_clip])
+
+
 @pytest.mark.parametrize("mode", ["all", "window", "branch"])
 @pytest.mark.parametrize(
     "options", [{}, {"kl": Kl(kind="closed", weight=0.1)}, {"kl": Kl(kind="velocity", weight=5.0), "ratio_norm": True}]

@@ -46,6 +46,7 @@ def ratio_norm(
 def gradient_balance(sigma: Float[Tensor, " b"], sigma_next: Float[Tensor, " b"]) -> Float[Tensor, " b"]:
     """1 / (sigma - sigma_next), (b,): GRPO-Guard's factor on a transition's loss (arXiv 2510.22319).
 
-    The gradient of RatioNorm is proportional to -dt, so this factor gives every step of the chain the same gradient scale.
+    With the transition "sde", the gradient of RatioNorm in the velocity is proportional to -dt, so this factor gives every step of
+    the chain the same gradient scale. With other transitions the scales still differ.
     """
     return 1 / (sigma.float() - sigma_next.float())

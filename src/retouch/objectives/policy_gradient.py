@@ -77,7 +77,8 @@ class PolicyGradient(Objective):
     """Weight of the mean entropy of the token distributions, which is subtracted from the loss so that the policy keeps exploring
     (Mnih et al. 2016, arXiv 1602.01783). Only for policies that write tokens."""
     ratio_norm: bool = False
-    """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319)."""
+    """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319). Only with surrogate ``clip``; with the
+    transition ``sde``, every step then has the same gradient scale."""
     step_weights: Literal["equal", "noise"] = Field(default="equal", exclude_if=partial(operator.eq, "equal"))
     """The weight of each transition of a denoising chain in the loss: ``equal``, or proportional to the standard deviation of its
     ``noise``, with mean 1 over all steps of the chain that can train (TempFlow-GRPO, arXiv 2508.04324). Meant for the transition
@@ -226,6 +227,8 @@ class PolicyGradient(Objective):
             yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
         if self.ratio_norm and context.is_autoregressive:
             yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
+        elif self.ratio_norm and self.surrogate in ("gspo", "cispo"):
+            yield f"{here}.ratio_norm: it balances the steps only with surrogate clip; remove it, or use clip"
         if self.step_weights == "noise" and context.is_autoregressive:
             yield f"{here}.step_weights: it weights denoising steps, and tokens have none; remove it"
         elif self.step_weights == "noise" and self.ratio_norm:
