@@ -80,6 +80,20 @@ def test_groups_with_equal_advantages_have_zero_gradient(advantages):
     assert all(not slope.any() for slope in found.values())
 
 
+def test_metrics_of_group_pairs_report_the_share_of_groups_with_a_pair():
+    """With opposite advantages the other half of the pairs is in the right order, and a group without a pair counts in neither."""
+    policy = moved()
+
+    def means(advantages):
+        losses = list(DPO(samples=2).losses(policy, minibatch(policy, advantages)))
+        return [sum(float(loss.sums[f"policy/{name}"]) for loss in losses) for name in ("pairs", "preferred")]
+
+    for advantages, share in ((ADVANTAGES, 1.0), (torch.tensor([0.5, 0.5, -0.7, -0.5]), 0.5), (torch.zeros(4), 0.0)):
+        (pairs, preferred), (same, other) = means(advantages), means(-advantages)
+        assert pairs == same == pytest.approx(share)
+        assert preferred + other == pytest.approx(share)
+
+
 def test_row_with_zero_weight_is_in_no_pair():
     policy = moved()
     whole = minibatch(policy)

@@ -29,9 +29,12 @@ class DPO(SampledPoints):
 
     e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process; both images of a
     pair use the same noise and sigma. A pair has the weight of its group. A group has weight 0 if its advantages are equal, or if
-    it has fewer than two scored images on this rank. With ``pairs: 'data'`` nothing is sampled and no reward is needed:
-    ``group_size`` is 2, and each task must have a ``chosen`` and a ``rejected`` image. Evaluation then reports ``pairs/preferred``,
-    the share of held-out pairs in the right order, and ``pairs/margin``, the mean difference of the implicit rewards.
+    it has fewer than two scored images. Such groups still count in the mean over groups: ``policy/pairs`` is the share of the
+    groups that have a pair, and the loss, its gradient and ``policy/preferred`` are proportional to it.
+
+    With ``pairs: 'data'`` nothing is sampled and no reward is needed: ``group_size`` is 2, and each task must have a ``chosen`` and
+    a ``rejected`` image. Evaluation then reports ``pairs/preferred``, the share of held-out pairs in the right order, and
+    ``pairs/margin``, the mean difference of the implicit rewards.
 
     Example::
 
@@ -102,7 +105,8 @@ class DPO(SampledPoints):
                 weight = weights[members].sum() / self.samples * float(best != worst)
                 margin = self._margin(policy, minibatch, best, worst, draw)
                 value = -weight * logsigmoid(self.beta * margin)
-                yield Loss(value, {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0)})
+                sums = {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0), "policy/pairs": weight}
+                yield Loss(value, sums)
 
     def _losses_of_data(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         """The same loss for rows in the order chosen, rejected, chosen, rejected, ...; a forward pass computes several pairs."""
