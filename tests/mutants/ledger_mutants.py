@@ -134,8 +134,8 @@ LEDGER = (
     Mutant(
         "the description of a custom reward ignores its source code",
         "rewards/identity.py",
-        "hashlib.sha256(inspect.getsource(sys.modules[made_by.__module__]).encode()).hexdigest()[:16]",
-        'hashlib.sha256(b"").hexdigest()[:16]',
+        "text = inspect.getsource(sys.modules[made_by.__module__])",
+        "text = path",
         f"{_LEDGER}::test_user_reward_with_changed_source_code_is_rejected",
     ),
     # Queries of the ledger
