@@ -53,7 +53,7 @@ JUDGING = (
     Mutant(
         "an unusable answer of a judge is accepted without a retry",
         "rewards/vlm/chat_client.py",
-        'return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)',
+        "return _Fault(cause, text=text, input_tokens=counted.input, output_tokens=counted.output)",
         "return Answer(text=text)",
         f"{_ASKS}::test_scores_are_unchanged_if_10_percent_of_requests_fail",
     ),
