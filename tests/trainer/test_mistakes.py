@@ -9,6 +9,8 @@ from typing import Any
 
 import accelerate
 import datasets
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler
@@ -82,6 +84,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no prompts": (
         {"train_dataset": [{"caption": "a"}]},
         "train_dataset: no column with the prompts; it has caption.",
+    ),
+    "a DataFrame": (
+        {"train_dataset": pd.DataFrame(ROWS)},
+        "train_dataset: a DataFrame is read as a list of its rows; give df.to_dict(",
     ),
     "all splits": ({"train_dataset": {"train": ROWS}}, "train_dataset: a dictionary; give one split of it"),
     "no such data folder": ({"train_dataset": "/no/such"}, "train_dataset: no folder and no .txt or .jsonl file /no/such"),
@@ -235,6 +241,15 @@ def test_images_of_supported_modes_are_converted_to_rgb_and_modes_of_unknown_ran
         said = f"an image of mode {unknown_range}, whose range is not known; give image.convert('RGB')"
         with pytest.raises(ValueError, match=re.escape(said)):
             read_table([{"prompt": "a", "image": Image.new(unknown_range, (16, 16))}], columns={}, name="train_dataset")[0]
+
+
+@pytest.mark.parametrize("value", [np.zeros((4, 4, 3)), [np.zeros((4, 4, 3))]])
+def test_an_array_as_image_is_a_problem_of_its_row(value: Any) -> None:
+    rows = read_table([{"prompt": "a", "image": value}], columns={}, name="train_dataset")
+    with pytest.raises(
+        ValueError, match="train_dataset:1: error: 'image': should be a PIL image, a path or the bytes of a file, not"
+    ):
+        rows[0]
 
 
 def test_the_table_of_mistakes_has_at_least_50_cases() -> None:

@@ -58,6 +58,26 @@ def drawn(pipe: Any) -> torch.Tensor:
     return pipe("blue", generator=torch.Generator().manual_seed(3), **DRAW).images
 
 
+def test_scalars_of_numpy_and_torch_are_read_as_numbers(tmp_path: Path) -> None:
+    changes = {"learning_rate": np.float32(0.25), "steps": np.int64(3), "size": np.int64(32), "max_missing": np.float64(0.5)}
+    changes |= {"checkpoints": {"every": torch.tensor(4)}, "reward_weights": {"redness": np.float32(2.0)}}
+    made = trainer(tmp_path, tiny_pipelines.sd3(), gradient_checkpointing=np.bool_(True), **changes).recipe
+    assert (made.learning_rate, made.steps, made.checkpoints.every, made.reward.max_missing) == (0.25, 3, 4, 0.5)
+    assert made.reward.combine == {"redness": 2.0}
+    assert made.policy.gradient_checkpointing is True
+
+
+def test_one_callback_can_be_given_without_a_list(tmp_path: Path) -> None:
+    class Counts(retouch.Callback):
+        seen: ClassVar[list[int]] = []
+
+        def on_step(self, trainer: Any, step: int, metrics: Any) -> None:
+            self.seen.append(step)
+
+    trainer(tmp_path, tiny_pipelines.sd3(), callbacks=Counts()).train()
+    assert Counts.seen == [1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline that is saved."""

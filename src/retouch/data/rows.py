@@ -169,7 +169,7 @@ class Layout:
 
     def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:
         values = value if isinstance(value, list) else [value]
-        if not values or None in values:
+        if not values or any(one is None for one in values):  # `in` would compare arrays element by element
             wrong.append(f"{self.columns['image']!r}: no source image")
             return ()
         return tuple(image for one in values if (image := self._image("image", one, wrong)) is not None)

@@ -78,7 +78,7 @@ def describe(
     """
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
-    size = require_pair(size)
+    size = require_pair(_plain("size", size))
     _require_objective(objective)
     section, objects = model_section(model, size=size, key="model", processor=processing_class)
     rewards, combine, functions = _rewards(reward_funcs, reward_weights)
@@ -93,7 +93,7 @@ def describe(
         "out": str(output_dir),
         "tasks_per_step": 8,
         "group_size": 2 if objective is not None and objective.needs_pairs else 8,
-        "policy": _policy(section, peft_config, keys.pop("ema", None), keys.pop("gradient_checkpointing", False)),
+        "policy": _policy(section, peft_config, keys.pop("ema", None), _plain("", keys.pop("gradient_checkpointing", False))),
         "data": DATA.document(data),
         "reward": {**rewards, "combine": combine, **_max_missing(keys)},
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
@@ -240,7 +240,7 @@ def _combine(
 ) -> Mapping[str, float] | str:
     """The combination of the columns: a formula, weights by column, or one weight per reward, by default 1 each."""
     if isinstance(weights, str | Mapping):
-        return weights if isinstance(weights, str) else dict(weights)
+        return weights if isinstance(weights, str) else {name: _plain(name, weight) for name, weight in weights.items()}
     if weights is not None and len(weights) != len(sections):
         raise ValueError(f"reward_weights: {len(weights)} weights for {len(sections)} rewards; give one for each")
     each = [1.0] * len(sections) if weights is None else [float(weight) for weight in weights]
@@ -266,7 +266,7 @@ def _without_shared(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
-    return {"max_missing": keys.pop("max_missing")} if "max_missing" in keys else {}
+    return {"max_missing": _plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
@@ -339,6 +339,8 @@ def _plain(key: str, value: Any) -> Any:
         return {name: _plain(name, inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(key, inner) for inner in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of NumPy or of torch
+        return value.item()
     return str(value) if isinstance(value, Path) else value
 
 

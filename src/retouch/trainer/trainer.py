@@ -41,8 +41,8 @@ class Trainer:
     which weights are trained: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language
     model, the pipeline that makes images from the prompts that it writes, or that reads its responses and edits the source images.
     ``size``: (height, width) in px of the images, or one number for squares. ``output_dir`` and ``run_name``: the run's folder is
-    ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar. ``keys``: every other key of a
-    recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
+    ``output_dir/run_name``. ``callbacks``: one or several; see ``Callback``. ``progress``: show a progress bar. ``keys``: every
+    other key of a recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
 
     A loaded model is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
 
@@ -82,7 +82,7 @@ class Trainer:
         learning_rate: float = 1e-4,
         output_dir: str | Path = "runs",
         run_name: str | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         progress: bool = True,
         **keys: Any,
     ) -> None:
@@ -96,7 +96,7 @@ class Trainer:
         overrides: Sequence[str] = (),
         *,
         allow_imports: Sequence[str] = (),
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         progress: bool = True,
     ) -> Trainer:
         """Create a trainer from a recipe: a file, the name of a packaged recipe, or a document.
@@ -114,8 +114,9 @@ class Trainer:
         trainer._start(DescribedRun(made, {}, tuple(allow_imports)), callbacks=callbacks, progress=progress)
         return trainer
 
-    def _start(self, described: DescribedRun, *, callbacks: Sequence[Callback], progress: bool) -> None:
-        for callback in callbacks:
+    def _start(self, described: DescribedRun, *, callbacks: Callback | Sequence[Callback], progress: bool) -> None:
+        listed = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+        for callback in listed:
             if not isinstance(callback, Callback):
                 raise ValueError(f"callbacks: {callback!r:.60} is not a retouch.Callback; derive a class from it")
         self.recipe = described.recipe
@@ -126,7 +127,7 @@ class Trainer:
         self._objects = described.objects
         self._modules = described.modules
         self._bar = ProgressBar() if progress else None
-        self._callbacks = [*callbacks, *([] if self._bar is None else [self._bar])]
+        self._callbacks = [*listed, *([] if self._bar is None else [self._bar])]
         self._parts: Assembly | None = None
         self._request: Any = None
 

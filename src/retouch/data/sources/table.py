@@ -226,6 +226,9 @@ def _names(table: Table, name: str) -> list[str]:
         raise ValueError(f"{name}: a streaming data set has no length; load it without streaming=True, or give a list of its rows")
     if isinstance(table, Mapping):
         raise ValueError(f"{name}: a dictionary; give one split of it, for example dataset['train']")
+    if type(table).__name__ == "DataFrame":
+        call = "to_dicts()" if hasattr(table, "to_dicts") else 'to_dict("records")'  # polars, pandas
+        raise ValueError(f"{name}: a DataFrame is read as a list of its rows; give df.{call}")
     if not hasattr(table, "__getitem__") or not hasattr(table, "__len__") or isinstance(table, str | bytes):
         raise ValueError(
             f"{name}: {type(table).__name__} is not a table; give a datasets.Dataset, a list of dictionaries or a folder"
