@@ -1,6 +1,7 @@
 """Rewards from Python, without a run: short names, and scores of lists of images."""
 
 import math
+from typing import Any, ClassVar
 
 import pytest
 from PIL import Image
@@ -49,6 +50,31 @@ def test_completions_of_none_do_not_make_scores_nan() -> None:
     completions = [None, None]
     scored = retouch.rewards.load("share", channel="red")(IMAGES, completions=completions)
     assert not any(math.isnan(value) for value in scored["share"])
+
+
+class RangesAsPairs:
+    columns: ClassVar[Any] = {"h": (0, 1)}
+
+    def __call__(self, samples: Any) -> Any:
+        return {"h": [0.5] * len(samples)}
+
+
+class NamesOnly(RangesAsPairs):
+    columns: ClassVar[Any] = ["h"]
+
+
+@pytest.mark.parametrize("own", [RangesAsPairs, NamesOnly])
+def test_a_class_whose_columns_are_no_columns_raises_with_its_name(own: type[RangesAsPairs]) -> None:
+    with pytest.raises(ValueError, match=rf"test_loading:{own.__name__}: its columns are .*; give a dictionary of retouch"):
+        retouch.rewards.load("import", **{"class": f"test_loading:{own.__name__}"})
+
+
+def test_a_reward_decorator_without_a_range_raises() -> None:
+    with pytest.raises(ValueError, match=r"give the range of the scores: @retouch.reward\(low=0, high=1\)"):
+
+        @retouch.reward
+        def half(images: Any) -> Any:
+            return [0.5] * len(images)
 
 
 def test_a_with_block_closes_the_reward() -> None:

@@ -42,10 +42,13 @@ class DeclaredRange(Section):
     """Whether a higher score is better. A sample without an image gets the worst score."""
 
 
-def reward(*, low: float, high: float, higher_is_better: bool = True, completions: bool = False) -> Callable[[F], F]:
+def reward(
+    *bare: object, low: float | None = None, high: float | None = None, higher_is_better: bool = True, completions: bool = False
+) -> Callable[[F], F]:
     """Declare the range of a reward function, so that a score outside of the range raises an error.
 
-    ``completions``: the function receives the text that the policy wrote. Raises ValueError if the range is empty or infinite.
+    ``completions``: the function receives the text that the policy wrote. Raises ValueError if the range is missing (as in
+    ``@retouch.reward`` without parentheses), empty or infinite.
 
     Example::
 
@@ -53,6 +56,8 @@ def reward(*, low: float, high: float, higher_is_better: bool = True, completion
         ... def brightness(images, **kwargs):
         ...     return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
     """
+    if bare or low is None or high is None:
+        raise ValueError("retouch.reward: give the range of the scores: @retouch.reward(low=0, high=1); without one, leave it out")
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"a reward with the range {low} to {high}: give finite numbers with low < high")
 

@@ -65,4 +65,10 @@ class ImportedReward(RewardSection):
         made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
         if not isinstance(made, Reward):
             raise ValueError(f"{self.class_} is not a reward: it needs `columns` and `__call__(samples)`")
+        columns: object = made.columns
+        if not (isinstance(columns, Mapping) and all(isinstance(column, Column) for column in columns.values())):
+            raise ValueError(
+                f"{self.class_}: its columns are {columns!r:.60}; give a dictionary of retouch.types.Column, for example "
+                'columns = {"score": Column(0.0, 1.0)}'
+            )
         return keep(made)
