@@ -4,11 +4,19 @@ import argparse
 from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+LAST_PORT = 65535
 
 
 def integers(text: str) -> list[int]:
     """Parse "1,2,3"."""
     return [int(part) for part in text.split(",")]
+
+
+def port(text: str) -> int:
+    """Parse the number of a TCP port; 0 stands for a free one."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) <= LAST_PORT):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to {LAST_PORT}")
+    return int(text)
 
 
 def debug_option() -> argparse.ArgumentParser:

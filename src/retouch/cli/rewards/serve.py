@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, import_option, integers
+from retouch.cli.arguments import Commands, debug_option, import_option, integers, port
 
 
 def add_serve(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def add_serve(commands: Commands) -> None:
         help="a host name of this machine that clients without a token may use, e.g. behind a proxy",
     )
     serve.add_argument(
-        "--port", type=int, default=8700, help="port of the first replica; the others use the next ports; 0 chooses free ports"
+        "--port", type=port, default=8700, help="port of the first replica; the others use the next ports; 0 chooses free ports"
     )
     serve.add_argument("--replicas", type=int, default=1, metavar="N")
     serve.add_argument("--gpus", type=integers, metavar="1,2,3", help="CUDA devices, assigned to the replicas in turn")

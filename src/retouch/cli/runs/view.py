@@ -4,14 +4,14 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, port
 
 
 def add_view(commands: Commands) -> None:
     """Add the command."""
     view = commands.add_parser("view", parents=[debug_option()], help="follow runs in the browser: curves, samples, comparisons")
     view.add_argument("folder", nargs="?", type=Path, default=Path("runs"), metavar="RUNS_OR_RUN", help="default: runs")
-    view.add_argument("--port", type=int, default=8765, help="port on the loopback address (default: 8765); 0 chooses a free one")
+    view.add_argument("--port", type=port, default=8765, help="port on the loopback address (default: 8765); 0 chooses a free one")
     view.add_argument(
         "--allow-host",
         dest="hosts",
