@@ -28,3 +28,16 @@ def test_replicas_beyond_the_last_port_are_refused(tmp_path: Path, capsys: pytes
     words = ["serve", "share:red", "--port", "65535", "--replicas", "2", "--logs", str(tmp_path)]
     assert cli.main(words) == 2
     assert "--port 65535: 2 replicas need 2 ports, and the last one is 65535; choose a lower one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train", "quickstart", "--set", "name=a\udcff"], ["sample", "quickstart", "--out", "o.png", "--instruction", "a\udcff"]],
+)
+def test_bytes_that_are_not_utf8_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, *words).endswith("a\\udcff' is not UTF-8 text")
+
+
+def test_an_escaped_surrogate_in_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "quickstart", "--set", r'name="\ud800"']) == 2
+    assert capsys.readouterr().err.endswith(": not UTF-8 text\n")

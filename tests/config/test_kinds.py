@@ -16,7 +16,7 @@ from retouch.config.consent import GROUP
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.kinds import Imported, Kinds
 from retouch.config.schema import alternatives, annotation_of, keys_of
-from retouch.config.section import Count, Section
+from retouch.config.section import Count, Section, expected
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.recipe import load
@@ -182,3 +182,16 @@ def test_the_settings_suggested_for_an_algorithm_name_are_accepted(base: str, na
         own = re.sub(rf",? and {bound}", f", {bound}: {0.2 if writes else 1e-5}", own)
     changes = {"objective": own, **({"advantage": others[0].removesuffix(" adds a value head").strip("{} ")} if others else {})}
     load(base, [f"{key}={json.dumps(json.loads(rjsonnet.evaluate_snippet(key, f'{{{keys}}}')))}" for key, keys in changes.items()])
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("Invalid JSON: lone surrogate", "Invalid JSON: lone surrogate, not 'x"),
+        ("Input should be a list", "should be a list, not 'x"),
+    ],
+)
+def test_a_line_about_a_value_has_the_whole_message_and_the_start_of_the_value(message: str, shown: str) -> None:
+    line = expected({"msg": message, "input": "x" * 1000})
+    assert line.startswith(shown)
+    assert len(line) < 300

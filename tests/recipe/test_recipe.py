@@ -434,11 +434,17 @@ def test_overrides_can_set_list_entries_and_create_missing_keys() -> None:
         ("phases.-1=3", "phases is a list, and '-1' is not the number of an entry"),
         ("none.0=3", "it is empty"),
         ("steps.x=3", "steps is 4, which has no keys"),
+        (r'name="\ud800"', r'--set .name="\\\\ud800".: not UTF-8 text'),
     ],
 )
 def test_an_override_that_cannot_be_set_is_refused(override: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         apply({"steps": 4, "phases": [{}, {}], "none": []}, [override])
+
+
+def test_overrides_in_one_text_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"overrides: 'steps=2' is a text; give a list: \['steps=2'\]"):
+        parse(BASE, "steps=2")
 
 
 def test_an_override_of_an_unknown_key_raises_with_the_most_similar_key() -> None:

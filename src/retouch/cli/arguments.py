@@ -19,6 +19,15 @@ def port(text: str) -> int:
     return int(text)
 
 
+def utf8(text: str) -> str:
+    """Refuse bytes of the command line that are not UTF-8; Python represents them as unpaired surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!a:.80} is not UTF-8 text") from None
+    return text
+
+
 def debug_option() -> argparse.ArgumentParser:
     """The parent parser with ``--debug``."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -45,6 +54,7 @@ def set_option() -> argparse.ArgumentParser:
     parser.add_argument(
         "--set",
         dest="overrides",
+        type=utf8,
         action="append",
         default=[],
         metavar="A.B=C",

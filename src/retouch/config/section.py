@@ -39,8 +39,8 @@ def _mistake(section: Any, error: Mapping[str, Any]) -> str:
 
 
 def expected(error: Mapping[str, Any]) -> str:
-    """What pydantic expected, and what it found: "should be greater than 0, not -1"."""
-    return f"{error['msg'][error['msg'].find('should') :]}, not {error['input']!r}"
+    """What pydantic expected, and what it found, of which long values are cut: "should be greater than 0, not -1"."""
+    return f"{error['msg'][max(error['msg'].find('should'), 0) :]}, not {error['input']!r:.200}"
 
 
 class Section(BaseModel, metaclass=SectionType):

@@ -69,15 +69,22 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     """The document after each ``path=value`` was set, in this order. Entries of a list have numbers (``phases.0.steps=3``).
 
     Only the schema checks whether the recipe has such a key. Raises ValueError for an override without ``=``, for an entry that a
-    list does not have, and for a key below a plain value.
+    list does not have, for a key below a plain value, and for an unpaired surrogate, which no file can contain.
     """
+    if isinstance(overrides, str):
+        raise ValueError(f"overrides: {overrides!r:.80} is a text; give a list: [{overrides!r:.80}]")
     changed: dict[str, Any] = copy.deepcopy(dict(document))
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise ValueError(f"--set {override}: write it as --set some.key=value")
-        _set(changed, keys, value_of(text), override)
+        value = value_of(text)
+        try:
+            json.dumps([keys, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"--set {override!a:.80}: not UTF-8 text") from None
+        _set(changed, keys, value, override)
     return changed
 
 
