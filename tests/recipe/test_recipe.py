@@ -124,6 +124,11 @@ def test_every_key_is_documented() -> None:
         ({"learning_rate": "NaN"}, "learning_rate: should be a valid number, not 'NaN'"),
         ({"data__complexity": [1, 5]}, "data.complexity.5: should be less than or equal to 4, not '5'"),
         ({"rollout__transition__noise_level": 1.5}, "rollout.transition.noise_level: should be less than or equal to 1, not 1.5"),
+        ({**FOLDER, "data__held_out": 1.5}, "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 1.5"),
+        (
+            {**FOLDER, "data__held_out": "al"},
+            "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'",
+        ),
         ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
     ],
 )

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
 from retouch.data.guard import refuse_test_sets
@@ -44,7 +45,17 @@ Complexity: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=4)]
 Mixture: TypeAlias = Annotated[
     dict[Complexity, NonNegative], Field(min_length=1), BeforeValidator(_equal_weights), AfterValidator(_one_positive)
 ]
-HeldOut: TypeAlias = Share | Count | Literal["all"]
+
+
+def _one_message(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """One error, instead of one for each type of the union."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise PydanticCustomError("held_out", "Input should be a share below 1, a whole number of rows, or 'all'") from None
+
+
+HeldOut: TypeAlias = Annotated[Share | Count | Literal["all"], WrapValidator(_one_message)]
 
 
 @dataclass(frozen=True, kw_only=True)
