@@ -132,9 +132,7 @@ class Layout:
         values = {field: nested_value(fields, column) for field, column in self.columns.items()}
         instruction = _first_phrasing(values.get("instruction"))
         if instruction is None:
-            wrong.append(
-                f"{self.columns.get('instruction', 'instruction')!r}: no instruction; the row has {', '.join(fields) or 'nothing'}"
-            )
+            wrong.append(f"{self.columns.get('instruction', 'instruction')!r}: {_no_phrasing(values.get('instruction'), fields)}")
         images = self._images(values["image"], wrong) if "image" in self.columns else ()
         mask, reference, target = (self._image(field, values.get(field), wrong) for field in ("mask", "reference", "target"))
         chosen, rejected = (self._image(field, values.get(field), wrong) for field in ("chosen", "rejected"))
@@ -307,6 +305,16 @@ def _first_phrasing(value: Any) -> str | None:
     """The instruction, or the first of a list of phrasings; None if it is missing or empty."""
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, str) and first.strip() else None
+
+
+def _no_phrasing(value: Any, fields: Mapping[str, Any]) -> str:
+    """Why a value is no instruction."""
+    first = value[0] if isinstance(value, list) and value else value
+    if first is None:
+        return f"no instruction; the row has {', '.join(fields) or 'nothing'}"
+    return (
+        f"the instruction should be text, not {first!r:.40}" if first and not isinstance(first, str) else "the instruction is empty"
+    )
 
 
 def _content_key(image: EncodedImage) -> str:

@@ -80,7 +80,9 @@ def test_gedit_reports_broken_rows_and_excludes_missing_answers_from_the_mean(tm
     assert [item.id for item in items] == ["a", "f"]
     reasons = [each.reason for each in broken]
     assert [each.id.rpartition(":")[2] for each in broken] == ["2", "3", "4", "5"]
-    for reason, word in zip(reasons, ["second row with the id 'a'", "'key': no text", "no instruction", "not a PNG"], strict=True):
+    for reason, word in zip(
+        reasons, ["second row with the id 'a'", "'key': no text", "instruction is empty", "not a PNG"], strict=True
+    ):
         assert word in reason
     found = scored(suite, items, lambda question, number: "I cannot say." if number == 1 else vie({2: (9, 9, 4, 4)})(question, 2))
     assert math.isnan(found["a"]["overall"])

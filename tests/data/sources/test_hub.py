@@ -82,6 +82,12 @@ def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
     assert check(rows) == []
 
 
+def test_a_column_prompt_is_the_instruction(tmp_path):
+    prompts = datasets.Dataset.from_dict({"image": [{"bytes": png("red")}], "prompt": ["a red square"]})
+    prompts.save_to_disk(tmp_path / "prompts")
+    assert read_hub(tmp_path / "prompts")[0].instruction == "a red square"
+
+
 def test_the_first_of_several_phrasings_is_the_instruction(tmp_path):
     rows = read_hub(stored(tmp_path, "disk"), columns={**COLUMNS, "instruction": "edited_prompt_list"})
     assert [rows[0].instruction, rows[1].instruction] == ["short", "only"]

@@ -158,8 +158,8 @@ PROMPT = {"prompt": "a cat"}
         (lambda: iter([PROMPT]), "list_iterator is not a datasets.IterableDataset; wrap it with"),
         (lambda: datasets.IterableDataset.from_generator(lambda: iter([])), "train_dataset: no rows"),
         (lambda: as_stream(*[PROMPT] * 4), "train_dataset: all 4 rows are held out"),
-        (lambda: as_stream(*[{"prompt": ""}] * 9), "train_dataset:1: error: 'prompt': no instruction"),
-        (lambda: as_stream(PROMPT, {"prompt": " "}), "train_dataset:2: error: 'prompt': no instruction"),
+        (lambda: as_stream(*[{"prompt": ""}] * 9), "train_dataset:1: error: 'prompt': the instruction is empty"),
+        (lambda: as_stream(PROMPT, {"prompt": " "}), "train_dataset:2: error: 'prompt': the instruction is empty"),
     ],
     ids=["columns", "shuffled", "shuffled inside", "one rank", "iterator", "empty", "held out", "no prompt", "later row"],
 )

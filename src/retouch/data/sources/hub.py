@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = {
     "id": ("id",),
-    "instruction": ("instruction",),
+    "instruction": ("instruction", "prompt"),
     "image": ("image", "images"),
     "mask": ("mask",),
     "reference": ("reference",),
