@@ -33,3 +33,22 @@ def test_fault_8_sampling_image_tokens_prints_no_text(tmp_path: Path, capsys: py
     printed = capsys.readouterr()
     assert printed.out == ""
     assert (tmp_path / "out.png").is_file() or "made from the instruction" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "says"),
+    [
+        ("qwen-image-edit/flow-grpo", [], "this model edits an image; give one with --image"),
+        ("qwen-image-edit/flow-grpo", ["image", "mask"], "--mask: this model reads no mask; leave it out"),
+        ("qwen-image-edit/flow-grpo", ["image", "reference"], "--reference: only an IP-Adapter reads a reference image"),
+        ("sd3/ocr-grpo", ["image"], "--image: this model makes images from text alone; leave it out"),
+        ("sd3/ocr-grpo", ["mask"], "--mask: this model reads no mask; leave it out"),
+    ],
+)
+def test_images_that_the_model_does_not_take_are_refused_before_it_is_loaded(
+    recipe: str, given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
+    words = [word for option in given for word in (f"--{option}", str(tmp_path / "a.png"))]
+    assert main(["sample", recipe, "--instruction", "x", "--out", str(tmp_path / "out.png"), *words]) == 2
+    assert says in capsys.readouterr().err

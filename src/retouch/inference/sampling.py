@@ -12,6 +12,7 @@ from retouch.data.images import fit, fit_mask, load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_policy, read_target
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.wrappers import Completions
 from retouch.training.completions import completion_texts
@@ -34,7 +35,8 @@ def sample_target(
 ) -> UserSample:
     """Make one image from the instruction and its source images, and write it to ``out``.
 
-    Raises ValueError if an image cannot be read, or if the policy makes no usable image.
+    Raises ValueError if an image cannot be read, if the model does not take the images or needs others, or if the policy makes no
+    usable image.
     """
     if not instruction.strip():
         raise ValueError("--instruction is empty; say what the image should become")
@@ -46,6 +48,8 @@ def sample_target(
         mask=None if mask is None else load_mask(mask),
         reference=None if reference is None else load_image(reference),
     )
+    recipe, _ = read_target(target)
+    _require_inputs(recipe, task)
     (sample,) = _samples(target, [task], seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     sample.image.save(out)
@@ -71,6 +75,20 @@ def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> lis
             line = {"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion}
             lines.write(json.dumps(line, ensure_ascii=False) + "\n")
     return samples
+
+
+def _require_inputs(recipe: Recipe, task: Task) -> None:
+    """Raise ValueError if the task lacks an image that the model needs, or has one that nothing would read."""
+    takes = recipe.image_model.takes
+    if takes is not None and (recipe.renderer is None or recipe.renderer.uses_sources):
+        if len(task.images) < takes.images[0]:
+            raise ValueError("this model edits an image; give one with --image")
+        if len(task.images) > takes.images[1]:
+            raise ValueError("--image: this model makes images from text alone; leave it out")
+    if task.mask is not None and takes is not None and not takes.mask:
+        raise ValueError("--mask: this model reads no mask; leave it out")
+    if task.reference is not None and not recipe.policy.train.reads_reference:
+        raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
 
 
 def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
