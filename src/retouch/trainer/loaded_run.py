@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from retouch.config import consent
 from retouch.config.imports import module_of
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from retouch.assembly.assembly import PolicyParts
     from retouch.inference.writers import WriterOutput
+
+    SourceImage: TypeAlias = Image | str | Path | bytes
 
 
 _KEYS = {"model": "policy.model", "renderer": "renderer.model"}
@@ -217,10 +219,19 @@ class LoadedPolicy:
     def __init__(self, parts: PolicyParts) -> None:
         self._parts = parts
 
-    def sample(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None, seed: int = 0) -> list[Image]:
-        """Make an image for each prompt, like ``retouch sample``. ``images``: the source image of each prompt, for editors.
+    def sample(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        images: SourceImage | Sequence[SourceImage | None] | None = None,
+        seed: int = 0,
+    ) -> list[Image]:
+        """Make an image for each prompt, like ``retouch sample``. ``images``: the source image of each prompt, for editors: PIL
+        images, or the paths or bytes of files; None for a prompt without one. They are converted as in training: upright, RGB,
+        transparent parts over white.
 
-        Raises ValueError if there are not as many images as prompts, or if the policy makes no usable image.
+        Raises ValueError if there is no prompt, if there are not as many images as prompts, if an image cannot be read, or if the
+        policy makes no usable image.
 
         Example::
 
@@ -231,8 +242,11 @@ class LoadedPolicy:
 
         return [sample.image for sample in sample_tasks(self._parts, _tasks(prompts, images), seed)]
 
-    def generate(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None) -> list[WriterOutput]:
-        """Generate the greedy completion of each prompt. Raises ValueError if the policy is not a language model."""
+    def generate(
+        self, prompts: str | Sequence[str], *, images: SourceImage | Sequence[SourceImage | None] | None = None
+    ) -> list[WriterOutput]:
+        """Generate the greedy completion of each prompt; the arguments are as in ``sample``. Raises ValueError in the same cases,
+        and if the policy is not a language model."""
         from retouch.inference.writers import Writer
         from retouch.policies.autoregressive.policy import AutoregressivePolicy
 
@@ -245,15 +259,27 @@ class LoadedPolicy:
         )
 
 
-def _tasks(prompts: Sequence[str], images: Sequence[Image | None] | None) -> list[Task]:
+def _tasks(prompts: str | Sequence[str], images: SourceImage | Sequence[SourceImage | None] | None) -> list[Task]:
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    sources = [None] * len(prompts) if images is None else list(images)
+    if not prompts:
+        raise ValueError("prompts: the list is empty; give at least one prompt")
+    sources = [None] * len(prompts) if images is None else list(images) if isinstance(images, list | tuple) else [images]
     if len(sources) != len(prompts):
         raise ValueError(f"images: {len(sources)} for {len(prompts)} prompts; give one for each, or None where there is none")
     return [
-        Task(str(row), text, () if source is None else (source,))
+        Task(str(row), text, () if source is None else (_source_image(row, source),))
         for row, (text, source) in enumerate(zip(prompts, sources, strict=True))
     ]
+
+
+def _source_image(row: int, value: Any) -> Image:
+    from retouch.data.images import load_image
+    from retouch.data.sources.table import encoded_image
+
+    try:
+        return load_image(encoded_image(value))
+    except ValueError as error:
+        raise ValueError(f"images[{row}]: {error}") from error
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:

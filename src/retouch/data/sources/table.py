@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from PIL import ExifTags, Image
 from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
@@ -187,7 +188,8 @@ def encoded_image(value: Any) -> EncodedImage:
         if value.mode in ("F", "I"):
             raise ValueError(f"an image of mode {value.mode}, whose range is not known; give image.convert('RGB')")
         try:
-            (value.convert(_NOT_IN_PNG[value.mode]) if value.mode in _NOT_IN_PNG else value).save(buffer, "PNG")
+            image = value.convert(_NOT_IN_PNG[value.mode]) if value.mode in _NOT_IN_PNG else value
+            image.save(buffer, "PNG", exif=_rotation(value))
         except OSError as error:
             raise ValueError(f"an image of mode {value.mode}: {error}; give image.convert('RGB')") from None
         return EncodedImage("an image of the table", buffer.getvalue())
@@ -196,6 +198,15 @@ def encoded_image(value: Any) -> EncodedImage:
     if isinstance(value, str | Path):
         return EncodedImage(str(value), Path(value))
     raise ValueError(f"should be a PIL image, a path or the bytes of a file, not {type(value).__name__}")
+
+
+def _rotation(image: Image.Image) -> Image.Exif:
+    """The EXIF rotation of an image, which Pillow does not write unless it is given."""
+    exif = Image.Exif()
+    turn = image.getexif().get(ExifTags.Base.Orientation)
+    if turn is not None:
+        exif[ExifTags.Base.Orientation] = turn
+    return exif
 
 
 def hash_table(table: Table) -> str:

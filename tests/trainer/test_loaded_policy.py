@@ -1,0 +1,78 @@
+"""``LoadedPolicy.sample``: its source images are those of ``retouch sample`` for the same files."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from retouch.data.images import load_image
+from retouch.inference import sampling
+from retouch.trainer.loaded_run import LoadedPolicy
+from retouch.types import Task
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    """The tasks that reach the policy."""
+    tasks: list[Task] = []
+
+    def sample_tasks(parts: Any, given: Sequence[Task], seed: int) -> list[Any]:
+        tasks.extend(given)
+        return []
+
+    monkeypatch.setattr(sampling, "sample_tasks", sample_tasks)
+    return tasks
+
+
+def saved(path: Path, mode: str) -> Path:
+    colours = np.random.default_rng(0).integers(0, 255, (6, 4, 4), dtype=np.uint8)
+    if mode == "I;16":
+        image = Image.fromarray(colours[..., 0].astype(np.uint16) * 200)
+    elif mode == "rotated":
+        image = Image.fromarray(colours[..., :3])
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        image.save(path, exif=exif)
+        return path
+    else:
+        image = Image.fromarray(colours, "RGBA").convert(mode)
+    image.save(path)
+    return path
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16", "rotated"])
+def test_an_opened_image_and_its_path_become_the_same_source_as_in_the_command(
+    mode: str, tmp_path: Path, received: list[Task]
+) -> None:
+    path = saved(tmp_path / "a.png", mode)
+    LoadedPolicy(None).sample(["blue"] * 4, images=[Image.open(path), path, str(path), path.read_bytes()])
+    expected = load_image(path)
+    for task in received:
+        (image,) = task.images
+        assert image.mode == "RGB"
+        assert np.array_equal(image, expected)
+
+
+def test_a_single_prompt_takes_a_single_image_or_path(tmp_path: Path, received: list[Task]) -> None:
+    path = saved(tmp_path / "a.png", "RGB")
+    for images in (Image.open(path), path, str(path)):
+        LoadedPolicy(None).sample("blue", images=images)
+    assert [(task.instruction, len(task.images)) for task in received] == [("blue", 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "images", "message"),
+    [
+        ([], None, "prompts: the list is empty; give at least one prompt"),
+        ([], [], "prompts: the list is empty; give at least one prompt"),
+        (["a", "b"], [None, 3], r"images\[1\]: should be a PIL image, a path or the bytes of a file, not int"),
+        (["a", "b"], [None, "no.png"], r"images\[1\]: no\.png: no such file"),
+        (["a"], Image.new("F", (4, 4)), r"images\[0\]: an image of mode F, whose range is not known"),
+    ],
+)
+def test_wrong_prompts_and_images_raise_with_their_place(prompts: list[str], images: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LoadedPolicy(None).sample(prompts, images=images)
