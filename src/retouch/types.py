@@ -239,8 +239,12 @@ class Conditioning:
         import torch
 
         first = parts[0]
-        if any(part.shared != first.shared for part in parts):
-            raise ValueError(f"rows of different sizes in one batch: {[dict(part.shared) for part in parts]}; bucket them by size")
+        other = next((part for part in parts if part.shared != first.shared), None)
+        if other is not None:
+            raise ValueError(
+                f"rows of different sizes in one batch: {dict(first.shared)} and {dict(other.shared)}; set policy.model.size (in "
+                "Python: size=) so that all images have one size, and give all tasks the same number of source images"
+            )
         joined = {}
         for name in first.tensors:
             tensors = [part.tensors[name] for part in parts]

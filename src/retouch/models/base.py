@@ -169,7 +169,8 @@ class DiffusersModel(ImageModel):
     path: str
     """Folder or Hugging Face id of the pipeline; ``python:...`` if a script passed a loaded pipeline to the run."""
     size: Pixels | None = None
-    """Height and width of the output images in pixels; with null, an editor derives them from its source image."""
+    """Height and width of the output images in pixels; with null, an editor derives them from its source image. The images of one
+    batch must then have one size, so data with images of several sizes need this key, or ``data.size``."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     vae_slicing: bool = Field(default=False, exclude_if=operator.not_)

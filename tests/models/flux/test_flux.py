@@ -174,13 +174,14 @@ def test_encoded_images_match_the_packed_latents_of_the_autoencoder(text):
 def test_invalid_inputs_and_settings_raise(text):
     fill, kontext = build(FluxFill, text), build(FluxKontext, text)
     whole = masked("one", "blue")
+    sizes = r"task 'one' has 24 x 40, task 'two' has 24 x 24 \(height x width\); set policy\.model\.size \(in Python: size=;"
     with pytest.raises(ValueError, match="1 images and no mask"):
         fill.encode([tiny_models.task("x", "blue", whole.images[0])])
-    with pytest.raises(ValueError, match="different sizes"):
+    with pytest.raises(ValueError, match=sizes):
         fill.encode([whole, masked("two", "blue", size=(24, 24))])
     with pytest.raises(ValueError, match="takes one"):
         kontext.encode([tiny_models.task("x", "blue")])
-    with pytest.raises(ValueError, match="does not divide into tokens of 8 px"):
+    with pytest.raises(ValueError, match=r"does not divide into tokens of 8 px; set policy\.model\.size"):
         build(Flux, text, size=(20, 40))
     with pytest.raises(ValueError, match="shorten it"):
         build(Flux, text, size=(24, 40)).encode([tiny_models.task("x", "blue " * 30)])

@@ -167,7 +167,7 @@ def test_invalid_settings_prompts_and_batches_raise(pipe):
         build(pipe, length=96).encode([tiny_models.task("long", long)])
     with pytest.raises(ValueError, match=r"'x' contains the special token <\|im_end\|>"):
         build(pipe).encode([tiny_models.task("x", "blue<|im_end|>")])
-    with pytest.raises(ValueError, match="different sizes or numbers in one batch"):
+    with pytest.raises(ValueError, match=r"source images in one batch: task 'a' has 1, task 'b' has 0; give all"):
         build(pipe).encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "blue")])
     with pytest.raises(ValueError, match="num_steps is 0; it must be at least 1"):
         build(pipe).sigmas(0, Conditioning({}, shared={"size": (64, 96)}))

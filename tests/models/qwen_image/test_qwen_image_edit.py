@@ -241,10 +241,12 @@ def test_image_tokens_have_row_and_column_positions(model, parts):
 
 def test_images_of_different_sizes_in_one_batch_raise(model):
     tasks = [tiny_models.task("a", "red", tiny_models.image(0)), tiny_models.task("b", "red", tiny_models.image(0, 24, 32))]
-    with pytest.raises(ValueError, match="group the tasks"):
+    with pytest.raises(ValueError, match=r"task 'a' has 24 x 24, task 'b' has 24 x 32 .*; set policy\.model\.size"):
         model.encode(tasks)
-    with pytest.raises(ValueError, match="group the tasks"):
+    with pytest.raises(ValueError, match=r"row 0 has 24 x 24, row 1 has 24 x 32 .*; set policy\.model\.size"):
         model.encode_images([task.images[0] for task in tasks])
+    with pytest.raises(ValueError, match=r"rows of different sizes in one batch: .*; set policy\.model\.size \(in Python: size=\)"):
+        Conditioning.concat([model.encode([task]) for task in tasks])
 
 
 @pytest.mark.parametrize("number", [0, 2])

@@ -81,7 +81,7 @@ class Latents:
         if size[0] % side or size[1] % side or min(size) < side:
             raise ValueError(
                 f"an image of {size[0]} x {size[1]} px (height x width) does not divide into tokens of {side} px; "
-                "use sides that are multiples of this number"
+                "set policy.model.size (in Python: size=) to sides that are multiples of this number"
             )
         return size[0] // side, size[1] // side
 

@@ -170,11 +170,26 @@ class PipelineModel(ABC):
         return self.latents.decode_tensors(x, conditioning.shared["size"], recompute=recompute)
 
 
-def common_size(sizes: Sequence[Any]) -> Any:
-    """The one value of ``sizes``. Raises ValueError if they differ."""
-    if len(set(sizes)) != 1:
-        raise ValueError(f"images of different sizes or numbers in one batch: {sorted(set(sizes))}; group the tasks by them")
-    return sizes[0]
+def common_size(sizes: Sequence[Any], tasks: Sequence[Task] = ()) -> Any:
+    """The one value of ``sizes``: for each row a (height, width) in px, or a tuple with one for each of its source images.
+    ``tasks``: the tasks of the rows, for messages. Raises ValueError if the rows differ."""
+    first, row = sizes[0], next((row for row, size in enumerate(sizes) if size != sizes[0]), None)
+    if row is None:
+        return first
+    names = [f"task {tasks[each].id!r}" if tasks else f"row {each}" for each in (0, row)]
+    if len(first) != len(sizes[row]):
+        raise ValueError(
+            f"different numbers of source images in one batch: {names[0]} has {len(first)}, {names[1]} has {len(sizes[row])}; "
+            "give all tasks the same number of images"
+        )
+    raise ValueError(
+        f"images of different sizes in one batch: {names[0]} has {_pixels(first)}, {names[1]} has {_pixels(sizes[row])} (height x "
+        "width); set policy.model.size (in Python: size=; for a renderer: renderer.model.size) so that all images have one size"
+    )
+
+
+def _pixels(size: Any) -> str:
+    return " and ".join(f"{height} x {width}" for height, width in (size if isinstance(size[0], tuple) else [size]))
 
 
 def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:

@@ -64,7 +64,7 @@ class FluxFill(Flux):
                 having = f"{len(task.images)} images and {'a' if task.mask is not None else 'no'} mask"
                 raise ValueError(f"task {task.id!r} has {having}; FluxFill takes one image and a mask")
             masks.append(task.mask)
-        size = common_size([self.fit(task.images[0]) if self.size is None else self.size for task in tasks])
+        size = common_size([self.fit(task.images[0]) if self.size is None else self.size for task in tasks], tasks)
         mask = self.latents.mask(masks, size)
         kept = self.latents.encode(self.latents.pixels([task.images[0] for task in tasks], size) * (1 - mask))
         source = torch.cat([kept, self.latents.pack_mask(mask).to(kept.device)], dim=2)

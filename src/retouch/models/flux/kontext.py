@@ -31,7 +31,7 @@ class FluxKontext(Flux):
         for task in tasks:
             if len(task.images) != 1:
                 raise ValueError(f"task {task.id!r} has {len(task.images)} images; FluxKontext takes one")
-        source = common_size([self.fit(task.images[0]) for task in tasks])
+        source = common_size([self.fit(task.images[0]) for task in tasks], tasks)
         size = source if self.size is None else self.size
         return self.conditioning(tensors, size=size, images=[task.images for task in tasks], sizes=[source])
 

@@ -116,7 +116,7 @@ class Flux2Klein(PipelineModel):
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         tensors = self.read_prompts(prompts)
         images = [[self.latents.reference(image) for image in task.images] for task in tasks]
-        sizes = common_size([tuple((image.height, image.width) for image in row) for row in images])
+        sizes = common_size([tuple((image.height, image.width) for image in row) for row in images], tasks)
         size = self.size or (sizes[0] if sizes else (128 * self.latents.latent_pixels,) * 2)
         return self.conditioning(tensors, size=size, images=images, sizes=sizes)
 

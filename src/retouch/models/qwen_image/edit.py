@@ -50,7 +50,7 @@ class QwenImageEdit(QwenFlow):
                 raise ValueError(
                     f"task {task.id!r} has {len(task.images)} source images; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
                 )
-        sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
+        sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks], tasks)
         source = self.latents.encode_sources([task.images for task in tasks], sizes)
         size = sizes[-1] if self.size is None else self.size
         grids = tuple((1, *self.latents.grid(each)) for each in (size, *sizes))

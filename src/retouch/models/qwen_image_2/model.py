@@ -133,7 +133,7 @@ class QwenImage2(PipelineModel):
 
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         images = [task.images for task in tasks]
-        sizes = common_size([tuple(fit(image, self.source_area) for image in row) for row in images])
+        sizes = common_size([tuple(fit(image, self.source_area) for image in row) for row in images], tasks)
         tensors = self.read_prompts(prompts, [list(map(self.latents.resize, row, sizes)) for row in images])
         size = self.size or (sizes[-1] if sizes else (1024, 1024))
         return self.conditioning(tensors, size=size, images=images, sizes=sizes, padded=frozenset(tensors))
