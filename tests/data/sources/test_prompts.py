@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from retouch.data.check import check, read_path
 from retouch.data.rows import quoted
+from retouch.data.sources.folder import read_folder
 from retouch.data.sources.prompts import read_prompts
 from retouch.data.tasks import Tasks
 
@@ -34,6 +36,24 @@ def test_a_prompt_list_with_metadata_is_read(tmp_path):
     assert (first.id, first.instruction, dict(first.tags)) == ("geneval/1", "two cups", {"tag": "counting"})
     assert first.meta["include"] == [{"class": "cup", "count": 2}]
     assert (second.id, second.text) == ("x", "yes")
+
+
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+def test_the_metadata_file_of_an_image_folder_is_not_read_as_a_prompt_list(tmp_path, name):
+    csv = name.endswith("csv")
+    (tmp_path / name).write_text("file_name,prompt\na.png,red\n" if csv else '{"file_name": "a.png", "prompt": "red"}\n')
+    message = "give the folder, not its metadata file"
+    for read in (read_prompts, read_folder):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path / name)
+    (problem,) = check(tmp_path / name)
+    assert message in str(problem)
+
+
+def test_a_prompt_list_is_recognised_by_the_endings_of_its_file_types(tmp_path):
+    for name, content in (("a.txt", "a cat\n"), ("a.csv", "prompt\na cat\n"), ("metadata.jsonl", '{"prompt": "a cat"}\n')):
+        (tmp_path / name).write_text(content)
+        assert [row.instruction for row in read_path(tmp_path / name)] == ["a cat"]
 
 
 def test_rows_of_one_prompt_have_one_source(tmp_path):

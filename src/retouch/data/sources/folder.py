@@ -6,7 +6,7 @@ A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instru
 image, the tasks are text-to-image tasks. All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
@@ -67,6 +67,8 @@ def read_folder(
     Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
     root = Path(folder)
+    if root.name in METADATA and root.is_file():
+        raise ValueError(f"{folder}: give the folder, not its metadata file: {root.parent}")
     if not root.is_dir():
         raise ValueError(f"{folder}: no such folder")
     there = [file for file in METADATA if (root / file).is_file()]
@@ -80,6 +82,11 @@ def read_folder(
         )
     layout = Layout(table.file, root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
     return TableRows(table, layout, notes=notes)
+
+
+def names_images(keys: Iterable[str]) -> bool:
+    """Whether these keys of a metadata file include one that names an image, by the convention."""
+    return any(key in _COLUMNS[name] for key in keys for name in ("image", "target", "chosen"))
 
 
 def image_under(root: Path, value: Any) -> EncodedImage:

@@ -15,7 +15,7 @@ from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout, PromptRows, find_columns
 from retouch.data.sampler import Subset
-from retouch.data.sources.folder import image_under
+from retouch.data.sources.folder import METADATA, image_under, names_images
 from retouch.data.tables import TableRows, read_table
 from retouch.data.tasks import Tasks
 from retouch.data.validation import accept
@@ -43,7 +43,7 @@ class PromptData(StoredData):
 
     @classmethod
     def rows_at(cls, path: Path) -> PromptRows | None:
-        return read_prompts(path) if path.suffix in (".txt", ".jsonl") else None
+        return read_prompts(path) if path.suffix in (".txt", ".jsonl", ".csv") else None
 
     def contents(self) -> TaskContents:
         return TaskContents(images=False, mask=False, reference=False, target=False, pairs=False)
@@ -55,10 +55,14 @@ def read_prompts(
     """The rows of a prompt list. ``columns`` and ``tag_keys`` are as in ``read_folder``. ``name``: the prefix of the ids of rows
     without an id; by default the stem of the file name.
 
-    Raises ValueError for a missing file, no rows, and unknown columns.
+    Raises ValueError for a missing file, no rows, unknown columns, and the metadata file of a folder of images.
     """
     file = Path(path)
     table = read_table(file, text_field="prompt")
+    if file.name in METADATA and names_images(table.keys()):
+        raise ValueError(
+            f"{file} names the images of a folder; give the folder, not its metadata file: {file.parent} (data.kind: 'folder')"
+        )
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
     return PromptRows(TableRows(table, Layout(table.file, name or file.stem, found, tag_keys, _no_image), notes=notes))
 
