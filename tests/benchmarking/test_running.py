@@ -98,8 +98,10 @@ def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base:
     first, second = sorted((tmp_path / "images").iterdir())[:2]
     first.unlink()
     second.write_bytes(b"not an image")
-    found = run("playground", images=tmp_path / "images", subset=6, out=tmp_path / "out")
+    notes: list[str] = []
+    found = run("playground", images=tmp_path / "images", subset=6, out=tmp_path / "out", note=notes.append)
     assert found is not None
+    assert notes[-1] == "scored 4 of 6 images"
     reasons = {each["item"]: each["reason"] for each in found.missing}
     assert len(reasons) == 2
     assert any(first.name in reason for reason in reasons.values())
@@ -110,6 +112,14 @@ def test_missing_and_broken_images_are_reported_and_excluded_from_the_mean(base:
     assert "2 images without a score" in str(found)
     line = json.loads((found.folder / "rows.jsonl").read_text().splitlines()[0])
     assert found.rows[0].item == line["item"]
+
+
+def test_a_folder_without_an_image_of_the_items_raises_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "images" / "other.png")
+    with pytest.raises(ValueError, match=r"no image of the 2 items; name the files by the ids of the items, for example .*\.png"):
+        run("playground", images=tmp_path / "images", subset=2, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_judge_scores_the_existing_images_without_generating_new_ones(

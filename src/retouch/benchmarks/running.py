@@ -82,8 +82,8 @@ def run(
     ``num_inference_steps``. ``audit``: audit a judge briefly before images are generated; the result of the audit is stored and
     used again. ``note``: called with progress, as sentences.
 
-    Raises ValueError if an input is missing, if ``out`` has images of another model or data set, if the judge fails its audit, or
-    if the scorer raises it; BudgetSpent if the budget of a judge is spent.
+    Raises ValueError if an input is missing, if ``images`` has no image of the items, if ``out`` has images of another model or
+    data set, if the judge fails its audit, or if the scorer raises it; BudgetSpent if the budget of a judge is spent.
 
     Example::
 
@@ -99,14 +99,13 @@ def run(
     scorer = choose_scorer(found, judge, name=name)
     items = choose_items(found, data, subset=subset)
     root = Path(out) if out is not None else _default_out(found, model, lora, images)
+    existing = None if images is None else _existing_images(Path(images), found, items)
     ranks = init_distributed(device)
     quotas: dict[str, Quota] = {}
     if audit:
         audit_judges(scorer.section, ranks=ranks, clients=CountedClients(ranks.device, quotas), note=note)
-    if images is not None:
-        folder = ImageFolder(Path(images), suite=found)
-        if not folder.root.is_dir():
-            raise ValueError(f"--images {images}: no such folder")
+    if existing is not None:
+        folder = existing
         _require_same(root, {"suite": _identity(found), "images": str(folder.root.resolve())}, ranks)
         about: dict[str, Json] = {"model": f"images in {images}"}
     else:
@@ -259,6 +258,20 @@ def choose_items(suite: Suite, data: str | Path | None, *, subset: int | None) -
         seen[item.category] += 1
     chosen = {number for _, _, number in sorted(turn)[:subset]}
     return Items([(number, item) for number, item in numbered if number in chosen], broken, place, digest)
+
+
+def _existing_images(root: Path, suite: Suite, items: Items) -> ImageFolder:
+    """The folder of existing images. Raises ValueError if it is missing, or if it has no image of the chosen items."""
+    folder = ImageFolder(root, suite=suite)
+    if not root.is_dir():
+        raise ValueError(f"--images {root}: no such folder")
+    keys = image_keys(list(items.chosen), suite=suite)
+    if all(folder.find(key) is None for key in keys):
+        raise ValueError(
+            f"--images {root}: no image of the {len(items.chosen)} items; name the files by the ids of the items, for example "
+            f"{folder.path(keys[0]).name}"
+        )
+    return folder
 
 
 def own_image_keys(suite: Suite, items: Items, ranks: Ranks) -> list[ImageKey]:

@@ -15,7 +15,7 @@ import torch
 from PIL.Image import Image
 
 from retouch.benchmarks.image_files import ImageFolder, ImageKey
-from retouch.benchmarks.results import ImageRow
+from retouch.benchmarks.results import ImageRow, missing_images
 from retouch.benchmarks.suite import Suite
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined, read_reward
 from retouch.rewards import identity
@@ -136,7 +136,7 @@ def score_images(
     """Return a row for each image, in order.
 
     ``ledger``: the file with the scores and answers of this rank. ``clients``: opens the clients of judges; they are closed at the
-    end. ``noted``: called after each chunk with the number of images done.
+    end. ``noted``: called after each chunk with the number of images scored.
 
     An image that is missing or cannot be read has no score, and its row says why. Images that the same scorer has scored before are
     not scored again, unless a score was missing. Raises the ValueError of a reward, for example if a budget is spent.
@@ -150,9 +150,12 @@ def score_images(
             wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
             judging.journal.forget_missing(wanted, split="heldout", step=0)
             rows: list[ImageRow] = []
+            scored = 0
             for chunk in _scored(scorer, judging, places, images):
-                rows += [_row(scorer, each, database) for each in chunk]
-                noted(len(rows))
+                made = [_row(scorer, each, database) for each in chunk]
+                scored += len(made) - len(missing_images(made, scorer.required))
+                rows += made
+                noted(scored)
             return rows
         finally:
             judging.close()
