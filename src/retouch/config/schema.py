@@ -80,7 +80,11 @@ def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) ->
             field = keys_of(section).get(part) if section is not None else None
         if field is None:
             return None
-        node = node.get(part) if isinstance(node, dict) else node[part]
+        if isinstance(node, dict):
+            node = node.get(part)
+        else:
+            known = isinstance(node, list) and isinstance(part, int) and part < len(node)  # False for a list that is too short
+            node = node[part] if known else None
         named = not named and is_map(annotation_of(field))
         section = section_for(annotation_of(field), node) if isinstance(node, dict) and not named else None
     return field
