@@ -167,6 +167,21 @@ def test_a_missing_split_column_revision_or_file_raises(tmp_path):
         read_hub(empty)
 
 
+def test_a_file_that_is_not_parquet_or_is_damaged_raises_with_its_path(tmp_path):
+    (tmp_path / "edits.csv").write_text("instruction,image\nblue,a.png\n")
+    with pytest.raises(ValueError, match=r"edits\.csv: not a parquet file; for CSV or JSONL use a folder with metadata\.csv"):
+        read_hub(tmp_path / "edits.csv")
+    for folder, name in ((".", "cut.parquet"), ("folder", "train.parquet"), ("lines", "train.json")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_bytes(b"PAR1 {cut")
+    for path in (tmp_path / "cut.parquet", tmp_path / "folder", tmp_path / "lines"):
+        with pytest.raises(ValueError, match=r"^\S+: `datasets` cannot read it: .*(not a parquet file|JSON)") as raised:
+            read_hub(path)
+        assert str(raised.value).startswith(str(path))
+    (problem,) = check(tmp_path / "cut.parquet")
+    assert "cannot read it" in str(problem)
+
+
 def test_a_data_set_with_a_loading_script_raises_and_runs_no_code(tmp_path):
     folder = tmp_path / "edits"
     folder.mkdir()

@@ -115,19 +115,26 @@ def read_hub(
     parquet file; otherwise an id on the Hub. ``split`` may be None if there is only one split. ``revision``: a commit on the Hub,
     so that the data cannot change during a run. ``columns``: the column of a field, if their names differ. ``tag_keys`` and
     ``thought_keys``: as in ``read_folder``. ``name``: the prefix of the ids of rows without an id. Raises ValueError for an unknown
-    data set, split or column.
+    data set, split or column, a file that is not parquet, and files that the library cannot read.
     """
     import datasets
     from datasets.exceptions import DatasetsError
     from huggingface_hub.constants import HF_HUB_CACHE
+    from pyarrow import ArrowException
 
     local = Path(path).exists()
     if local and revision is not None:
         raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
+    if Path(path).is_file() and Path(path).suffix != ".parquet":
+        raise ValueError(
+            f"{path}: not a parquet file; for CSV or JSONL use a folder with metadata.csv or metadata.jsonl, or a prompt list"
+        )
     try:
-        dataset, file = _one_split(_load(path, split, config, revision), str(path), split)
-    except (DatasetsError, RuntimeError, FileNotFoundError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        loaded = _load(path, split, config, revision)
+    except (DatasetsError, ArrowException, RuntimeError, OSError, ValueError) as error:
+        reason = f"{error}: {error.__cause__}" if isinstance(error, DatasetsError) and error.__cause__ is not None else str(error)
+        raise ValueError(f"{path}: `datasets` cannot read it: {reason}") from error
+    dataset, file = _one_split(loaded, str(path), split)
     if not len(dataset):
         raise ValueError(f"{file}: no rows")
     found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
