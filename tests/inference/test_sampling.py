@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from retouch.cli import main
+from retouch.inference import sampling
 from small_runs import photos_recipe
 
 
@@ -52,3 +53,22 @@ def test_images_that_the_model_does_not_take_are_refused_before_it_is_loaded(
     words = [word for option in given for word in (f"--{option}", str(tmp_path / "a.png"))]
     assert main(["sample", recipe, "--instruction", "x", "--out", str(tmp_path / "out.png"), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("folder", r"folder: this is a folder; give the name of a file, for example .*image\.png"),
+        ("image", r"image: not the ending of an image file; use for example image\.png"),
+        ("image.xyz", r"image\.xyz: not the ending of an image file"),
+        ("file/image.png", r"file is a file, not a folder"),
+    ],
+)
+def test_an_output_that_cannot_be_written_raises_before_the_policy_is_opened(
+    out: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sampling, "_samples", lambda *given: pytest.fail("the policy was opened"))
+    with pytest.raises(ValueError, match=message):
+        sampling.sample_target("x", instruction="blue", image=None, mask=None, out=tmp_path / out, seed=0)

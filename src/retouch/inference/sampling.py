@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from PIL.Image import Image
+from PIL.Image import SAVE, Image, registered_extensions
 
 from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import fit, fit_mask, load_image, load_mask
@@ -35,11 +35,12 @@ def sample_target(
 ) -> UserSample:
     """Make one image from the instruction and its source images, and write it to ``out``.
 
-    Raises ValueError if an image cannot be read, if the model does not take the images or needs others, or if the policy makes no
-    usable image.
+    Raises ValueError if an image cannot be read, if ``out`` is no file of a known image format, if the model does not take the
+    images or needs others, or if the policy makes no usable image.
     """
     if not instruction.strip():
         raise ValueError("--instruction is empty; say what the image should become")
+    _require_image_file(out)
     images = () if image is None else (load_image(image),)
     task = Task(
         id=str(out),
@@ -54,6 +55,16 @@ def sample_target(
     out.parent.mkdir(parents=True, exist_ok=True)
     sample.image.save(out)
     return sample
+
+
+def _require_image_file(out: Path) -> None:
+    """Raise ValueError if no image can be written to ``out``."""
+    if out.is_dir():
+        raise ValueError(f"--out {out}: this is a folder; give the name of a file, for example {out / 'image.png'}")
+    if registered_extensions().get(out.suffix.lower()) not in SAVE:
+        raise ValueError(f"--out {out}: not the ending of an image file; use for example {out.name}.png")
+    if (above := next((folder for folder in out.parents if folder.exists()), None)) is not None and not above.is_dir():
+        raise ValueError(f"--out {out}: {above} is a file, not a folder; give another name")
 
 
 def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> list[UserSample]:
