@@ -24,12 +24,6 @@ def test_a_number_that_is_no_port_is_refused(command: str, port: str, tmp_path: 
     )
 
 
-def test_replicas_beyond_the_last_port_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["serve", "share:red", "--port", "65535", "--replicas", "2", "--logs", str(tmp_path)]
-    assert cli.main(words) == 2
-    assert "--port 65535: 2 replicas need 2 ports, and the last one is 65535; choose a lower one" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "words",
     [["train", "quickstart", "--set", "name=a\udcff"], ["sample", "quickstart", "--out", "o.png", "--instruction", "a\udcff"]],
@@ -41,3 +35,14 @@ def test_bytes_that_are_not_utf8_are_refused(words: list[str], capsys: pytest.Ca
 def test_an_escaped_surrogate_in_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "quickstart", "--set", r'name="\ud800"']) == 2
     assert capsys.readouterr().err.endswith(": not UTF-8 text\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--size", "0", "256"], "argument --size: '0' is not a whole number above 0"),
+        (["--shard", "3"], "argument --shard: '3' is not K/N with K from 0 to N - 1, for example 0/4"),
+    ],
+)
+def test_wrong_sizes_and_shards_of_tokenize_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capsys, "data", "tokenize", "photos", "--model", "playground", "--out", "codes", *words)

@@ -240,6 +240,12 @@ def test_other_errors_contain_no_suggestion(text: str, tmp_path: Path) -> None:
     assert "perhaps" not in str(caught.value)
 
 
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    for name, text in (("mine.jsonnet", "{a: 1} + import 'part.libsonnet'"), ("part.libsonnet", "{b: 2}")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert evaluate(tmp_path / "mine.jsonnet") == {"a": 1, "b": 2}
+
+
 @pytest.mark.parametrize("broken", ["mine.jsonnet", "part.libsonnet"])
 def test_a_file_that_is_not_utf_8_raises_with_its_name_and_the_offset(broken: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jsonnet").write_text("import 'part.libsonnet'")

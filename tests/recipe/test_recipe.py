@@ -208,6 +208,7 @@ ODE = {"kind": "ode"}
         ({"optimizer": {"moments": "8bit"}, "sharding": "fsdp2"}, "optimizer.moments"),
         ({"optimizer": {"moments": "cpu"}, "sharding": "zero2"}, "optimizer.moments"),
         ({"data": {"kind": "folder", "path": "x"}}, "reward.kind"),
+        ({**FOLDER, "data": {"kind": "folder", "path": ""}}, "data.path"),
         ({**FOLDER, "data": {"kind": "prompts", "path": "x"}}, "data.kind"),
         ({**FOLDER, "objective": {"kind": "supervised"}, "data": {"kind": "prompts", "path": "x"}}, "data"),
         ({**FOLDER, "data__size": [24, 24], "policy__model__size": [48, 48]}, "data.size"),

@@ -194,6 +194,8 @@ def test_control_command_makes_valid_requests_and_prints_their_status(tmp_path: 
     from retouch import cli
 
     folder = folder_of_a_run(tmp_path)
+    assert cli.main(["control", str(folder.root)]) == 0
+    assert "has no requests; ask for one with: retouch control" in capsys.readouterr().out
     assert cli.main(["control", str(folder.root), "samples=3"]) == 0
     assert "takes the request at the end of its current step" in capsys.readouterr().out
     assert [(each.action, each.value) for each in read_requests(folder).values()] == [("samples", 3)]

@@ -12,6 +12,13 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def positive(text: str) -> int:
+    """Parse a whole number above 0."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def port(text: str) -> int:
     """Parse the number of a TCP port; 0 stands for a free one."""
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) <= LAST_PORT):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retouch.cli.arguments import Commands, debug_option, import_option, set_option
+from retouch.cli.arguments import Commands, debug_option, import_option, positive, set_option
 
 if TYPE_CHECKING:
     from retouch.data.rows import Problem, Rows
@@ -49,7 +49,7 @@ def add_data(commands: Commands) -> None:
     tokens.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for feature/ and list/")
     tokens.add_argument(
         "--size",
-        type=int,
+        type=positive,
         nargs=2,
         default=[256, 256],
         metavar=("H", "W"),
@@ -168,4 +168,6 @@ def _data_tokenize(arguments: argparse.Namespace) -> int:
 
 def _shard(text: str) -> tuple[int, int]:
     shard, _, of = text.partition("/")
+    if not (shard.isdecimal() and of.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not K/N with K from 0 to N - 1, for example 0/4")
     return int(shard), int(of)

@@ -63,6 +63,7 @@ class Section(BaseModel, metaclass=SectionType):
     )
 
 
+NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 StepInterval: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0)]

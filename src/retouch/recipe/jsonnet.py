@@ -31,7 +31,7 @@ def is_hidden(path):
     return not inside and any(part.startswith(".") and part != ".." for part in os.path.relpath(path, home).split(os.sep))
 def text_of(path):
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             return file.read()
     except UnicodeDecodeError as error:
         raise RuntimeError(f"{path}: the byte at offset {error.start} is not UTF-8; save the file as UTF-8")

@@ -23,7 +23,6 @@ from retouch.serving.hosted_rewards import parse_specs
 from retouch.serving.replica import LAST_PORT, USER_ERROR, ServerSettings, bind, run
 
 _POLL = 0.05
-_LAST_PORT = 65535
 _HEALTH_SECONDS = 2.0  # between two checks of a ready replica
 _STUCK_STATUS = 503  # status of /livez if a call of a reward does not return
 _STUCK_SECONDS = 60.0  # without a reply, after which a replica is killed
@@ -215,10 +214,6 @@ def _last_line(log: Path) -> str:
 @contextmanager
 def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
     """Reserve ``count`` ports for the duration of the block: consecutive ports from ``first`` on, or any free ports if it is 0."""
-    if first + count - 1 > _LAST_PORT:
-        raise ValueError(
-            f"--port {first}: {count} replicas need {count} ports, and the last one is {_LAST_PORT}; choose a lower one"
-        )
     with ExitStack() as stack:
         sockets = []
         for port in range(first, first + count) if first else [0] * count:

@@ -85,7 +85,10 @@ def _control(arguments: argparse.Namespace) -> int:
     folder = RunFolder(arguments.folder)
     folder.read_recipe()
     if arguments.request is None:
-        for each in read_requests(folder).values():
+        requests = read_requests(folder)
+        if not requests:
+            print(f"run {folder.name} has no requests; ask for one with: retouch control {arguments.folder} checkpoint")
+        for each in requests.values():
             value = "" if each.value is None else f"={each.value}"
             print(f"{each.at}  {each.action}{value}  {each.by}  {_answer(each.taken, each.answer)}")
         return 0

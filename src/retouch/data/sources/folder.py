@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from retouch.config.section import NonEmpty
 from retouch.data.base import ImageData
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout, find_columns
@@ -38,7 +39,7 @@ class FolderData(ImageData):
     """A folder of images with a ``metadata.jsonl``, in the layout of Hugging Face's imagefolder."""
 
     kind: Literal["folder"] = "folder"
-    path: str
+    path: NonEmpty
     """The folder."""
     columns: dict[str, str] = Field(default={})
     """Map from a field (``instruction``, ``target``, ...) to its key in the metadata file, if their names differ."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from retouch.config.section import NonEmpty
 from retouch.data.base import ImageData
 from retouch.data.examination import file_state
 from retouch.data.images import EncodedImage
@@ -42,7 +43,7 @@ class HubData(ImageData):
     on_hub = True
 
     kind: Literal["hub"] = "hub"
-    path: str
+    path: NonEmpty
     """Id or folder of the data set."""
     config: str | None = None
     """Configuration of the data set; null if there is only one."""

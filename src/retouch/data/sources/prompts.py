@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retouch.config.packaged import shipped
+from retouch.config.section import NonEmpty
 from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout, PromptRows, find_columns
@@ -35,7 +36,7 @@ class PromptData(StoredData):
     """A list of prompts without images: a text file with one prompt per line, a JSON lines file or a CSV file."""
 
     kind: Literal["prompts"] = "prompts"
-    path: str
+    path: NonEmpty
     """The file. Lists that come with the package's recipes are found as ``recipes/...`` from any working directory."""
 
     def rows(self, *, seed: int) -> PromptRows:
