@@ -197,8 +197,9 @@ def test_judge_estimate_contains_calls_tokens_and_dollars() -> None:
     (free,) = judge_calls(recipe(reward__rewards__judge__judge__prices=None), steps=[3], heldout=3)
     assert free.dollars is None
     assert "$" not in str(free)
-    pairs = {"kind": "win_rate", "judge": {"kind": "endpoint", "model": "m"}, "combine": {"win_rate": 1}}
-    (won,) = judge_calls(recipe(reward=pairs, eval__column="win_rate"), steps=[3], heldout=3)
+    win = {"kind": "win_rate", "judge": {"kind": "endpoint", "model": "m"}}
+    pairs = {"kind": "several", "rewards": {"win": win, "exact": {"kind": "playground"}}, "combine": {"win/win_rate": 1}}
+    (won,) = judge_calls(recipe(reward=pairs, eval__column="exact/overall"), steps=[3], heldout=3)
     assert (won.training, won.evaluation, won.output_tokens) == (3 * 6 * 2, 0, 36)
     assert judge_calls(recipe(reward={"kind": "playground", "combine": {"IF": 1}}, eval__column=None), steps=[3], heldout=3) == []
 

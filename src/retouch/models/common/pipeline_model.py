@@ -151,7 +151,8 @@ class PipelineModel(ABC):
         return negative + guidance_scale * (positive - negative)
 
     def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
-        return self.latents.noise(conditioning.shared["size"], generators, conditioning.tensors["embeds"].device)
+        device = next(iter(conditioning.tensors.values())).device
+        return self.latents.noise(conditioning.shared["size"], generators, device)
 
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
         size = common_size([self.fit(image) if self.size is None else self.size for image in images])
