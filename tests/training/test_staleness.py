@@ -162,6 +162,7 @@ def test_stale_completions_get_truncated_importance_weights():
         (["objective.surrogate=gspo"], "gspo has one ratio per row"),
         (["objective.ratio_norm=true"], "ratio_norm needs the means"),
         (['advantage={"kind": "gae"}'], "a value head would be stale"),
+        (['objective={"kind": "supervised"}'], "supervised samples nothing; remove it"),
     ],
 )
 def test_settings_incompatible_with_staleness_raise_when_the_recipe_is_loaded(changes, told):

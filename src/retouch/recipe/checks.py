@@ -145,8 +145,9 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         if phase.objective.needs_pairs:
             yield from _pairs(phase, at)
         elif phase.imitates:
-            if phase.rollout.refill is not None and recipe.phases is None:
-                yield f"{at['rollout']}.refill: {phase.objective.label} samples nothing; remove it"
+            unused = {"refill": phase.rollout.refill is not None, "staleness": phase.rollout.staleness > 0}
+            for key in (key for key, is_set in unused.items() if is_set and recipe.phases is None):
+                yield f"{at['rollout']}.{key}: {phase.objective.label} samples nothing; remove it"
             if phase.data.contents().target is False:
                 has = f"{phase.data.label} have no targets"
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
