@@ -160,11 +160,10 @@ def settings_digest(entry: Entry) -> str:
     and kinds count under their former names, so a new name leaves kept runs valid too."""
     whole = hashlib.sha256(_text(_with_former_names(evaluate(ROOT / entry.recipe))))
     recipe = load(ROOT / entry.recipe)
-    used = {name: sorted((WEIGHTS / name).rglob("*.safetensors")) for name in _used_weights(recipe)}
     named = {
         f"{FORMER_WEIGHTS.get(name, name)}/{file.relative_to(WEIGHTS / name).as_posix()}": file
-        for name in used
-        for file in used[name]
+        for name in _used_weights(recipe)
+        for file in (WEIGHTS / name).rglob("*.safetensors")
     }
     for name, file in sorted(named.items()):
         whole.update(f"retouch/playground/weights/{name}".encode() + hashlib.sha256(file.read_bytes()).digest())

@@ -99,13 +99,12 @@ def run(
     scorer = choose_scorer(found, judge, name=name)
     items = choose_items(found, data, subset=subset)
     root = Path(out) if out is not None else _default_out(found, model, lora, images)
-    existing = None if images is None else _existing_images(Path(images), found, items)
+    folder = None if images is None else _existing_images(Path(images), found, items)
     ranks = init_distributed(device)
     quotas: dict[str, Quota] = {}
     if audit:
         audit_judges(scorer.section, ranks=ranks, clients=CountedClients(ranks.device, quotas), note=note)
-    if existing is not None:
-        folder = existing
+    if folder is not None:
         _require_same(root, {"suite": _identity(found), "images": str(folder.root.resolve())}, ranks)
         about: dict[str, Json] = {"model": f"images in {images}"}
     else:

@@ -308,7 +308,7 @@ def _first_phrasing(value: Any) -> str | None:
 
 
 def _no_phrasing(value: Any, fields: Mapping[str, Any]) -> str:
-    """Why a value is no instruction."""
+    """Return the reason why a value is not an instruction."""
     first = value[0] if isinstance(value, list) and value else value
     if first is None:
         return f"no instruction; the row has {', '.join(fields) or 'nothing'}"

@@ -13,6 +13,7 @@ from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_policy, read_target
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
+from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.renderers.wrappers import Completions
 from retouch.training.completions import completion_texts
@@ -49,9 +50,9 @@ def sample_target(
         mask=None if mask is None else load_mask(mask),
         reference=None if reference is None else load_image(reference),
     )
-    recipe, _ = read_target(target)
+    recipe, folder = read_target(target)
     _require_inputs(recipe, task)
-    (sample,) = _samples(target, [task], seed)
+    (sample,) = _samples(recipe, folder, [task], seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     sample.image.save(out)
     return sample
@@ -76,7 +77,7 @@ def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> lis
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty; give a new folder")
-    samples = list(_samples(target, tasks, seed))
+    samples = list(_samples(*read_target(target), tasks, seed))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "samples.jsonl").open("w", encoding="utf-8") as lines:
         for number, sample in enumerate(samples):
@@ -102,9 +103,9 @@ def _require_inputs(recipe: Recipe, task: Task) -> None:
         raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
 
 
-def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
+def _samples(recipe: Recipe, folder: RunFolder | None, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
     silence_libraries()
-    parts, _ = open_policy(*read_target(target))
+    parts, _ = open_policy(recipe, folder)
     yield from sample_tasks(parts, tasks, seed)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from retouch.rehearsal.fake.accelerator import HANDLERS, Accelerator
-from retouch.rehearsal.fake.tensors import FakeTensor, mapped, tensors_of
+from retouch.rehearsal.fake.tensors import FakeTensor, fake_tensors_of, mapped, tensors_of
 from retouch.rehearsal.meter import Meter
 
 _GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
@@ -28,7 +28,7 @@ def fake_ranks(world: int, meter: Meter) -> Iterator[None]:
         return
 
     def collective(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        given = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
+        given = fake_tensors_of(args, kwargs)
         if not given:
             return False, None
         moved = sum(each.numel() * each.element_size() for each in given)

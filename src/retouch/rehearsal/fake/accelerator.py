@@ -23,6 +23,7 @@ from retouch.rehearsal.fake.tensors import (
     FakeTensor,
     common_device,
     description,
+    fake_tensors_of,
     known_values,
     machines,
     mapped,
@@ -163,11 +164,11 @@ class Accelerator(TorchDispatchMode):
         require_one_dtype(packet, given)
         result = self._compute(func, packet, args, kwargs, device)
         if self.observe is not None:
-            self.observe(func, args, kwargs, result, fakes, [each for each in tensors_of(result) if isinstance(each, FakeTensor)])
+            self.observe(func, args, kwargs, result, fakes, fake_tensors_of(result))
         return result
 
     def _compute(self, func: Any, packet: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-        originals = {id(each.meta): each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)}
+        originals = {id(each.meta): each for each in fake_tensors_of(args, kwargs)}
         made = self._shapes(func, mapped(args, on_meta), moved_to(META, mapped(kwargs, on_meta)))
         values = known_values(func, args, kwargs, made)
         fake_places = {each.device.type for each in originals.values()}
@@ -244,9 +245,7 @@ def _by_value(what: str) -> Callable[..., tuple[bool, Any]]:
         made = func(*mapped(args, machine.read, FakeTensor), **moved_to(CPU, mapped(kwargs, machine.read, FakeTensor)))
         result = mapped(made, lambda each: placed(each, device))
         if machine.observe is not None:
-            given = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
-            results = [each for each in tensors_of(result) if isinstance(each, FakeTensor)]
-            machine.observe(func, args, kwargs, result, given, results)
+            machine.observe(func, args, kwargs, result, fake_tensors_of(args, kwargs), fake_tensors_of(result))
         return True, result
 
     return handler

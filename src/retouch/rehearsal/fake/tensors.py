@@ -89,6 +89,10 @@ class FakeTensor(Tensor):
         return active().run(func, args, kwargs or {})
 
 
+def fake_tensors_of(*trees: Any) -> "list[FakeTensor]":
+    return [each for each in tensors_of(*trees) if isinstance(each, FakeTensor)]
+
+
 def tensors_of(*trees: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for tree in trees:

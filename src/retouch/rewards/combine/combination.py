@@ -98,8 +98,8 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
     """Make the combination of ``columns`` that ``combine`` describes.
 
     ``combine`` may use short names, as ``resolve`` accepts them. Raises ValueError for an invalid formula, an unknown column (with
-    the nearest known one), a diagnostic, a root of a value that may be negative, a constant result, or a result that rises with a
-    column of which a lower score is better. Raises ValueError for a column with a name in ``RESERVED``, too.
+    the nearest known one), a column with a name in ``RESERVED``, a diagnostic, a root of a value that may be negative, a constant
+    result, or a result that rises with a column of which a lower score is better.
     """
     if taken := sorted(RESERVED & set(columns)):
         raise ValueError(f"the reward has the column {taken[0]!r}, but a run's metrics use this name for something else; rename it")

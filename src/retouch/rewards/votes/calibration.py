@@ -87,7 +87,7 @@ class Calibration:
         return made
 
 
-def isotonic(scores: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[list[float], list[float]]:
+def isotonic(scores: Sequence[float], values: Sequence[float], weights: Iterable[float]) -> tuple[list[float], list[float]]:
     """Fit the isotonic regression of the values on the scores. Returns the distinct scores in order, and the value at each score.
 
     The algorithm is pool adjacent violators: neighbouring values in the wrong order are replaced by their weighted mean until all
@@ -155,7 +155,7 @@ def _knots(scores: Sequence[float]) -> list[float]:
     return sorted({distinct[round(k * (len(distinct) - 1) / (_MOST_KNOTS - 1))] for k in range(_MOST_KNOTS)})
 
 
-def _map(scores: Sequence[float], won: Sequence[float], weights: Any, knots: Sequence[float]) -> Float[ndarray, " k"]:
+def _map(scores: Sequence[float], won: Sequence[float], weights: Iterable[float], knots: Sequence[float]) -> Float[ndarray, " k"]:
     import numpy as np
 
     found, values = isotonic(scores, won, weights)
