@@ -224,6 +224,7 @@ ODE = {"kind": "ode"}
         ({**TRIPLETS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64]}}, "data.kind"),
         ({"trackers": ["wandb", "wandb"]}, "trackers"),
         ({"minibatches": 7}, "minibatches"),
+        ({"samples": {"tokens": True}}, "samples.tokens"),
     ],
 )
 def test_incompatible_values_are_rejected_with_an_explanation(changes: dict[str, Any], key: str) -> None:

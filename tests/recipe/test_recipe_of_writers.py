@@ -111,6 +111,7 @@ def test_the_encoder_of_the_renderer_has_no_default() -> None:
         ({"policy__model": {"kind": "qwen", "path": "x"}}, "policy.model.kind"),
         ({"policy__model": {"kind": "qwen-vl", "path": "x", "system": "write"}}, "policy.model.system, policy.model.area"),
         ({**PROMPT, "policy__model": {"kind": "playground-writer"}}, "policy.model.kind"),
+        ({"samples": {"states": True}}, "samples.states"),
         ({**PROMPT, "renderer__model": {"kind": "playground"}}, "renderer.model.kind"),
         ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),

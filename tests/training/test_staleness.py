@@ -168,3 +168,8 @@ def test_stale_completions_get_truncated_importance_weights():
 def test_settings_incompatible_with_staleness_raise_when_the_recipe_is_loaded(changes, told):
     with pytest.raises(ValueError, match=rf"rollout\.staleness: .*{told}"):
         load("recipes/playground/grpo.jsonnet", ["rollout.staleness=1", *changes])
+
+
+def test_truncation_without_staleness_is_refused():
+    with pytest.raises(ValueError, match=r"rollout\.truncate_at: has an effect only with staleness; set rollout\.staleness"):
+        load("recipes/playground/grpo.jsonnet", ["rollout.truncate_at=3"])

@@ -76,7 +76,7 @@ class Objective(Section):
     """Whether the objective calls ``VelocityPolicy.velocity``, which only denoising policies have."""
     needs_log_probs: ClassVar[bool] = False
     """Whether the objective calls ``Policy.evaluate``, for which the actions of the rollout must have log-probabilities."""
-    learns_from_pairs: ClassVar[bool] = False
+    compares_groups: ClassVar[bool] = False
     """Whether the objective compares the rows of a group within a minibatch, so minibatches and ranks must not split groups."""
     needs_both_signs: ClassVar[bool] = False
     """Whether the objective also learns from bad samples, which have negative advantages or the lowest advantage of their group."""

@@ -50,7 +50,7 @@ class DPO(SampledPoints):
     and ``rejected`` of the data."""
 
     needs_velocities: ClassVar[bool] = True
-    learns_from_pairs: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
     needs_both_signs: ClassVar[bool] = True
 
     @property

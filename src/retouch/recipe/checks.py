@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from retouch.data.sampler import check_arithmetic
 from retouch.objectives.base import ObjectiveContext
+from retouch.policies.context import TRUNCATE_AT
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
@@ -54,7 +55,7 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
             tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
         )
         parts = recipe.minibatches * world
-        if phase.objective.learns_from_pairs and phase.tasks_per_step % parts:
+        if phase.objective.compares_groups and phase.tasks_per_step % parts:
             pairs = phase.objective.needs_pairs
             groups, together = ("pairs", "both images of a pair") if pairs else ("groups", "all samples of a group")
             raise ValueError(
@@ -105,9 +106,17 @@ def _outputs(recipe: "RecipeKeys") -> Iterator[str]:
         yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
     if recipe.push is not None and recipe.sharding == "fsdp2":
         yield "push: with fsdp2 no rank has the whole weights; train without push, then `retouch export` and `hf upload`"
-
+    if recipe.samples.tokens and not _writes_text(recipe):
+        yield "samples.tokens: this policy writes no text; remove it"
+    if recipe.samples.states and recipe.policy.kind == "autoregressive":
+        yield "samples.states: this policy has no denoising states; remove it"
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one tracker is listed twice; list each once"
+
+
+def _writes_text(recipe: "RecipeKeys") -> bool:
+    """Whether the policy generates text tokens, or may do so (an imported model, whose kinds of tokens are not known)."""
+    return recipe.policy.kind == "autoregressive" and (recipe.policy.token_kinds is None or "text" in recipe.policy.token_kinds)
 
 
 def _devices(recipe: "RecipeKeys") -> Iterator[str]:
@@ -155,6 +164,8 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
             yield from _exploration(recipe, phase, at)
             if phase.rollout.staleness:
                 yield from _staleness(recipe, phase, at)
+            elif phase.rollout.truncate_at != TRUNCATE_AT:
+                yield f"{at['rollout']}.truncate_at: has an effect only with staleness; set {at['rollout']}.staleness, or remove it"
             if phase.rollout.refill is not None:
                 yield from _refill(recipe, phase, at)
         yield from reward_data_problems(recipe, index)

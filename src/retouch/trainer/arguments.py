@@ -137,7 +137,7 @@ def _require_objective(objective: Any) -> None:
 
 def _require_use_of_pairs(data: DataSource, objective: Objective | None) -> None:
     """Raise ValueError if DPO would sample its own pairs although the table contains pairs."""
-    makes_pairs = objective is not None and objective.learns_from_pairs and not objective.needs_pairs
+    makes_pairs = objective is not None and objective.compares_groups and not objective.needs_pairs
     if makes_pairs and isinstance(data, TableData) and {"chosen", "rejected"} <= set(data.has):
         raise ValueError(
             "objective: train_dataset has images `chosen` and `rejected`, and this objective would sample its own pairs; give "

@@ -105,7 +105,7 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     from pairs gets pairs of rows of the same task.
     """
     batch = phase.batch(step)
-    pairs = isinstance(phase.objective, Objective) and phase.objective.learns_from_pairs
+    pairs = isinstance(phase.objective, Objective) and phase.objective.compares_groups
     stride = 1 if pairs else len(batch) // rows
     batch = batch.take(slice(0, stride * rows, stride))
     act = partial(phase.demonstrate, run.policy) if phase.advantage is None else run.policy.rollout
