@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 PROBE = Path(__file__).with_name("shape_probe.py")
 RECIPE = "recipes/playground/grpo.jsonnet"
 OWN_FAMILY = ("playground", "qwen")
-"""Words in the paths of the modules of the recipe's model family: the playground's model is a small Qwen-Image-Edit."""
+"""Words in the paths of the modules of the recipe's model family (the playground's model is a small Qwen-Image-Edit) and, outside
+of ``models``, of the recipe's data, which are scenes of the playground."""
 OTHER_FAMILIES = ("sd3", "flux", "z_image", "emu3", "janus", "ip_adapter")
 Rows = dict[str, Any]
 """A table: the first column of each row, mapped to a value or to a list of values."""
@@ -77,9 +78,10 @@ def _cold_start(figures: Mapping[str, Sequence[Any]], counted: Any) -> Rows:
         "first sampling step: modules imported beyond the own family": sum(modules.values()) - modules["own family"],
         "first sampling step: files that ran a function": sum(ran.values()),
         "first sampling step: files that ran a function beyond the own family": sum(ran.values()) - ran["own family"],
+        "first sampling step: the same, also without the own data": sum(ran.values()) - ran["own family"] - ran["own data"],
         "first sampling step: functions called": sum(calls.values()),
     }
-    for family in ("own family", "shared model code", "other families", "the rest"):
+    for family in ("own family", "own data", "shared model code", "other families", "the rest"):
         rows[f"of these, {family}: imported / files / functions"] = f"{modules[family]} / {ran[family]} / {calls[family]}"
     rows["first call"] = f"`{counted['model'].rpartition('.')[2]}` from `{counted['caller']}`"
     return rows
@@ -87,7 +89,7 @@ def _cold_start(figures: Mapping[str, Sequence[Any]], counted: Any) -> Rows:
 
 def _family(module: str) -> str:
     if any(word in module for word in OWN_FAMILY):
-        return "own family"
+        return "own data" if "playground" in module and ".models." not in module else "own family"
     if any(word in module for word in OTHER_FAMILIES):
         return "other families"
     return "shared model code" if ".models." in module else "the rest"

@@ -95,7 +95,7 @@ def test_invalid_score_commands_exit_with_2(files: Path, capsys: pytest.CaptureF
 
 
 def test_the_written_option_passes_the_completion_to_the_reward(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["score", "thinking", "--image", "out.png", "--written", "<think>hm</think>so", "--json"]) == 0
+    assert cli.main(["score", "thinking", "--image", "out.png", "--completion", "<think>hm</think>so", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["scores"] == {"think_format": 1.0}
 
 

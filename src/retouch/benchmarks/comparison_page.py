@@ -120,6 +120,6 @@ def _card(rows: Sequence[ImageRow], sources: _Sources, column: str, change: floa
     )
 
 
-def _shown(label: str, path: Path | None, below: Html | None, *, style: str = "") -> Html:
-    caption = tag("figcaption", tag("span", label, class_="label"), below)
+def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "") -> Html:
+    caption = tag("figcaption", tag("span", label, class_="label"), scores)
     return tag("figure", picture(path, words=label), caption, class_=f"shown {style}".strip())

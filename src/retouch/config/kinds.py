@@ -144,9 +144,9 @@ class Kinds:
             message = f"{kind!r} is now called {self.renamed[kind]!r}"
             raise PydanticCustomError("kind_value", "{message}", {"message": message, "key": self.tag})
         if found is None:
-            written = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
-            if written is not None:
-                message = f"{kind!r} is not a {self.tag}; write {written}"
+            kind_name = self.other_names.get(str(kind).lower().replace("-", "_").replace(" ", "_"))
+            if kind_name is not None:
+                message = f"{kind!r} is not a {self.tag}; write {kind_name}"
                 raise PydanticCustomError("kind_value", "{message}", {"message": message, "key": self.tag})
             expected = ", ".join(repr(known) for known in self)
             raise PydanticCustomError(

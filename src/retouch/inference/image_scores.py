@@ -62,12 +62,12 @@ def score_files(
     target: Path | None = None,
     instruction: str = "",
     text: str | None = None,
-    written: str | None = None,
+    completion: str | None = None,
     meta: str | None = None,
 ) -> ImageScores:
     """Score the image in the file ``image`` with the reward that ``reward`` names (see ``recipe/reward_arguments.py``).
 
-    ``written``: the completion that a policy wrote. ``meta``: JSON. Raises ValueError if a file cannot be read, there is no such
+    ``completion``: the completion that a policy wrote. ``meta``: JSON. Raises ValueError if a file cannot be read, there is no such
     reward, or the reward needs something that is not given.
     """
     document = read_combined(reward)
@@ -85,7 +85,7 @@ def score_files(
             reference=None if reference is None else load_image(reference),
             target=None if target is None else load_image(target),
             text=text,
-            completion=written,
+            completion=completion,
             meta=_meta(meta),
         )
     finally:

@@ -244,8 +244,8 @@ class PolicyGradient(Objective):
             yield from self._clip_problems(context)
         actions = 0 if context.actions is None else context.actions
         if self.surrogate == "gspo" and context.microbatch < actions:
-            cut = f"{context.microbatch} splits the {actions} actions of a row"
-            yield f"microbatch: {cut}, and gspo needs all of them at once for its ratio; use {actions}"
+            split = f"{context.microbatch} splits the {actions} actions of a row"
+            yield f"microbatch: {split}, and gspo needs all of them at once for its ratio; use {actions}"
         if self.dual is not None and self.surrogate not in ("clip", "gspo"):
             yield f"{here}.dual: {self.surrogate} does not read it; remove it"
 

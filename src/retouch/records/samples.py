@@ -39,26 +39,26 @@ def write_images(folder: Path, head: Mapping[str, Any], records: Sequence[Sample
 
     ``head``: the keys ``step`` and ``set`` (``SampleSet``).
     """
-    written: set[str] = set()
-    return [_write_sample(folder, head, record, written=written) for record in records]
+    saved: set[str] = set()
+    return [_write_sample(folder, head, record, saved=saved) for record in records]
 
 
-def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, written: set[str]) -> dict[str, Any]:
+def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, saved: set[str]) -> dict[str, Any]:
     """Write a sample's images (the task's own images once per group) and return its line."""
     task = item.sample.task
     stem = f"{head['set']}-{item.group:04d}"
     source = task.images[0] if task.images else None
     own = f"{stem}-{item.slot:03d}"
-    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, written=written) for place, each in enumerate(item.states)]
+    states = [_write_image(folder / f"{own}-state{place:02d}.png", each, saved=saved) for place, each in enumerate(item.states)]
     return {
         **head,
         "task": task.id,
         "instruction": task.instruction,
         "group": item.group,
         "slot": item.slot,
-        "image": _write_image(folder / f"{own}.png", item.sample.image, written=written),
-        "source": _write_image(folder / f"{stem}-source.png", source, written=written),
-        "target": _write_image(folder / f"{stem}-target.png", task.target, written=written),
+        "image": _write_image(folder / f"{own}.png", item.sample.image, saved=saved),
+        "source": _write_image(folder / f"{stem}-source.png", source, saved=saved),
+        "target": _write_image(folder / f"{stem}-target.png", task.target, saved=saved),
         "scores": dict(item.scores),
         "reward": item.reward,
         "advantage": item.advantage,
@@ -69,13 +69,13 @@ def _write_sample(folder: Path, head: Mapping[str, Any], item: SampleRecord, *, 
     }
 
 
-def _write_image(path: Path, image: Image | None, *, written: set[str]) -> str | None:
+def _write_image(path: Path, image: Image | None, *, saved: set[str]) -> str | None:
     """Write the image unless ``written`` contains it, and return its file name; None if there is no image."""
     if image is None:
         return None
-    if path.name not in written:
+    if path.name not in saved:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         path.write_bytes(buffer.getvalue())
-        written.add(path.name)
+        saved.add(path.name)
     return path.name

@@ -29,11 +29,11 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal line with a label above it, or below it if ``below``."""
+    """A horizontal line with a label above it, or below it if ``label_below``."""
 
     name: str
     y: float
-    below: bool = False
+    label_below: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _level_labels(frame: _Frame, chart: Chart) -> list[Html]:
         tag(
             "span",
             f"{level.name} {format_number(level.y)}",
-            class_="level-label below" if level.below else "level-label",
+            class_="level-label below" if level.label_below else "level-label",
             style=f"top:{_percent(frame.y(level.y))}",
         )
         for level in chart.levels

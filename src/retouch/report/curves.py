@@ -149,7 +149,7 @@ def _levels(summary: Summary, heldout: Sequence[Point]) -> list[Level]:
         return []
     levels = [] if summary.ceiling is None else [Level("ceiling", summary.ceiling)]
     if summary.best_of_k is not None:
-        levels.append(Level(f"best of {summary.k or 'k'}, base", summary.best_of_k, below=True))
+        levels.append(Level(f"best of {summary.k or 'k'}, base", summary.best_of_k, label_below=True))
     return levels
 
 

@@ -113,11 +113,11 @@ def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
     return tag("span", tag("b", main), tag("span", small, class_="scores-small") if small else None, class_="verdicts")
 
 
-def _shown(label: str, path: Path | None, below: Html | None, *, style: str = "", edge: int = LARGE) -> Html:
+def _shown(label: str, path: Path | None, scores: Html | None, *, style: str = "", edge: int = LARGE) -> Html:
     return tag(
         "figure",
         picture(path, words=label, edge=edge),
-        tag("figcaption", tag("span", label, class_="label"), below),
+        tag("figcaption", tag("span", label, class_="label"), scores),
         class_=f"shown {style}".strip(),
     )
 

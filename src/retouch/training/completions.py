@@ -33,10 +33,10 @@ def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
     """
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return _mismatch(trajectory, ranks)
-    truncated = sum(completion.truncated for completion in trajectory.outputs)
-    sums = torch.tensor([float(trajectory.lengths.sum()), float(truncated), float(len(trajectory))])
-    tokens, cut, rows = ranks.sum(sums).tolist()
-    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows, **_mismatch(trajectory, ranks)}
+    cut_off = sum(completion.truncated for completion in trajectory.outputs)
+    sums = torch.tensor([float(trajectory.lengths.sum()), float(cut_off), float(len(trajectory))])
+    tokens, cut_off, rows = ranks.sum(sums).tolist()
+    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut_off / rows, **_mismatch(trajectory, ranks)}
 
 
 def _mismatch(trajectory: Trajectory, ranks: Ranks) -> Metrics:

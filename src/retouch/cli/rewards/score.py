@@ -21,7 +21,7 @@ def add_score(commands: Commands) -> None:
     score.add_argument("--target", type=Path, metavar="TARGET.png", help="the target image of the task")
     score.add_argument("--instruction", default="", help="the instruction of the task")
     score.add_argument("--text", help="the text that the image should contain")
-    score.add_argument("--written", metavar="TEXT", help="the completion that a policy wrote for the image")
+    score.add_argument("--completion", metavar="TEXT", help="the completion that a policy wrote for the image")
     score.add_argument("--meta", metavar="JSON", help="the task's metadata for the judge")
     score.add_argument("--json", action="store_true", help="print one line of JSON")
     score.set_defaults(run=_score)
@@ -39,7 +39,7 @@ def _score(arguments: argparse.Namespace) -> int:
         target=arguments.target,
         instruction=arguments.instruction,
         text=arguments.text,
-        written=arguments.written,
+        completion=arguments.completion,
         meta=arguments.meta,
     )
     print(scored.to_json() if arguments.json else scored)

@@ -132,9 +132,9 @@ class AutoregressivePolicy:
     def _outputs(self, batch: Batch, ids: Tensor, lengths: Tensor, truncated: Tensor) -> tuple[Completion, ...]:
         outputs = []
         keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
-        for row, length, cut, key in zip(ids.tolist(), lengths.tolist(), truncated.tolist(), keys, strict=True):
-            completion_ids = tuple(row[: length if cut else length - 1])
-            outputs.append(Completion(completion_ids, self.model.decode(completion_ids), cut, key))
+        for row, length, cut_off, key in zip(ids.tolist(), lengths.tolist(), truncated.tolist(), keys, strict=True):
+            completion_ids = tuple(row[: length if cut_off else length - 1])
+            outputs.append(Completion(completion_ids, self.model.decode(completion_ids), cut_off, key))
         return tuple(outputs)
 
     # Evaluating

@@ -51,8 +51,8 @@ def image_cells(samples: Sequence[Sample], usable: Bool[ndarray, " b"]) -> Float
     for row, sample in enumerate(samples):
         if usable[row] and sample.image is not None:
             stack[row] = np.asarray(sample.image if sample.image.mode == "RGB" else sample.image.convert("RGB"))
-    cut = stack.reshape(-1, GRID, CELL, GRID, CELL, 3).transpose(0, 1, 3, 2, 4, 5)
-    return cut.reshape(-1, CELLS, VALUES).astype(np.float64)
+    cells = stack.reshape(-1, GRID, CELL, GRID, CELL, 3).transpose(0, 1, 3, 2, 4, 5)
+    return cells.reshape(-1, CELLS, VALUES).astype(np.float64)
 
 
 def distance(a: Float[ndarray, "b 9 192"], b: Float[ndarray, "b 9 192"]) -> Float[ndarray, "b 9"]:

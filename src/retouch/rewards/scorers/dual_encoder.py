@@ -114,8 +114,8 @@ class DualEncoder:
         drawn = [(row, sample.task.instruction, sample.image) for row, sample in enumerate(samples) if sample.image is not None]
         if drawn:
             rows, texts, images = zip(*drawn, strict=True)
-            found, cut = self.cosines(texts, images)
-            cosines[list(rows)], truncated[list(rows)] = found, cut.float()
+            found, too_long = self.cosines(texts, images)
+            cosines[list(rows)], truncated[list(rows)] = found, too_long.float()
         return cosines, truncated
 
     def _text(self, text: str) -> Float[Tensor, "1 d"]:
