@@ -168,11 +168,12 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 77.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
     assert "FAILED  data          nowhere: no such folder" in lines
-    assert lines[-3:] == [
-        "not ready: data, reward, memory",
-        "next: hf download yuvalkirstain/PickScore_v1  (reward)",
-        f"next: retouch doctor {FULL} --allow-import mine --set data.path=nowhere --set data.path=DIR --device h200",
-    ]
+    assert lines[-3] == "not ready: data, reward, memory"
+    assert lines[-2].startswith("next: hf download yuvalkirstain/PickScore_v1 config.json ")
+    assert lines[-2].endswith(" --local-dir weights/pickscore  (reward)")
+    given = f"{FULL} --allow-import mine --set data.path=nowhere"
+    needed = "--set data.path=DIR --set reward.rewards.pick.path=weights/pickscore --device h200"
+    assert lines[-1] == f"next: retouch doctor {given} {needed}"
 
 
 def test_without_cuda_memory_is_planned_for_an_h100_with_a_note() -> None:

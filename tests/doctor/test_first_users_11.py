@@ -181,10 +181,25 @@ def test_fault_11_next_steps_combine_overrides_and_list_other_commands() -> None
     assert DoctorOptions(estimate=True).words() == ["--estimate"]
 
 
+def commands_of_the_guide() -> str:
+    """The commands of docs/guides/photos.md that put PickScore and its processors into one folder."""
+    lines = (Path(__file__).parents[2] / "docs/guides/photos.md").read_text().splitlines()
+    return " && ".join(line for line in lines if line.startswith("hf download ") and line.endswith("--local-dir weights/pickscore"))
+
+
 def test_fault_11_fix_for_missing_reward_weights_is_the_download_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PickScore's repository has no tokenizer and no image processor, so two downloads into one folder are needed."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     finding = check_scoring(load("flux-kontext/photos"), None)
-    assert (finding.status, finding.fix) == ("FAILED", "hf download yuvalkirstain/PickScore_v1")
+    assert (finding.status, finding.fix) == ("FAILED", commands_of_the_guide())
+    assert finding.fix.count("hf download") == 2
+    assert list(next_steps([finding], ["flux-kontext/photos"])) == [
+        finding.fix,
+        "retouch doctor flux-kontext/photos --set reward.rewards.pick.path=weights/pickscore",
+    ]
+    clip = ['reward={"kind": "clip", "combine": "cosine"}']
+    finding = check_scoring(load("flux-kontext/photos", clip), None)
+    assert (finding.fix, finding.then) == ("hf download openai/clip-vit-base-patch32", "")
 
 
 def rehearsed() -> Any:

@@ -171,7 +171,8 @@ def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: S
     ``options``: the options of this command besides ``arguments``; an option that a failure needs replaces the given one.
     """
     failures = list(failures)
-    needed = dict.fromkeys(failure.fix for failure in failures if failure.fix.startswith("--"))
+    options_of = [option for failure in failures for option in (failure.fix, failure.then)]
+    needed = dict.fromkeys(option for option in options_of if option.startswith("--"))
     for fix in dict.fromkeys(failure.fix for failure in failures if failure.fix not in needed):
         subjects = dict.fromkeys(failure.subject for failure in failures if failure.fix == fix)
         yield f"{fix}  ({', '.join(subjects)})" if len(failures) > 1 else fix

@@ -10,12 +10,13 @@ _SUBJECT = 12
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one check. ``fix`` of a failure: the command to type next, or options to add to this ``retouch doctor`` command
-    if it starts with ``--``."""
+    if it starts with ``--``. ``then``: options that this command needs after ``fix`` was run."""
 
     status: Status
     subject: str
     text: str
     fix: str = ""
+    then: str = ""
 
     def __str__(self) -> str:
         first, *more = self.text.splitlines()
@@ -33,9 +34,9 @@ def note(subject: str, text: str) -> Finding:
     return Finding("note", subject, text)
 
 
-def failed(subject: str, text: str, *, fix: str) -> Finding:
+def failed(subject: str, text: str, *, fix: str, then: str = "") -> Finding:
     """The finding of a check that failed; the run would fail too."""
-    return Finding("FAILED", subject, text, fix)
+    return Finding("FAILED", subject, text, fix, then)
 
 
 def gigabytes(count: float) -> str:

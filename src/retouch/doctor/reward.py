@@ -21,6 +21,7 @@ from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.vlm.endpoint_settings import without_waiting
+from retouch.rewards.weights import MissingWeights
 from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
 
@@ -81,6 +82,10 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
             value, missing = _score_source(judge, task)
         finally:
             judge.close()
+    except MissingWeights as error:
+        keys = [f"{path}.path" for path, _, part in recipe.reward.parts() if getattr(part, "path", None) == error.path]
+        then = "" if error.folder is None else " ".join(f"--set {key}={error.folder}" for key in keys)
+        return failed("reward", str(error), fix=error.command, then=then)
     except ValueError as error:
         download = re.search("`(hf download [^`]+)`", str(error))
         return failed("reward", str(error), fix=download[1] if download else fix)

@@ -6,12 +6,43 @@ from pathlib import Path
 from retouch.models.common.complete import require_complete
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.model")
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
+_PROCESSOR = "preprocessor_config.json"
+
+# Ids whose repositories have no tokenizer and no image processor: a folder for the weights and the processors of the base model,
+# and for each repository the files to put there.
+_COMBINED = {
+    "yuvalkirstain/PickScore_v1": (
+        "weights/pickscore",
+        {
+            "yuvalkirstain/PickScore_v1": "config.json model.safetensors",
+            "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": "preprocessor_config.json tokenizer.json tokenizer_config.json "
+            "special_tokens_map.json vocab.json merges.txt",
+        },
+    ),
+}
+
+
+class MissingWeights(ValueError):
+    """The weights of the id ``path``, or files that belong to them, are not on this machine.
+
+    ``command``: downloads them. ``folder``: where the command puts them, which must then be the ``path`` of the reward; None if the
+    command puts them into the Hugging Face cache.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        self.path = path
+        self.folder, files = _COMBINED.get(path, (None, {path: ""}))
+        target = "" if self.folder is None else f"--local-dir {self.folder}"
+        self.command = " && ".join(" ".join(f"hf download {name} {listed} {target}".split()) for name, listed in files.items())
+        after = "or give the folder" if self.folder is None else f"and give this folder as path: {self.folder}"
+        super().__init__(f"{problem}; run `{self.command}` on a machine with a network, {after}")
 
 
 def weights_folder(path: str | Path) -> Path:
     """The folder ``path``, or the folder of the model id ``path`` in the Hugging Face cache.
 
-    Raises ValueError if neither exists (the message says how to get it), if the folder has no ``config.json`` or no
+    Raises MissingWeights, a ValueError, if neither exists, and ValueError if the folder has no ``config.json`` or no
     ``model*.safetensors``, or if files are missing or damaged.
     """
     from huggingface_hub import snapshot_download
@@ -22,9 +53,9 @@ def weights_folder(path: str | Path) -> Path:
         try:
             folder = Path(snapshot_download(str(path), allow_patterns=list(_WANTED), local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError):
-            raise ValueError(
-                f"the weights of {path} are not on this machine: there is no such folder and no such id in the Hugging Face cache; "
-                f"run `hf download {path}` on a machine with a network, or give the folder"
+            raise MissingWeights(
+                str(path),
+                f"the weights of {path} are not on this machine: there is no such folder and no such id in the Hugging Face cache",
             ) from None
     if not (folder / "config.json").is_file() or not list(folder.glob("model*.safetensors")):
         raise ValueError(
@@ -33,6 +64,23 @@ def weights_folder(path: str | Path) -> Path:
         )
     require_complete(folder, path=str(path), key="reward")
     return folder
+
+
+def require_processors(folder: Path, *, path: str | Path) -> None:
+    """Raise ValueError if the folder has no tokenizer or no image processor. Without the files of a tokenizer, transformers would
+    make one with an empty vocabulary.
+
+    ``path``: the folder or the id that the reward names.
+    """
+    absent = [] if any((folder / name).is_file() for name in _TOKENIZERS) else [f"no tokenizer ({_TOKENIZERS[0]})"]
+    if not (folder / _PROCESSOR).is_file():
+        absent.append(f"no image processor ({_PROCESSOR})")
+    if not absent:
+        return
+    problem = f"{folder} has {' and '.join(absent)}"
+    if str(path) in _COMBINED:
+        raise MissingWeights(str(path), problem)
+    raise ValueError(f"{problem}; put the files of the model from which it was trained into a folder with its weights")
 
 
 def weights_digest(path: str | Path) -> str:

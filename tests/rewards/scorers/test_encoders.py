@@ -190,3 +190,31 @@ def test_absent_or_unsuitable_weights_raise_with_the_reason(folder, tmp_path, mo
     with pytest.raises(ValueError, match="another model"):
         PickScoreReward(path=scaled).build()
     assert json.loads((folder / "clip" / "config.json").read_text())["model_type"] == "clip"
+
+
+@pytest.mark.parametrize(
+    ("removed", "says"),
+    [
+        (["tokenizer.json", "tokenizer_config.json"], r"has no tokenizer \(tokenizer.json\); put the files"),
+        (["preprocessor_config.json"], r"has no image processor \(preprocessor_config.json\); put the files"),
+    ],
+)
+def test_an_encoder_without_a_tokenizer_or_an_image_processor_is_refused(folder, tmp_path, removed, says):
+    incomplete = tmp_path / "incomplete"
+    shutil.copytree(folder / "clip", incomplete)
+    for name in removed:
+        (incomplete / name).unlink()
+    with pytest.raises(ValueError, match=says):
+        ClipReward(path=incomplete).build()
+
+
+def test_pickscore_from_its_repository_alone_is_refused_with_both_downloads(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda path, **options: str(tmp_path / "cached"))
+    shutil.copytree(folder / "clip", tmp_path / "cached", ignore=shutil.ignore_patterns("tokenizer*", "preprocessor*"))
+    with pytest.raises(ValueError, match=r"no tokenizer .* and no image processor") as error:
+        PickScoreReward().build()
+    assert "hf download yuvalkirstain/PickScore_v1 config.json model.safetensors --local-dir weights/pickscore && " in str(
+        error.value
+    )
+    assert "hf download laion/CLIP-ViT-H-14-laion2B-s32B-b79K preprocessor_config.json tokenizer.json " in str(error.value)
+    assert str(error.value).endswith("give this folder as path: weights/pickscore")

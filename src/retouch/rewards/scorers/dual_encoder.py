@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from retouch.records.files import read_json
-from retouch.rewards.weights import weights_digest, weights_folder
+from retouch.rewards.weights import require_processors, weights_digest, weights_folder
 from retouch.types import Sample
 
 # Model, image processor, and whether texts are padded to the full length. SigLIP was trained with such padding.
@@ -44,7 +44,7 @@ class DualEncoder:
     """A CLIP (arXiv 2103.00020) or SigLIP (arXiv 2303.15343) from a folder or the Hugging Face cache, frozen, in fp32.
 
     ``longest``: the maximum length of a text in tokens (CLIP 77, SigLIP 64), including the special tokens.
-    Raises ValueError if there are no weights, or if the model is of another type.
+    Raises ValueError if there are no weights, no tokenizer or no image processor, or if the model is of another type.
     """
 
     def __init__(self, path: str | Path, *, device: torch.device | str = "cpu") -> None:
@@ -52,6 +52,7 @@ class DualEncoder:
         kind = read_json(folder / "config.json").get("model_type")
         if kind not in _KINDS:
             raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {' or '.join(_KINDS)}")
+        require_processors(folder, path=path)
         model_class, processor_class, self._pad = _KINDS[kind]
         self.device = torch.device(device)
         self.model = model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
