@@ -1,6 +1,7 @@
 """Evaluation on whole data sets and on test sets; tags and chains of thought, which published data sets contain."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,24 @@ def test_the_revision_in_the_recipe_is_not_used_for_other_data(tmp_path: Path) -
         again = parse(given, whole_data("org/own", section)).data
         assert isinstance(again, HubData)
         assert again.revision == "abc"
+
+
+@pytest.mark.parametrize(
+    ("place", "split", "name"),
+    [
+        ("sikarwarank/magicbrush_eval", None, "MagicBrush test"),
+        ("benchmarks/magicbrush-test-00000.parquet", None, "MagicBrush test"),
+        ("sikarwarank/i2bench_eval", None, "I2EBench"),
+        ("McGill-NLP/AURORA-Bench", None, "AURORA-Bench"),
+        ("TIGER-Lab/OmniEdit-Filtered-1.2M", "dev", "OmniEdit's split dev"),
+        ("Calligrapher2025/Calligrapher", None, "Calligrapher's bench"),
+    ],
+)
+def test_fault_3_data_sets_of_published_evaluations_are_refused_for_training(place: str, split: str | None, name: str) -> None:
+    assert [known.name for known in find_test_sets([place], split=split)] == [name]
+    section = HubData(path=place, split=split or "train", columns={"instruction": "instruction", "image": "image"})
+    with pytest.raises(ValueError, match=f"not for training: {re.escape(place)} is {name}"):
+        section.build(DataContext())
 
 
 def test_fault_3_the_split_dev_of_omniedit_is_a_test_set() -> None:
