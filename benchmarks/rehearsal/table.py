@@ -26,7 +26,7 @@ SKIPPED_NAMES = ("-playground", "tiny")
 """Words in the names of recipes with small models, which are not rehearsed."""
 _ON_H200 = (
     *("flux-fill/ip-adapter-grpo-published", "flux-fill/ip-adapter-nft", "flux-fill/ip-adapter-nft-published"),
-    *("qwen-image/writer-grpo-published", "qwen-image-edit/ip-adapter-grpo"),
+    *("qwen-image/writer-grpo-published", "qwen-image/writer-grpo-published-mmmg", "qwen-image-edit/ip-adapter-grpo"),
     *("qwen-image-edit/writer-grpo-published", "qwen-image-edit/writer-grpo-full-published"),
 )
 MACHINES_OF = dict.fromkeys(_ON_H200, "h200")
@@ -37,6 +37,8 @@ VARIABLES = {
 }
 """The environment variables that recipes read."""
 WITHOUT_WORK = ("name", "out", "data", "reward", "advantage", "samples", "checkpoints", "push", "steps", "passes", "seed")
+SAME_STEP = ("name", "data", "steps", "keep_optimizer")
+"""The keys of phases whose steps all have the same work."""
 STAGES = ("preflight", "rollout", "render", "update", "evaluation", "checkpoint")
 HEADER = (
     "| recipe | GPUs | peak GB | in | preflight | rollout | render | update | evaluation | checkpoint | "
@@ -70,7 +72,10 @@ def groups(chosen: list[str]) -> dict[str, list[str]]:
     for name in names():
         read = document(name)
         work = {key: value for key, value in read.items() if key not in WITHOUT_WORK}
-        work["phases"] = [{**phase, "data": None} for phase in read.get("phases") or ()]
+        phases = read.get("phases") or ()
+        work["steps"] = sum(phase.get("steps", 0) for phase in phases) or read.get("steps")
+        same_steps = all(set(phase) <= set(SAME_STEP) for phase in phases)
+        work["phases"] = [] if same_steps else [{**phase, "data": None} for phase in phases]
         work["policy"] = {**read["policy"], "model": {**read["policy"]["model"], "path": None}}
         found.setdefault(firsts.setdefault(json.dumps(work, sort_keys=True), name), []).append(name)
     return {first: members for first, members in found.items() if not chosen or set(chosen) & set(members)}

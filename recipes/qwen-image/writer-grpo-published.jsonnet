@@ -5,9 +5,8 @@
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image/writer-grpo-published.jsonnet --set data.path=PROMPTS.jsonl
 //
-// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard: `retouch data convert mmmg`
-// writes prompt lists from MMMG, for `phases` with a `data.path` each, and `reward.kind: mmmg` scores its knowledge graphs. The
-// source's readability score, by a segmentation model, and its score of the response's text are not included. The source samples 8
+// PROMPTS.jsonl has a `prompt` in each line. The source trains on MMMG in an order from easy to hard, which
+// writer-grpo-published-mmmg does. The source's readability score, by a segmentation model, is not included. The source samples 8
 // denoising steps, as the name of its run says; guidance and image size are those of writer-grpo.
 //
 // A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.

@@ -14,6 +14,7 @@ from retouch.recipe.recipe import load
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
 TEXT_TO_IMAGE = "recipes/qwen-image/writer-grpo-published.jsonnet"
+CURRICULUM = "recipes/qwen-image/writer-grpo-published-mmmg.jsonnet"
 PUBLISHED_ENHANCER = "recipes/sd3/prompt-enhancer-published.jsonnet"
 OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
@@ -110,6 +111,18 @@ def test_the_text_to_image_writer_recipe_has_the_values_of_system_a() -> None:
     }
     assert {path: found[path] for path in wanted} == wanted
     assert found["tasks_per_step"] * found["group_size"] == 16 * 8  # completions at once on each of 8 GPUs
+
+
+def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages() -> None:
+    """The source divides its 500 steps evenly among 5 difficulties, and never starts the optimizer anew."""
+    recipe = load(CURRICULUM)
+    check_ranks(recipe, 8)
+    phases = recipe.resolved_phases()
+    assert [(phase.steps, phase.keep_optimizer) for phase in phases] == [(100, False), *[(100, True)] * 4]
+    assert [phase.data.paths() for phase in phases] == [[f"lists/stage-{number}.jsonl"] for number in range(1, 6)]
+    assert recipe.reward.combine == "0.5 * mmmg/fidelity + 0.5 * looks/quality"
+    changed = {path.split(".")[0] for path in differing_paths(TEXT_TO_IMAGE, CURRICULUM)}
+    assert changed == {"name", "steps", "data", "reward", "phases"}
 
 
 def test_lora_targets_of_writer_recipes_are_the_four_attention_projections() -> None:
@@ -296,7 +309,7 @@ def test_a_twin_has_the_training_settings_of_its_full_size_recipe(full: str, twi
 PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-grpo-full-published.jsonnet"]
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, TEXT_TO_IMAGE, ENHANCER, PUBLISHED_ENHANCER, OCR])
+@pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, TEXT_TO_IMAGE, CURRICULUM, ENHANCER, PUBLISHED_ENHANCER, OCR])
 def test_the_header_comment_describes_a_healthy_run(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())

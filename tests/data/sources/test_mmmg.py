@@ -1,14 +1,18 @@
 """A small copy of MMMG's training set is converted to prompt lists from easy to hard, which are read with their graphs."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from retouch.assembly.phases import sets_of
 from retouch.cli import main
 from retouch.data.guard import find_test_sets
 from retouch.data.sources.mmmg import DIFFICULTY, TRAIN, write_curriculum
 from retouch.data.sources.prompts import read_prompts
+from retouch.recipe.recipe import load
+from retouch.rewards.judges.mmmg import KnowledgeGraph
 
 LEVELS = {"0_preschool": ("Math", "Biology"), "1_primaryschool": ("Math",), "5_PhD": ("Math", "History")}
 
@@ -83,3 +87,21 @@ def test_invalid_stages_outputs_and_files_raise(downloaded: Path, tmp_path: Path
 def test_mmmg_is_recognised_as_a_test_set_and_mmmg_train_is_not() -> None:
     assert [found.name for found in find_test_sets(["MMMGBench/MMMG"])] == ["MMMG"]
     assert find_test_sets(["MMMGBench/MMMG_Train", "data/MMMG_Train/train.json"]) == ()
+
+
+def test_the_shipped_curriculum_reads_the_converted_lists(
+    downloaded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each phase of the recipe trains on the prompts of the previous phase and on harder ones, and no held-out prompt is trained
+    on."""
+    monkeypatch.chdir(tmp_path)
+    write_curriculum(downloaded, out="lists")
+    recipe = load("qwen-image/writer-grpo-published-mmmg", [f"phases.{number}.data.held_out=0.3" for number in range(5)])
+    sets = sets_of(recipe, recipe.resolved_phases(), size=None)
+    trained = [{task.id for task in each.train} for each in sets]
+    assert all(before < after for before, after in pairwise(trained))
+    heldout = {task.id for task in sets[0].heldout}
+    assert heldout
+    assert not heldout & trained[-1]
+    assert {tuple(task.tags) for each in sets for task in each.train} == {("level", "discipline")}
+    assert KnowledgeGraph.of(sets[-1].train[-1]).elements == ("sun", "water")
