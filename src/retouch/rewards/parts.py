@@ -28,6 +28,7 @@ SINGLE = {
     "thinking": "retouch.rewards.text.thinking:ThinkReward",
     "sentence_similarity": "retouch.rewards.text.sentence_similarity:SentenceSimilarityReward",
     "prompt_quality": "retouch.rewards.text.prompt_quality:PromptQualityReward",
+    "completion_quality": "retouch.rewards.text.completion_quality:CompletionQualityReward",
     "function": "retouch.rewards.function:FunctionReward",
     "import": "retouch.rewards.imported:ImportedReward",
     "aspects": "retouch.rewards.judges.aspects:AspectsReward",

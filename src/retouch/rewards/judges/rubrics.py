@@ -1,8 +1,9 @@
 """The rubrics, which are text files in ``prompts/``, and the parts that follow a rubric in a prompt.
 
-A prompt contains a task and its image, never a policy's completion. The text of a task is inserted as quoted data. The rubric comes
-first and the image to judge last, so that the prompts of a group share everything before that image. Ledgers store answers under
-the whole prompt: if any word here changes, stored answers are not found, and every judge is asked again.
+A prompt contains a task and its image. Only the prompts of the reward ``completion_quality`` contain a policy's completion. The
+texts of a task and of a completion are inserted as quoted data. The rubric comes first and the image to judge last, so that the
+prompts of a group share everything before that image. Ledgers store answers under the whole prompt: if any word here changes,
+stored answers are not found, and every judge is asked again.
 """
 
 import hashlib

@@ -102,12 +102,14 @@ class LocalJudge:
     def _row(self, question: Question) -> "_Row":
         """Tokenize the chat; each image is a run of image tokens. Text of the question never becomes special tokens."""
         images = [part.convert("RGB") for part in question.parts if not isinstance(part, str)]
-        seen = self.processor(images=images, return_tensors="pt")
-        counts = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
+        seen = self.processor(images=images, return_tensors="pt") if images else None
+        counts = iter(() if seen is None else (seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
         ids = [*self._ids("<|im_start|>system\n"), *self._words(question.rubric), *self._ids("<|im_end|>\n<|im_start|>user\n")]
         for part in question.parts:
             ids += self._words(part + "\n") if isinstance(part, str) else self._ids(_block(next(counts)))
         ids += self._ids("<|im_end|>\n<|im_start|>assistant\n")
+        if seen is None:
+            return _Row(torch.tensor(ids), None, None)
         return _Row(torch.tensor(ids), seen["pixel_values"].to(self.model.dtype), seen["image_grid_thw"])
 
     def _inputs(self, questions: Sequence[Question]) -> dict[str, Tensor]:
@@ -121,10 +123,12 @@ class LocalJudge:
             tokens[index, longest - len(row.ids) :] = row.ids
             mask[index, longest - len(row.ids) :] = 1
         inputs = {"input_ids": tokens, "attention_mask": mask, "mm_token_type_ids": (tokens == self._image).int()}
-        inputs |= {
-            "pixel_values": torch.cat([row.pixels for row in rows]),
-            "image_grid_thw": torch.cat([row.grids for row in rows]),
-        }
+        for name, images in (
+            ("pixel_values", [row.pixels for row in rows if row.pixels is not None]),
+            ("image_grid_thw", [row.grids for row in rows if row.grids is not None]),
+        ):
+            if images:
+                inputs[name] = torch.cat(images)
         return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
 
     @property
@@ -166,11 +170,11 @@ class LocalJudge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Row:
-    """A tokenized question: its token ids, the patches of its images, and the sizes of the images in patches."""
+    """A tokenized question: its token ids, and the patches of its images and their sizes in patches (None without images)."""
 
     ids: Int[Tensor, " l"]
-    pixels: Float[Tensor, "n d"]
-    grids: Int[Tensor, "m 3"]
+    pixels: Float[Tensor, "n d"] | None
+    grids: Int[Tensor, "m 3"] | None
 
 
 class _Gumbel:
