@@ -1,6 +1,7 @@
 """Find the weights of a reward's model on this machine. Nothing is downloaded; only safetensors and JSON are read."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from retouch.models.common.complete import require_complete
@@ -11,7 +12,7 @@ _PROCESSOR = "preprocessor_config.json"
 
 # Ids whose repositories have no tokenizer and no image processor: a folder for the weights and the processors of the base model,
 # and for each repository the files to put there.
-_COMBINED = {
+_COMBINED: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "yuvalkirstain/PickScore_v1": (
         "weights/pickscore",
         {
@@ -32,7 +33,9 @@ class MissingWeights(ValueError):
 
     def __init__(self, path: str, problem: str) -> None:
         self.path = path
-        self.folder, files = _COMBINED.get(path, (None, {path: ""}))
+        combined = _COMBINED.get(path)
+        self.folder = None if combined is None else combined[0]
+        files = {path: ""} if combined is None else combined[1]
         target = "" if self.folder is None else f"--local-dir {self.folder}"
         self.command = " && ".join(" ".join(f"hf download {name} {listed} {target}".split()) for name, listed in files.items())
         after = "or give the folder" if self.folder is None else f"and give this folder as path: {self.folder}"
