@@ -1,5 +1,6 @@
 """Counts work that repeats earlier work without running it again: denoising steps, chunks, microbatches, tokens."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -141,7 +142,8 @@ class Pace:
 class FewTokens:
     """Runs the decoding of only a few tokens (implements ``Engine``): the first ones, and the last ones with a full cache.
 
-    The other tokens are counted with the mean work of both. Every completion has the maximum length and is not truncated.
+    The other tokens are counted with the mean work of both. With a static cache, all tokens have the same work, and only the first
+    ones are run. Every completion has the maximum length and is not truncated.
     """
 
     def __init__(self, decoder: CachedDecoding, meter: Meter) -> None:
@@ -155,10 +157,27 @@ class FewTokens:
         return self.decoder.exact
 
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:
-        model, longest, device = self.decoder.model, sampling.max_new_tokens, prompts.ids.device
-        completion = longest_completion(model, longest)
-        count, run = len(completion), min(len(completion), 2 * CHECK_EVERY)
+        longest, device = sampling.max_new_tokens, prompts.ids.device
+        completion = longest_completion(self.decoder.model, longest)
+        decode = self._decode_static if self.decoder.static else self._decode_growing
+        generation = decode(batch, prompts, sampling, greedy=greedy, count=len(completion))
+        with self.meter.paused():
+            ids = torch.full((len(batch), longest), self.decoder.model.pad)
+            ids[:, : len(completion)] = torch.tensor(completion)
+            lengths = torch.full((len(batch),), len(completion))
+            kept = generation.support
+            return Generation(
+                ids=ids.to(device),
+                lengths=lengths.to(device),
+                log_probs=torch.zeros(ids.shape, device=device),
+                support=None if kept is None else kept[:, :1].expand(-1, longest, -1).contiguous(),
+            )
+
+    def _decode_growing(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, count: int) -> Generation:
+        """Decode the first tokens, then lengthen the cache, and decode the last ones."""
+        run = min(count, 2 * CHECK_EVERY)
         marks: list[tuple[int, Work]] = []
+        model = self.decoder.model
         own, start, more = model.extend, prompts.mask.shape[1], 0
 
         def extend(module: Any, ids: Tensor, *, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
@@ -182,17 +201,36 @@ class FewTokens:
             self.token.add(middle.since(begin), 0.5 / (second - first))
             self.token.add(self.meter.work.since(middle), 0.5 / max(run - second, 1))
             self.meter.work.add(self.token, count - run)
-        with self.meter.paused():
-            ids = torch.full((len(batch), longest), model.pad)
-            ids[:, :count] = torch.tensor(completion)
-            lengths = torch.full((len(batch),), count)
-            kept = generation.support
-            return Generation(
-                ids=ids.to(device),
-                lengths=lengths.to(device),
-                log_probs=torch.zeros(ids.shape, device=device),
-                support=None if kept is None else kept[:, :1].expand(-1, longest, -1).contiguous(),
-            )
+        return generation
+
+    def _decode_static(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool, count: int) -> Generation:
+        """Decode with the whole cache until the work between two checks by the host is known; it is the same for all tokens.
+
+        A run decodes until the first check at which all rows have ended.
+        """
+        model, asks = self.decoder.model, self.decoder.any_rank
+        every = self.decoder.check_every or CHECK_EVERY
+        period = math.ceil(CHECK_EVERY / every) * every
+        marks: list[Work] = []
+        own, read = model.extend, 0
+
+        def extend(module: Any, ids: Tensor, *, mask: Tensor, positions: Tensor, cache: Any) -> Tensor:
+            nonlocal read
+            read += 1
+            if read in (1, 1 + period):
+                marks.append(self.meter.work.copy())
+            return own(module, ids, mask=mask, positions=positions, cache=cache)
+
+        with (
+            patch.object(model, "extend", extend),
+            patch.object(self.decoder, "any_rank", lambda flag: asks(flag) and len(marks) < 2),
+        ):
+            generation = self.decoder(batch, prompts, sampling, greedy=greedy)
+        if len(marks) == 2:
+            self.token = Work()
+            self.token.add(marks[1].since(marks[0]), 1 / period)
+            self.meter.work.add(self.token, min(math.ceil(count / every) * every, sampling.max_new_tokens) - read - 1)
+        return generation
 
 
 def _lengthen(cache: Any, more: int) -> None:
