@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,9 +11,20 @@ from typing import Any
 
 import torch
 from findings import NotRun
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PUBLISHED_FLOPS = {"h100": 989.4e12, "h200": 989.4e12, "a100-80gb": 312e12, "a100-40gb": 312e12}
 """Dense FLOP/s in bfloat16 from NVIDIA's data sheets (SXM); an MFU is a share of them."""
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the operations that read a value, or a number of elements, for which the host waits on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,22 @@ class Target:
         call()
         self.synchronize()
         return time.perf_counter() - started
+
+    def waits(self, call: Callable[[], Any]) -> int:
+        """How often the host waits for the GPU during a call. On another device, the operations are counted that wait for a GPU."""
+        if not self.is_cuda:
+            with _HostReads() as reads:
+                call()
+            return reads.count
+        self.synchronize()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                call()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
 
     def seconds(self, call: Callable[[], Any], *, repeats: int = 10, rounds: int = 3) -> float:
         """Seconds of a short call: the mean of repeated calls, and the median of the rounds. On a GPU, CUDA events measure them."""

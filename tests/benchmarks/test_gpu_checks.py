@@ -179,6 +179,13 @@ def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
     assert {"library over bare", "library over that loop"} <= set(names["sd3-loops"])
     assert any("different shapes" in name for name in names["sd3-ratios"])
     assert len(names["parity"]) == 11
+    writer = {each["name"]: each for each in results["writer"]["findings"]}
+    for cache in ("growing", "static"):
+        assert writer[f"{cache} cache, 17 tokens of 8 rows: time of a token"]["value"] > 0
+    assert writer["growing cache: host waits of a token"]["value"] >= 1  # the CPU checks after every token
+    static = writer["static cache: host waits of a token"]
+    assert static["value"] == pytest.approx(1 / 16)  # one check in 17 tokens
+    assert static["ok"] is True
 
 
 def test_checks_report_stage_times_kernels_and_adapter_distances(dry_run: dict[str, Any]) -> None:
