@@ -60,6 +60,12 @@ def memory(line: str) -> int:
     return 1024 * int(next(each for each in status.splitlines() if each.startswith(line)).split()[1])
 
 
+def reset_peak() -> int:
+    """Reset the peak of this process's resident memory, and return it in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmHWM")
+
+
 def step(network: nn.Module, stepper: Stepper, ranks: Ranks, number: int) -> None:
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
     mine = rows.chunk(ranks.world)[ranks.rank]
@@ -81,8 +87,7 @@ def main(kind: str, folder: Path, mode: str, dtype: str) -> None:
     if mode == "begin":
         for number in range(2):
             step(network, stepper, ranks, number)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the resident memory
-        before = memory("VmHWM")
+        before = reset_peak()
         weights = gathered_state(copies.parameters, ranks)
         state = TrainState(2, {"weights": weights, "optimizer": stepper.state(), "copies": copies.state()}, {})
         if ranks.is_main:
@@ -91,16 +96,20 @@ def main(kind: str, folder: Path, mode: str, dtype: str) -> None:
             checkpoint.send(state)
         ranks.barrier()
         found["held"] = memory("VmHWM") - before
-        found["largest"] = max(weight.numel() * weight.element_size() for weight in network.parameters())
-        found["state"] = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
     else:
+        before, mapped = reset_peak(), memory("RssFile")
         loaded = checkpoint.load_latest(folder, groups=("weights", "optimizer", "copies"))
         assert loaded is not None
         for name, parameter in copies.parameters.items():
             fill_shards(parameter, loaded.tensors["weights"][name])
         stepper.load(loaded.tensors["optimizer"])
         copies.load(loaded.tensors["copies"])
+        # The kernel maps more of a file than is read, because it maps neighbouring pages too; such pages can be reclaimed.
+        found["held"] = memory("VmHWM") - before - (memory("RssFile") - mapped)
+        del loaded
     step(network, stepper, ranks, 2)
+    found["largest"] = max(weight.numel() * weight.element_size() for weight in network.parameters())
+    found["state"] = {file.stem: file.stat().st_size for file in folder.glob("step-*/*.safetensors")}
     masters = {name: tensor for name, tensor in stepper.state().items() if name.endswith("/master")}
     ended = {**dict(gathered_state(copies.parameters, ranks)), **dict(copies.state()), **masters}
     if ranks.is_main:
