@@ -19,7 +19,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """The tasks that reach the policy."""
     tasks: list[Task] = []
 
-    def sample_tasks(parts: Any, given: Sequence[Task], seed: int) -> list[Any]:
+    def sample_tasks(parts: Any, given: Sequence[Task], seed: int, *, context: Any) -> list[Any]:
         tasks.extend(given)
         return []
 
@@ -61,6 +61,38 @@ def test_a_single_prompt_takes_a_single_image_or_path(tmp_path: Path, received: 
     for images in (Image.open(path), path, str(path)):
         LoadedPolicy(None).sample("blue", images=images)
     assert [(task.instruction, len(task.images)) for task in received] == [("blue", 1)] * 3
+
+
+def test_masks_and_references_become_those_of_the_tasks(tmp_path: Path, received: list[Task]) -> None:
+    path = saved(tmp_path / "a.png", "RGB")
+    mask = Image.new("L", (4, 6), 255)
+    LoadedPolicy(None).sample(["blue", "red"], images=[path, path], masks=[mask, None], references=[None, path])
+    assert [(task.mask is None, task.reference is None) for task in received] == [(False, True), (True, False)]
+    assert received[0].mask is not None
+    assert received[0].mask.mode == "L"
+    assert np.array_equal(received[0].mask, mask)
+    assert np.array_equal(received[1].reference, load_image(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"masks": [Image.new("L", (3, 6))]},
+            r"masks\[0\]: its size is \(3, 6\), but that of its image \(4, 6\); they must be equal",
+        ),
+        ({"masks": [Image.new("RGBA", (4, 6))]}, r"masks\[0\]: an image of the table: a mask with transparent parts"),
+        ({"masks": []}, r"masks: 0 for 1 prompts"),
+        ({"references": ["no.png"]}, r"references\[0\]: no\.png: no such file"),
+    ],
+)
+def test_wrong_masks_and_references_raise_with_their_place(
+    given: dict[str, Any], message: str, tmp_path: Path, received: list[Task]
+) -> None:
+    path = saved(tmp_path / "a.png", "RGB")
+    with pytest.raises(ValueError, match=message):
+        LoadedPolicy(None).sample(["blue"], images=[path], **given)
+    assert received == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from PIL.Image import SAVE, Image, registered_extensions
 from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import fit, fit_mask, load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
+from retouch.data.tasks import require_same_size
 from retouch.inference.opening import open_policy, read_target
+from retouch.inference.reference_context import SampleContext, check_context, reference_canvas, sized_by_source
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
@@ -32,9 +34,17 @@ class UserSample:
 
 
 def sample_target(
-    target: str, *, instruction: str, image: Path | None, mask: Path | None, reference: Path | None = None, out: Path, seed: int
+    target: str,
+    *,
+    instruction: str,
+    image: Path | None,
+    mask: Path | None,
+    reference: Path | None = None,
+    context: SampleContext | None = None,
+    out: Path,
+    seed: int,
 ) -> UserSample:
-    """Make one image from the instruction and its source images, and write it to ``out``.
+    """Make one image from the instruction and its source images, and write it to ``out``. ``context``: see ``sample_tasks``.
 
     Raises ValueError if an image cannot be read, if ``out`` is no file of a known image format, if the model does not take the
     images or needs others, or if the policy makes no usable image.
@@ -51,8 +61,8 @@ def sample_target(
         reference=None if reference is None else load_image(reference),
     )
     recipe, folder = read_target(target)
-    _require_inputs(recipe, task)
-    (sample,) = _samples(recipe, folder, [task], seed)
+    _require_inputs(recipe, task, context)
+    (sample,) = _samples(recipe, folder, [task], seed, context)
     out.parent.mkdir(parents=True, exist_ok=True)
     sample.image.save(out)
     return sample
@@ -68,16 +78,21 @@ def _require_image_file(out: Path) -> None:
         raise ValueError(f"--out {out}: {above} is a file, not a folder; give another name")
 
 
-def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> list[UserSample]:
+def sample_list(target: str, *, instructions: Path, context: SampleContext | None = None, out: Path, seed: int) -> list[UserSample]:
     """Make an image for each line of a list (see ``read_instructions``), in the new folder ``out`` with ``samples.jsonl``.
 
-    Each line has its own noise. Raises ValueError in the cases of ``sample_target``, and before sampling if the list is invalid or
-    ``out`` is not empty.
+    Each line has its own noise. ``context``: see ``sample_tasks``. Raises ValueError in the cases of ``sample_target``, and before
+    sampling if the list is invalid or ``out`` is not empty.
     """
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty; give a new folder")
-    samples = list(_samples(*read_target(target), tasks, seed))
+    recipe, folder = read_target(target)
+    if context is not None:
+        check_context(recipe)
+        for task in tasks:
+            reference_canvas(task)
+    samples = list(_samples(recipe, folder, tasks, seed, context))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "samples.jsonl").open("w", encoding="utf-8") as lines:
         for number, sample in enumerate(samples):
@@ -89,45 +104,74 @@ def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> lis
     return samples
 
 
-def _require_inputs(recipe: Recipe, task: Task) -> None:
-    """Raise ValueError if the task lacks an image that the model needs, or has one that nothing would read."""
+def _require_inputs(recipe: Recipe, task: Task, context: SampleContext | None) -> None:
+    """Raise ValueError if the task lacks an image that the model or the context needs, or has one that nothing would read."""
     takes = recipe.image_model.takes
     if takes is not None and (recipe.renderer is None or recipe.renderer.uses_sources):
         if len(task.images) < takes.images[0]:
             raise ValueError("this model edits an image; give one with --image")
         if len(task.images) > takes.images[1]:
             raise ValueError("--image: this model makes images from text alone; leave it out")
+        if takes.mask and task.mask is None:
+            raise ValueError("this model fills the masked part of an image; give a mask with --mask")
     if task.mask is not None and takes is not None and not takes.mask:
         raise ValueError("--mask: this model reads no mask; leave it out")
-    if task.reference is not None and not recipe.policy.train.reads_reference:
+    if task.mask is not None and task.images:
+        require_same_size(task.mask.size, task.images[0].size)
+    if task.reference is None and recipe.policy.train.reads_reference:
+        raise ValueError("the IP-Adapter of this policy reads a reference image; give one with --reference")
+    if context is not None:
+        check_context(recipe)
+        reference_canvas(task)
+    elif task.reference is not None and not recipe.policy.train.reads_reference:
         raise ValueError("--reference: only an IP-Adapter reads a reference image, and this policy has none; leave it out")
 
 
-def _samples(recipe: Recipe, folder: RunFolder | None, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
+def _samples(
+    recipe: Recipe, folder: RunFolder | None, tasks: Sequence[Task], seed: int, context: SampleContext | None
+) -> Iterator[UserSample]:
     silence_libraries()
     parts, _ = open_policy(recipe, folder)
-    yield from sample_tasks(parts, tasks, seed)
+    yield from sample_tasks(parts, tasks, seed, context=context)
 
 
 def sample_tasks(
-    parts: PolicyParts, tasks: Sequence[Task], seed: int, *, numbers: Sequence[int] | None = None, slot: int = 0
+    parts: PolicyParts,
+    tasks: Sequence[Task],
+    seed: int,
+    *,
+    numbers: Sequence[int] | None = None,
+    slot: int = 0,
+    context: SampleContext | None = None,
 ) -> Iterator[UserSample]:
     """Yield an image for each task, whose source images are resized as in training. Raises ValueError if an image is not usable.
 
     ``seed``, ``numbers`` and ``slot`` key the noise of each task's image; by default ``numbers`` counts the tasks from 0.
+    ``context``: "reference" shows the reference image of each task to an inpainting model as a part of its canvas
+    (``reference_canvas``, with its errors); the image is the rest of the canvas.
     """
+    if context not in (None, "reference"):
+        raise ValueError(f"context: {context!r} is not known; use 'reference' or None")
     tasks = _sized(tasks, parts.recipe.data.image_size or parts.recipe.image_size)
+    canvases = None if context is None else [reference_canvas(task) for task in tasks]
+    shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers
-    for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
+    for rows in _same_sizes(shown, at_most=parts.recipe.eval.batch):
         batch = Batch(
             seed=seed,
             step=0,
-            tasks=tuple(tasks[row] for row in rows),
+            tasks=tuple(shown[row] for row in rows),
             group_ids=tuple(ids[row] for row in rows),
             group=tuple(range(len(rows))),
             slot=(slot,) * len(rows),
         )
-        yield from _sample(parts, batch)
+        if canvases is None:
+            yield from _sample(parts, batch)
+            continue
+        with sized_by_source(parts.image_model):
+            made = list(_sample(parts, batch))
+        for row, sample in zip(rows, made, strict=True):
+            yield replace(sample, task=tasks[row], image=canvases[row].crop(sample.image))
 
 
 def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:

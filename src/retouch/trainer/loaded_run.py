@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from retouch.assembly.assembly import PolicyParts
+    from retouch.data.images import EncodedImage
+    from retouch.inference.reference_context import SampleContext
     from retouch.inference.writers import WriterOutput
 
     SourceImage: TypeAlias = Image | str | Path | bytes
+    SourceImages: TypeAlias = SourceImage | Sequence[SourceImage | None] | None
 
 
 _KEYS = {"model": "policy.model", "renderer": "renderer.model"}
@@ -223,15 +226,20 @@ class LoadedPolicy:
         self,
         prompts: str | Sequence[str],
         *,
-        images: SourceImage | Sequence[SourceImage | None] | None = None,
+        images: SourceImages = None,
+        masks: SourceImages = None,
+        references: SourceImages = None,
+        context: SampleContext | None = None,
         seed: int = 0,
     ) -> list[Image]:
         """Make an image for each prompt, like ``retouch sample``. ``images``: the source image of each prompt, for editors: PIL
         images, or the paths or bytes of files; None for a prompt without one. They are converted as in training: upright, RGB,
-        transparent parts over white.
+        transparent parts over white. ``masks``, for inpainting models: 255 where an image should change, 0 where it should stay.
+        ``references``: the reference images that an IP-Adapter reads. ``context``: "reference" also shows each reference to an
+        inpainting model, above the source image on one canvas, from which the result is cropped.
 
-        Raises ValueError if there is no prompt, if there are not as many images as prompts, if an image cannot be read, or if the
-        policy makes no usable image.
+        Raises ValueError if there is no prompt, if there are not as many images of a kind as prompts, if an image cannot be read,
+        if the model or the context needs an image that is missing, or if the policy makes no usable image.
 
         Example::
 
@@ -240,11 +248,10 @@ class LoadedPolicy:
         """
         from retouch.inference.sampling import sample_tasks
 
-        return [sample.image for sample in sample_tasks(self._parts, _tasks(prompts, images), seed)]
+        tasks = _tasks(prompts, images, masks=masks, references=references)
+        return [sample.image for sample in sample_tasks(self._parts, tasks, seed, context=context)]
 
-    def generate(
-        self, prompts: str | Sequence[str], *, images: SourceImage | Sequence[SourceImage | None] | None = None
-    ) -> list[WriterOutput]:
+    def generate(self, prompts: str | Sequence[str], *, images: SourceImages = None) -> list[WriterOutput]:
         """Generate the greedy completion of each prompt; the arguments are as in ``sample``. Raises ValueError in the same cases,
         and if the policy is not a language model."""
         from retouch.inference.writers import Writer
@@ -259,27 +266,40 @@ class LoadedPolicy:
         )
 
 
-def _tasks(prompts: str | Sequence[str], images: SourceImage | Sequence[SourceImage | None] | None) -> list[Task]:
+def _tasks(
+    prompts: str | Sequence[str], images: SourceImages, *, masks: SourceImages = None, references: SourceImages = None
+) -> list[Task]:
+    from retouch.data.images import load_image, load_mask
+
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if not prompts:
         raise ValueError("prompts: the list is empty; give at least one prompt")
-    sources = [None] * len(prompts) if images is None else list(images) if isinstance(images, list | tuple) else [images]
-    if len(sources) != len(prompts):
-        raise ValueError(f"images: {len(sources)} for {len(prompts)} prompts; give one for each, or None where there is none")
+    sources = _opened("images", images, len(prompts), load_image)
+    shapes = _opened("masks", masks, len(prompts), load_mask)
+    shown = _opened("references", references, len(prompts), load_image)
+    for row, (source, mask) in enumerate(zip(sources, shapes, strict=True)):
+        if source is not None and mask is not None and source.size != mask.size:
+            raise ValueError(f"masks[{row}]: its size is {mask.size}, but that of its image {source.size}; they must be equal")
     return [
-        Task(str(row), text, () if source is None else (_source_image(row, source),))
-        for row, (text, source) in enumerate(zip(prompts, sources, strict=True))
+        Task(str(row), text, () if source is None else (source,), mask=mask, reference=reference)
+        for row, (text, source, mask, reference) in enumerate(zip(prompts, sources, shapes, shown, strict=True))
     ]
 
 
-def _source_image(row: int, value: Any) -> Image:
-    from retouch.data.images import load_image
+def _opened(argument: str, given: SourceImages, count: int, load: Callable[[EncodedImage], Image]) -> list[Image | None]:
+    """The images of an argument of ``sample``, one for each of ``count`` prompts. Raises ValueError with the argument's name."""
     from retouch.data.sources.table import encoded_image
 
-    try:
-        return load_image(encoded_image(value))
-    except ValueError as error:
-        raise ValueError(f"images[{row}]: {error}") from error
+    values = [None] * count if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    if len(values) != count:
+        raise ValueError(f"{argument}: {len(values)} for {count} prompts; give one for each, or None where there is none")
+    opened: list[Image | None] = []
+    for row, value in enumerate(values):
+        try:
+            opened.append(None if value is None else load(encoded_image(value)))
+        except ValueError as error:
+            raise ValueError(f"{argument}[{row}]: {error}") from error
+    return opened
 
 
 def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:

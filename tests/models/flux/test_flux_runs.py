@@ -197,7 +197,7 @@ def test_sample_target_depends_on_the_instruction_and_requires_a_mask(
     other = sample_target(str(folder), instruction="green", out=tmp_path / "b.png", **given)
     assert first.image.size == tiny_flux_runs.SIZE
     assert ImageChops.difference(first.image, other.image).getbbox() is not None
-    with pytest.raises(ValueError, match="1 images and no mask"):
+    with pytest.raises(ValueError, match="fills the masked part of an image; give a mask with --mask"):
         sample_target(str(folder), instruction="blue", out=tmp_path / "c.png", **{**given, "mask": None})
 
 

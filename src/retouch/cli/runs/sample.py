@@ -23,6 +23,11 @@ def add_sample(commands: Commands) -> None:
     sample.add_argument("--mask", type=Path, metavar="MASK.png", help="mask of the region to edit, for --instruction")
     sample.add_argument("--reference", type=Path, metavar="REF.png", help="reference image for --instruction")
     sample.add_argument(
+        "--context",
+        choices=("reference",),
+        help="'reference': the model also sees the reference image above the source image (inpainting models)",
+    )
+    sample.add_argument(
         "--out", type=Path, required=True, metavar="OUT", help="file for the image; with --instructions, a new folder"
     )
     sample.add_argument("--seed", type=int, default=0)
@@ -35,7 +40,13 @@ def _sample(arguments: argparse.Namespace) -> int:
     from retouch.inference.sampling import sample_list, sample_target
 
     if arguments.instructions is not None:
-        made = sample_list(arguments.target, instructions=arguments.instructions, out=arguments.out, seed=arguments.seed)
+        made = sample_list(
+            arguments.target,
+            instructions=arguments.instructions,
+            context=arguments.context,
+            out=arguments.out,
+            seed=arguments.seed,
+        )
         print(f"{len(made)} images in {arguments.out}")
     else:
         one = sample_target(
@@ -44,6 +55,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             image=arguments.image,
             mask=arguments.mask,
             reference=arguments.reference,
+            context=arguments.context,
             out=arguments.out,
             seed=arguments.seed,
         )
