@@ -63,7 +63,8 @@ def tried(page: TestClient, **asked: Any) -> list[dict[str, Any]]:
 
 
 def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page: TestClient, runs: Path) -> None:
-    assert page.get("/api/runs/small/checkpoints").json() == {"steps": [1, 2]}
+    inputs = {"mask": False, "reference": False, "context": False}
+    assert page.get("/api/runs/small/checkpoints").json() == {"steps": [1, 2], "inputs": inputs}
     events = tried(page)
     assert [event["stage"] for event in events if event.get("calls") == 0] == ["base", "trained"]
     done = events[-1]["done"]
@@ -86,8 +87,11 @@ def test_try_returns_images_of_the_untrained_policy_and_the_checkpoint(page: Tes
         ({"image": encoded(Image.new("1", (9000, 9000)))}, "81000000 pixels, more than the 16777216"),
         ({"image": encoded(source(), "BMP")}, "not a PNG, JPEG or WebP image"),
         ({"image": None}, "needs a source image"),
+        ({"mask": encoded(Image.new("L", (64, 64), 255))}, "the model reads no mask; remove it"),
+        ({"reference": encoded(source())}, "the model reads no reference image; remove it"),
+        ({"context": "reference"}, "context: this policy fills no masked part of an image"),
     ],
-    ids=["no base64", "no image", "too large", "bitmap", "none"],
+    ids=["no base64", "no image", "too large", "bitmap", "none", "mask", "reference", "context"],
 )
 def test_invalid_source_image_returns_an_error_with_the_reason(page: TestClient, asked: dict[str, Any], why: str) -> None:
     assert why in tried(page, **asked)[-1]["error"]
@@ -140,7 +144,7 @@ class Client:
 
 def test_cancelled_try_frees_the_worker_and_leaves_no_process(runs: Path) -> None:
     folder = RunFolder(runs / "small")
-    job = {"instruction": "add", "image": None, "step": 2, "seed": 0}
+    job = {"instruction": "add", "image": None, "mask": None, "reference": None, "context": None, "step": 2, "seed": 0}
 
     async def try_twice() -> list[str]:
         bench = TrialWorker("cpu")

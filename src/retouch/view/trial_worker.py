@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from PIL.Image import Image
 
-from retouch.data.images import EncodedImage, load_image
+from retouch.data.images import EncodedImage, load_image, load_mask
+from retouch.data.tasks import require_same_size
 from retouch.inference.side_by_side import SideBySide
 from retouch.types import Task
 
@@ -48,15 +49,23 @@ def main() -> None:
 
 
 def _task(job: dict[str, Any]) -> Task:
-    """Make the task of a job. Raises ValueError if its image cannot be read."""
-    images: tuple[Image, ...] = ()
-    if job["image"] is not None:
-        try:
-            content = base64.b64decode(job["image"], validate=True)
-        except ValueError:
-            raise ValueError("the image is not base64") from None
-        images = (load_image(EncodedImage("the image", content), max_pixels=MAX_PIXELS),)
-    return Task(id="try", instruction=job["instruction"], images=images)
+    """Make the task of a job. Raises ValueError if an image cannot be read, or if the mask has another size than the image."""
+    image, mask, reference = (_decoded(job, name) for name in ("image", "mask", "reference"))
+    if image is not None and mask is not None:
+        require_same_size(mask.size, image.size)
+    return Task("try", job["instruction"], () if image is None else (image,), mask=mask, reference=reference)
+
+
+def _decoded(job: dict[str, Any], name: str) -> Image | None:
+    """Decode an image of a job. Raises ValueError with its name if it cannot be read."""
+    if job[name] is None:
+        return None
+    try:
+        content = base64.b64decode(job[name], validate=True)
+    except ValueError:
+        raise ValueError(f"the {name} is not base64") from None
+    load = load_mask if name == "mask" else load_image
+    return load(EncodedImage(f"the {name}", content), max_pixels=MAX_PIXELS)
 
 
 def _run(events: TextIO, pair: SideBySide, task: Task, job: dict[str, Any]) -> None:
@@ -72,7 +81,7 @@ def _run(events: TextIO, pair: SideBySide, task: Task, job: dict[str, Any]) -> N
                 last = time.monotonic()
                 _send(events, {"stage": stage, "calls": calls})
 
-        made = pair.sample(task, step=step, seed=job["seed"], called=called)
+        made = pair.sample(task, step=step, seed=job["seed"], context=job["context"], called=called)
         found[stage] = {"image": _png(made.image), "text": made.text, "fell_back": made.fell_back}
     source = _png(made.task.images[0]) if task.images else None
     _send(events, {"done": {**found, "source": source, "step": job["step"], "seed": job["seed"]}})

@@ -17,6 +17,7 @@ from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
 from retouch.view.bodies import BadRequest, read_object
 from retouch.view.catalogue import Catalogue
+from retouch.view.trial_inputs import trial_inputs
 
 MOST_BYTES = 40_000_000
 MOST_CHARACTERS = 10_000
@@ -117,14 +118,19 @@ class TrialWorker:
 
 
 def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
-    """``GET /api/runs/NAME/checkpoints``, and ``POST /api/runs/NAME/try`` with ``instruction``, ``image`` (base64 or null),
-    ``step`` and ``seed``, which replies with lines of JSON."""
+    """``GET /api/runs/NAME/checkpoints``, with the ``steps`` and the ``inputs`` of the model; and ``POST /api/runs/NAME/try`` with
+    ``instruction``, ``step``, ``seed``, the images ``image``, ``mask`` and ``reference`` (base64 or null), and ``context``
+    ("reference" or null), which replies with lines of JSON."""
 
     async def checkpoints(request: Request) -> Response:
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
         if run is None:
             return JSONResponse({"error": "there is no such run"}, 404)
-        return JSONResponse({"steps": await run_in_threadpool(_steps, run.folder)}, headers={"Cache-Control": "no-store"})
+        found = {
+            "steps": await run_in_threadpool(_steps, run.folder),
+            "inputs": await run_in_threadpool(trial_inputs, run.folder),
+        }
+        return JSONResponse(found, headers={"Cache-Control": "no-store"})
 
     async def attempt(request: Request) -> Response:
         run = await run_in_threadpool(catalogue.run, request.path_params["name"])
@@ -150,15 +156,19 @@ def _steps(folder: RunFolder) -> list[int]:
 
 def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
     """Return the job for the worker. Raises BadRequest if a value is missing or invalid."""
-    instruction, image, step, seed = (asked.get(name) for name in ("instruction", "image", "step", "seed"))
+    instruction, step, seed, context = (asked.get(name) for name in ("instruction", "step", "seed", "context"))
+    images = {name: asked.get(name) for name in ("image", "mask", "reference")}
     if not isinstance(instruction, str) or not instruction.strip():
         raise BadRequest(409, "the prompt is empty")
     if len(instruction) > MOST_CHARACTERS:
         raise BadRequest(409, f"the prompt has more than {MOST_CHARACTERS} characters")
-    if not isinstance(image, str | None):
-        raise BadRequest(409, "the image must be a base64 string or null")
+    for name, image in images.items():
+        if not isinstance(image, str | None):
+            raise BadRequest(409, f"the {name} must be a base64 string or null")
+    if context not in (None, "reference"):
+        raise BadRequest(409, "the context must be 'reference' or null")
     if type(step) is not int or step not in steps:
         raise BadRequest(409, "this run has no checkpoint of this step")
     if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
         raise BadRequest(409, f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
-    return {"instruction": instruction, "image": image, "step": step, "seed": seed}
+    return {"instruction": instruction, **images, "context": context, "step": step, "seed": seed}
