@@ -213,6 +213,15 @@ class VelocityPolicy(Policy, Protocol):
 
 
 @runtime_checkable
+class InitialNoisePolicy(VelocityPolicy, Protocol):
+    """A denoising policy as AWM uses it with ``noise: 'initial'``: the noise that each image was sampled from."""
+
+    def initial_noise(self, trajectory: Trajectory, rows: slice) -> Float[Tensor, "r ..."]:
+        """The state at sigma 1 of the deterministic chains of these rows (``Objective.needs_initial_noise``)."""
+        ...
+
+
+@runtime_checkable
 class ImageGradientPolicy(Policy, Protocol):
     """A denoising policy as DRaFT and ReFL use it: its images with gradient in the current weights."""
 

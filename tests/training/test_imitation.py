@@ -11,6 +11,7 @@ import tiny_loop
 import tiny_policies as tiny
 from retouch.cli import main
 from retouch.core.advantages import exponential_weights
+from retouch.core.random import generator
 from retouch.core.weights import loss_weights
 from retouch.objectives.advantages import BestAdvantage, ExponentialAdvantage
 from retouch.objectives.awm import AWM
@@ -64,6 +65,26 @@ def by_hand(collected, weights):
     slopes = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
     filled = [torch.zeros_like(p) if slope is None else slope for p, slope in zip(parameters.values(), slopes, strict=True)]
     return dict(zip(parameters, filled, strict=True)), total.item()
+
+
+def test_initial_noise_of_the_best_images_comes_from_their_own_chains():
+    """Through a training step, which keeps only the rows of the best images: each is paired with the noise of its own chain."""
+    objective, seen = AWM(noise="initial"), []
+
+    class Seen(Counted):
+        def velocity(self, trajectory: Any, rows: slice, x: Any, sigma: Any, weights: Any) -> Any:
+            seen.extend(zip(x, sigma, trajectory.outputs[rows], strict=True))
+            return super().velocity(trajectory, rows, x, sigma, weights)
+
+    run = tiny_loop.run(tiny.policy(kind="ode", microbatch=2, objective=objective), judge=tiny_loop.RedJudge(()), chunk=5)
+    phase = tiny_loop.phase(objective, steps=range(1), advantage=BEST, count=3, group_size=4)
+    ((_, collected, _),) = train(replace(run, policy=Seen(run.policy)), phase, start=0)
+    batch, kept = collected.batch, best_rows(collected.judged.rewards, 4)
+    assert len(seen) == len(kept) == 3
+    for row, (x, sigma, x0) in zip(kept, seen, strict=True):
+        key = generator(batch.seed, "noise", batch.step, batch.group_ids[batch.group[row]], batch.slot[row])
+        assert torch.equal(x0, collected.trajectory.outputs[row])
+        torch.testing.assert_close(x, (1 - sigma) * x0 + sigma * torch.randn(x0.shape, generator=key))
 
 
 def best_rows(rewards, group_size):

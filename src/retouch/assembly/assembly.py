@@ -80,7 +80,7 @@ class PolicyParts:
         """Build a policy that samples as ``rollout`` says. All policies of a run share their weights.
 
         ``acting``: the weights that sample in rollouts. ``engine``: samples the completions or the denoising chains of a rollout;
-        None: the policy's own model. ``first_gradient_step``: from the objective, if its loss continues denoising chains.
+        None: the policy's own model. ``first_gradient_step``: from the objective, if its loss needs a state of the chain.
         """
         context = PolicyContext(
             copies=self.copies,
@@ -164,12 +164,13 @@ class Assembly(PolicyParts):
         """Return the arguments of the training loop for the phase with this index."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
+        keeps_state = objective.differentiates_reward or objective.needs_initial_noise
         policy = self.policy(
             resolved.rollout,
             acting=objective.acts_with,
             keep_means=objective.needs_acting_means,
             engine=self._engine(resolved.rollout),
-            first_gradient_step=objective.first_gradient_step if objective.differentiates_reward else None,
+            first_gradient_step=objective.first_gradient_step if keeps_state else None,
         )
         policy.module = stepper.module
         run = Run(

@@ -137,7 +137,9 @@ class Objective(Section):
 
     def first_gradient_step(self, num_steps: int, *, seed: int, step: int) -> int:
         """The first step of a denoising chain of ``num_steps`` that the loss computes with gradient, in training step ``step``. The
-        rollout keeps the state before it. It must be the same on all ranks."""
+        rollout keeps the state before it. It must be the same on all ranks. 0 with ``needs_initial_noise``."""
+        if self.needs_initial_noise:
+            return 0
         raise NotImplementedError(f"{type(self).__name__} continues no chain")
 
     def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
@@ -153,6 +155,11 @@ class Objective(Section):
     @property
     def needs_acting_means(self) -> bool:
         """Whether the rollout must store the mean of each transition."""
+        return False
+
+    @property
+    def needs_initial_noise(self) -> bool:
+        """Whether the rollout must keep the noise that each deterministic chain starts from, for ``InitialNoisePolicy``."""
         return False
 
     @property

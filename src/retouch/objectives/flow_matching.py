@@ -26,7 +26,15 @@ class ForwardProcess(Objective):
     """Values above 1 draw sigma closer to 1. Small images need this, because the prompt matters only at sigmas close to 1."""
 
     def draw_points(
-        self, x0: Float[Tensor, "r ..."], batch: Batch, rows: slice, *, purpose: str, epoch: int, draw: int
+        self,
+        x0: Float[Tensor, "r ..."],
+        batch: Batch,
+        rows: slice,
+        *,
+        purpose: str,
+        epoch: int,
+        draw: int,
+        noise: Float[Tensor, "r ..."] | None = None,
     ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
         """Call the function ``draw_points`` with this objective's distribution of sigma."""
         return draw_points(
@@ -38,6 +46,7 @@ class ForwardProcess(Objective):
             draw=draw,
             sigma_sampling=self.sigma_sampling,
             shift=self.shift,
+            noise=noise,
         )
 
 
@@ -63,10 +72,12 @@ def draw_points(
     draw: int,
     sigma_sampling: Literal["uniform", "logit_normal"],
     shift: float,
+    noise: Float[Tensor, "r ..."] | None = None,
 ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
     """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
 
     Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). For ``sigma_sampling`` and ``shift`` see ``ForwardProcess``.
+    ``noise``: the noise of each row, in place of drawn noise; sigma is the same with and without it.
 
     Source: flow matching with straight paths (Lipman et al. 2023, arXiv 2210.02747; rectified flow, arXiv 2209.03003).
     """
@@ -79,8 +90,9 @@ def draw_points(
         key = generator(batch.seed, purpose, batch.step, batch.group_ids[group], slot, epoch, draw)
         drawn = torch.rand((), generator=key) if sigma_sampling == "uniform" else torch.sigmoid(torch.randn((), generator=key))
         sigmas.append(drawn)
-        noises.append(torch.randn(x0.shape[1:], generator=key))
-    noise = torch.stack(noises).to(x0.device)
+        if noise is None:
+            noises.append(torch.randn(x0.shape[1:], generator=key))
+    noise = torch.stack(noises).to(x0.device) if noise is None else noise
     sigma = torch.stack(sigmas).to(x0.device)
     sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)
     spread = sigma.view(-1, *[1] * (x0.dim() - 1))

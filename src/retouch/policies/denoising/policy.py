@@ -308,6 +308,11 @@ class DenoisingPolicy:
         with torch.no_grad(), self.copies.using(weights):
             return self.model.velocity(self.model.module, x, sigma, conditioning)
 
+    def initial_noise(self, trajectory: DenoisingTrajectory, rows: slice) -> Float[Tensor, "r ..."]:
+        """The noise that the deterministic chains of these rows started from, if the rollout kept it."""
+        assert trajectory.first == 0, "the rollout keeps the state before step 0 (first_gradient_step)"
+        return trajectory.latents[rows, 0]
+
     def images(self, trajectory: DenoisingTrajectory, rows: slice, *, predicted: bool) -> Float[Tensor, "r 3 h w"]:
         """The images of these rows, with gradient through the steps after the kept state (see ``ImageGradientPolicy``)."""
         from retouch.policies.denoising.backpropagation import images_with_gradient

@@ -17,8 +17,8 @@ class DenoisingTrajectory(Trajectory):
     ``group``: for each row, the index of its task in ``conditioning``. ``means``: the means of the transitions, if RatioNorm needs
     them. ``sigmas``: the whole schedule. ``first``: the number of the denoising step that is action 0. Without transitions,
     ``latents`` is a single state (b, 1, ...), the state before step ``first``: the end of the chain, or the state that was kept for
-    a gradient through the steps after it. ``deviations``: for chains that an engine sampled, the mean squared distance between the
-    engine's and the policy's means, in units of the variance of the step; else None.
+    the loss: for a gradient through the steps after it, or the initial noise. ``deviations``: for chains that an engine sampled,
+    the mean squared distance between the engine's and the policy's means, in units of the variance of the step; else None.
     """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
