@@ -175,6 +175,18 @@ DENOISING = (
         {**ODE, "advantage": {"kind": "exponential", "temperature": 0.5}, "objective": {"kind": "awm", "shift": 3}},
         (LEARNING_RATE, Knob("temperature", ("advantage.temperature",), 0.5, 0.1, 3.0)),
     ),
+    # Images are sampled with 6 steps like those of RAFT, and the student makes its images of held-out tasks with 2.
+    Contestant(
+        "best-of-n distillation",
+        "2304.06767, 2209.03003",
+        {
+            **ODE,
+            "advantage": {"kind": "best", "keep": 2},
+            "objective": {"kind": "awm", "noise": "initial", "shift": 3, "samples": 4},
+            "eval.num_steps": 2,
+        },
+        (LEARNING_RATE, Knob("images kept", ("advantage.keep",), 2, choices=(1, 2, 4))),
+    ),
     Contestant(
         "dynamic sampling",
         "2503.14476",

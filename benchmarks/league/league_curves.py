@@ -7,14 +7,30 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900, 480, 56, 190, 40, 46
 INK, SOFT, LINE = "#1f2937", "#6b7280", "#e5e7eb"
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8e5aa8", "#e08e0b", "#00a0a0", "#5c4033", "#6b7280")
 DASHES = ("", "6 4", "2 3")
+THIN, FAINT = 1.0, 0.6
+"""Width and opacity of the lines without an interval, in a chart in which some lines have one."""
 SPACE = 17
 """Smallest vertical distance between two labels, in SVG units."""
+BAR_DISTANCE = 9
+"""Horizontal distance between two bars, in SVG units."""
 
 
-def draw(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, unit: str = "network evaluations") -> str:
-    """The SVG chart. Each name has a line through its points (x in ``unit``, share of the gap), with a label at the right."""
+def draw(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    title: str,
+    unit: str = "network evaluations",
+    intervals: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
+) -> str:
+    """The SVG chart. Each name has a line through its points (x in ``unit``, share of the gap), with a label at the right.
+
+    ``intervals``: for some of the names, points (x, low, high). Several points are drawn as a band, and one as a bar. The lines of
+    the other names are thin.
+    """
+    intervals = intervals or {}
     longest = max(x for points in lines.values() for x, _ in points)
     shares = [y for points in lines.values() for _, y in points]
+    shares += [bound for points in intervals.values() for _, *bounds in points for bound in bounds]
     low, high = min(-0.1, math.floor(10 * min(shares)) / 10), max(0.2, math.ceil(10 * max(shares)) / 10)
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -29,10 +45,23 @@ def draw(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, unit
         parts.append(_text(x, HEIGHT - 22, f"{quarter * longest / 4000:.1f}k"))
     parts.append(_text(place(longest / 2, 0)[0], HEIGHT - 5, unit))
     styles = {name: (COLOURS[k % len(COLOURS)], DASHES[k // len(COLOURS) % len(DASHES)]) for k, name in enumerate(lines)}
+    for number, (name, points) in enumerate(intervals.items()):
+        lower, upper = [place(x, low) for x, low, _ in points], [place(x, high) for x, _, high in points]
+        if len(points) > 1:
+            outline = _path([*lower, *reversed(upper)])
+            colour = styles[name][0]
+            edge = f'stroke="{colour}" stroke-width="0.8" stroke-opacity="0.6"'
+            parts.append(f'<polygon points="{outline}" fill="{colour}" fill-opacity="0.07" {edge}/>')
+        else:
+            parts += _bar(lower[0], upper[0], left=BAR_DISTANCE * number, colour=styles[name][0])
+    if intervals:
+        parts.append(_text(WIDTH - RIGHT, 22, "thick lines: band or bar is the 95 % interval", anchor="end", fill=SOFT))
     for name, points in lines.items():
         colour, dash = styles[name]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>')
+        path = _path([place(*point) for point in points])
+        thin = intervals and name not in intervals
+        width = f'stroke-width="{THIN:g}" stroke-opacity="{FAINT:g}"' if thin else 'stroke-width="2"'
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" {width} stroke-dasharray="{dash}"/>')
     for name, y in _labels({name: place(*points[-1])[1] for name, points in lines.items()}):
         (x, end), colour = place(*lines[name][-1]), styles[name][0]
         parts += [
@@ -43,6 +72,17 @@ def draw(lines: Mapping[str, Sequence[tuple[float, float]]], *, title: str, unit
     return "\n".join(
         [head, f"<title>{title}</title>", f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>', *parts, "</svg>", ""]
     )
+
+
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _bar(lower: tuple[float, float], upper: tuple[float, float], *, left: float, colour: str) -> list[str]:
+    """A vertical bar with ends, ``left`` SVG units to the left of its x."""
+    x = lower[0] - left
+    ends = [_line(x - 3, y, x + 3, y, colour) for _, y in (lower, upper)]
+    return [_line(x, lower[1], x, upper[1], colour), *ends]
 
 
 def _labels(ends: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -8,7 +8,7 @@ from typing import Any
 import agreement
 import runs
 from league_curves import draw
-from ranking import Finals, Rank, interquartile_mean, ranking, time_to
+from ranking import Finals, Rank, interquartile_mean, mean_interval, ranking, time_to
 from runs import diverged, share_of_gap
 from worlds import ROOT, WORLDS, World
 
@@ -17,6 +17,8 @@ from retouch.benchmarks.statistics import Interval
 PAGE = ROOT / "docs" / "league.md"
 PICTURES = ROOT / "docs" / "pictures"
 SHARES = (0.25, 0.5, 0.75)
+WITH_INTERVAL = 3
+"""Number of the best curves of a figure that have intervals. More bands would cover each other."""
 Record = dict[str, Any]
 
 INTRODUCTION = """# League
@@ -45,6 +47,9 @@ With one optimizer step per rollout, the ratio of current to old probability is 
 have the same gradient. This is why GSPO, CISPO and GRPO-Guard take four optimizer steps per rollout here. On policies that write
 tokens, GRPO and PPO with a value head take four too.
 
+Best-of-n distillation is RAFT for a student with few denoising steps: it samples with as many steps as the others, pairs each of
+the best images with the noise that it was sampled from (reflow), and is evaluated with fewer steps.
+
 DRaFT and ReFL are upper references: they follow the gradient of the distance to the correct image, which the other algorithms
 never see, and which is the same with an exact judge and with one that errs.
 """
@@ -58,16 +63,22 @@ LIMITS = """## What this page does not show
 - Network evaluations stand for floating-point operations. They do not contain memory, nor the cost of the reward.
 - The noise of the second judge is assumed, not measured on a vision-language model.
 """
+GPU = """## On a GPU
+
+`python benchmarks/league/league.py --device cuda` runs the same league on a GPU. Its records, page and figures are in
+`runs/league-cuda`, apart from those of this page. It has not been run: all runs of this page were made on CPUs.
+"""
 
 
-def write(kept: Path) -> Path:
-    """Write the page and its figures from the kept runs. Returns the page's path."""
+def write(kept: Path, *, file: Path = PAGE, pictures: Path = PICTURES) -> Path:
+    """Write the page and its figures from the kept runs. Returns ``file``, the page's path."""
+    pictures.mkdir(parents=True, exist_ok=True)
     for world in WORLDS:
         found = records(kept, world)
         if figure := curves(world, found):
-            (PICTURES / f"league-{world.name}.svg").write_text(figure)
-    PAGE.write_text(page(kept), encoding="utf-8")
-    return PAGE
+            (pictures / f"league-{world.name}.svg").write_text(figure)
+    file.write_text(page(kept), encoding="utf-8")
+    return file
 
 
 def records(kept: Path, world: World) -> dict[str, list[Record]]:
@@ -89,7 +100,7 @@ def page(kept: Path) -> str:
     missing = [world.title for world, known in found if not known]
     if missing:
         lines += ["## Not run yet", "", *(f"- {title}" for title in missing), ""]
-    return "\n".join([*lines, LIMITS])
+    return "\n".join([*lines, LIMITS, GPU])
 
 
 def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str]:
@@ -107,7 +118,9 @@ def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str
         final = number_of([each.seeds for each in contestants], "final run")
         yield f"So far, each algorithm in the table has had {tried} and {final}.\n"
         yield from table(world, ranking(contestants), found, finals)
+        yield from remarks(finals)
         yield f"\n![Share of the gap over network evaluations](pictures/league-{world.name}.svg)\n"
+        yield f"{figure_caption(contestants, finals)}\n"
         away = statistics.fmean(
             abs(best_share(found[each.name]) - share_of_gap(run)) for each in contestants for run in finals[each.name]
         )
@@ -120,6 +133,50 @@ def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str
         yield f"Without a final run so far: {'; '.join(untested)}.\n"
     yield f"### {world.title}: settings\n"
     yield from settings(world, found)
+
+
+def remarks(finals: Mapping[str, Sequence[Record]]) -> Iterator[str]:
+    """A paragraph for each algorithm whose images are made with fewer denoising steps than those of the others."""
+    for name, of in finals.items():
+        if not of or "few_steps" not in of[0]:
+            continue
+        few = of[0]["few_steps"]
+        base, ceiling = of[0]["curve"][0][1], of[0]["ceiling"]
+        yield (
+            f"\n{name} is evaluated with {few['steps']} denoising steps, the other algorithms with {few['standard']}. Its shares "
+            f"are measured against the same base model with {few['standard']} steps. Without training, the base model with "
+            f"{few['steps']} steps has a share of {(few['base'] - base) / (ceiling - base):+.2f}."
+        )
+
+
+def figure_caption(contestants: Sequence[Finals], finals: Mapping[str, Sequence[Record]]) -> str:
+    """What the lines and intervals of a figure are."""
+    count = min(WITH_INTERVAL, len(contestants))
+    best = sorted(finals, key=lambda name: -last_share(finals[name]))[:count]
+    lacking = [name for name in best if not scored_throughout(finals[name])]
+    shown = "a bar at the end of the line" if lacking else "a band"
+    if lacking and len(lacking) < count:
+        shown = f"a band, or a bar at the end of the line ({', '.join(lacking)})"
+    note = (
+        f"Lines are means over the seeds. The best {count} are thick and have {shown}: the 95 % interval of the mean, from a "
+        "bootstrap that draws seeds and held-out tasks. The other lines are thin and have none."
+    )
+    if lacking:
+        note += (
+            " A band needs the scores of all tasks at every evaluation; `python benchmarks/league/league.py --again` repeats the "
+            "final runs whose records lack them."
+        )
+    return note
+
+
+def last_share(of: Sequence[Record]) -> float:
+    """The mean over the seeds of the share of the gap after the last step; -inf without a run."""
+    return statistics.fmean(map(share_of_gap, of)) if of else float("-inf")
+
+
+def scored_throughout(of: Sequence[Record]) -> bool:
+    """Whether the records have the scores of tasks at every evaluation."""
+    return all("between" in run for run in of)
 
 
 def scores(found: Mapping[str, Sequence[Record]]) -> dict[str, float]:
@@ -176,7 +233,12 @@ def table(
         of = finals[rank.name]
         source = world.contestant(rank.name).source
         tried = trials(found[rank.name])
-        cells = [rank.name, f"arXiv {source}" if source[0].isdigit() else source, str(len(of))]
+        few = of[0].get("few_steps")
+        cells = [
+            f"{rank.name} ({few['steps']} steps)" if few else rank.name,
+            f"arXiv {source}" if source[0].isdigit() else source,
+            str(len(of)),
+        ]
         cells += [with_interval(rank.score, rank.interval), with_interval(rank.better, rank.better_interval)]
         cells += [thousands(median_time(of, share)) for share in SHARES]
         if world.preservation:
@@ -205,12 +267,36 @@ def settings(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[st
 
 def curves(world: World, found: Mapping[str, Sequence[Record]]) -> str | None:
     """The figure of a world, with the mean over the seeds at each evaluation; None if the world has no final runs."""
+    finals = {name: of for name, known in found.items() if (of := completed(known))}
+    if not finals:
+        return None
     lines = {}
-    for name, known in found.items():
-        if of := completed(known):
-            points = zip(*(shares_over_time(run) for run in of), strict=True)
-            lines[name] = [(statistics.fmean(x for x, _ in at), statistics.fmean(y for _, y in at)) for at in points]
-    return draw(lines, title=f"{world.title}: share of the gap over network evaluations") if lines else None
+    for name, of in finals.items():
+        points = zip(*(shares_over_time(run) for run in of), strict=True)
+        lines[name] = [(statistics.fmean(x for x, _ in at), statistics.fmean(y for _, y in at)) for at in points]
+    best = sorted(finals, key=lambda name: -last_share(finals[name]))[:WITH_INTERVAL]
+    bounds = {name: curve_intervals(name, finals[name]) for name in best}
+    return draw(lines, title=f"{world.title}: share of the gap", intervals={name: known for name, known in bounds.items() if known})
+
+
+def curve_intervals(name: str, of: Sequence[Record]) -> list[tuple[float, float, float]]:
+    """The intervals (network evaluations, low, high) of an algorithm's mean curve.
+
+    They are those of every evaluation, beginning with 0 before training, or only of the last one if records lack the scores of
+    tasks during training. Empty if there are too few tasks for an interval.
+    """
+    throughout = scored_throughout(of)
+    scored = zip(*([*run.get("between", ()), run["after"]] if throughout else [run["after"]] for run in of), strict=True)
+    found = [(0.0, 0.0, 0.0)] if throughout else []
+    columns = list(scored)
+    places = [statistics.fmean(at) for at in zip(*([x for x, _ in run["curve"]] for run in of), strict=True)]
+    for x, after in zip(places[-len(columns) :], columns, strict=True):
+        runs_there = [{**run, "after": tasks} for run, tasks in zip(of, after, strict=True)]
+        interval = mean_interval(Finals.of(name, runs_there))
+        if interval is None:
+            return []
+        found.append((x, interval.low, interval.high))
+    return found
 
 
 def shares_over_time(run: Record) -> list[tuple[float, float]]:

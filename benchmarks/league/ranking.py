@@ -62,6 +62,21 @@ def shares_of(contestants: Sequence[Finals], tasks: Sequence[ndarray]) -> list[n
     return np.split(np.stack(columns, axis=1), np.cumsum(seeds)[:-1])
 
 
+def mean_interval(contestant: Finals) -> Interval | None:
+    """The interval of the mean over seeds of the share of the gap, of the tasks of all strata together (what the curves show).
+
+    As in ``resampled``, a resample draws the tasks of each stratum, and the seeds.
+    """
+    drawn = np.random.default_rng(0)
+    tasks = [drawn.integers(size, size=(RESAMPLES, size)) for size in contestant.sizes]
+    seeds = drawn.integers(contestant.seeds, size=(RESAMPLES, contestant.seeds))
+    before = np.concatenate([scores[chosen] for scores, chosen in zip(contestant.before, tasks, strict=True)], axis=1).mean(axis=1)
+    after = np.concatenate([scores[:, chosen] for scores, chosen in zip(contestant.after, tasks, strict=True)], axis=2).mean(axis=2)
+    mean = np.take_along_axis(after.T, seeds, axis=1).mean(axis=1)
+    estimates = (mean - before) / (contestant.ceiling - before)
+    return bootstrap_interval(estimates.round(9), clusters=sum(contestant.sizes))
+
+
 def interquartile_mean(scores: ndarray) -> float:
     """The mean without the lowest and the highest quarter of the scores; the number of scores in a quarter is rounded down."""
     flat = np.sort(scores, axis=None)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from budget import spent
-from worlds import SPLIT, World
+from worlds import SPLIT, World, untrained
 
 import retouch.report.page
 import retouch.session.evaluations
@@ -27,6 +27,28 @@ DIVERGED = -0.1
 
 
 def train(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
+    """The record of a run (see ``train_alone``), whose score is measured against the base model as in all other runs of the world.
+
+    If the recipe has its own number of denoising steps in evaluations, the base model is evaluated again with the number of the
+    world, in a run of one step. The record then has the two numbers and the base model's score with the recipe's number.
+    """
+    made, base = train_alone(recipe, folder, world=world), untrained(world, recipe)
+    if base is None or made["ended"] != "finished":
+        return made
+    other = train_alone(base, folder, world=world)
+    if other["ended"] != "finished":
+        raise RuntimeError(f"the base model was not evaluated: {other['ended']}")
+    (first, *later), own = made["curve"], recipe.eval.num_steps
+    standard = base.eval.num_steps or base.rollout.num_steps
+    made |= {"few_steps": {"steps": own, "standard": standard, "base": first[1]}, "curve": [other["curve"][0], *later]}
+    if "before" in made:
+        made["before"] = other["before"]
+    if "preservation" in made:
+        made["preservation"] = [other["preservation"][0], made["preservation"][1]]
+    return made
+
+
+def train_alone(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
     """Run `retouch train` on the recipe in ``folder`` and return its record; the folder is removed if the run has finished.
 
     The run is a forked process, so that the libraries are imported once for many runs. CPU seconds are those of this forked process
@@ -75,8 +97,8 @@ def _command(words: list[str], log: Path, *, allow_imports: Sequence[str]) -> No
 def measured(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
     """The record of a run's folder: the curve of mean scores over network evaluations, seconds, preservation.
 
-    The record of a final run also has ``tasks``, the number of held-out tasks in each stratum, and ``before`` and ``after``, the
-    scores of these tasks, stratum by stratum.
+    The record of a final run also has ``tasks``, the number of held-out tasks in each stratum, and ``before``, ``between`` and
+    ``after``, the scores of these tasks, stratum by stratum; ``between`` has one list for each evaluation during training.
     """
     evals = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
     seconds = [json.loads(line)["cpu/step"] for line in (folder / "timings.jsonl").read_text().splitlines()]
@@ -93,6 +115,7 @@ def measured(recipe: Recipe, folder: Path, *, world: World) -> dict[str, Any]:
     if recipe.eval.split == SPLIT["final"]:
         found["tasks"] = [round(first["table"][f"{tag}={value}"]["n"]) for value in values]
         found |= {"before": _scores(recipe, folder, first["step"], world), "after": _scores(recipe, folder, last["step"], world)}
+        found["between"] = [_scores(recipe, folder, each["step"], world) for each in evals[1:-1]]
     return found
 
 

@@ -62,13 +62,21 @@ class World:
 
 
 def recipe_of(
-    world: World, contestant: Contestant, settings: Mapping[str, float], *, stage: Stage, seed: int, curve: int = CURVE
+    world: World,
+    contestant: Contestant,
+    settings: Mapping[str, float],
+    *,
+    stage: Stage,
+    seed: int,
+    curve: int = CURVE,
+    device: str = "cpu",
 ) -> Recipe:
     """The recipe of one run. ``settings``: a value for each of the contestant's knobs, by name of the knob.
 
     The number of steps is the largest within the budget. A final run is evaluated ``curve`` times, the last time at its end.
     """
-    document = apply(_file(world.recipe), [*_lines(QUIET), *_lines(world.changes), *_lines(contestant.changes)])
+    fixed = {"device": device, **QUIET}
+    document = apply(_file(world.recipe), [*_lines(fixed), *_lines(world.changes), *_lines(contestant.changes)])
     if contestant.tasks_for_groups:
         document |= {"tasks_per_step": document["tasks_per_step"] * document["group_size"], "group_size": 1}
     for knob in contestant.knobs:
@@ -80,6 +88,19 @@ def recipe_of(
     steps = steps_within(recipe, world.budget)
     every = -(-steps // curve) if stage == "final" else 0
     return parse({**document, "steps": steps, "eval": {**document["eval"], "every": every}}, allow_imports=world.allow_imports)
+
+
+def untrained(world: World, recipe: Recipe) -> Recipe | None:
+    """The recipe of a run whose first evaluation scores the base model as all other runs of the world do.
+
+    None if ``recipe`` itself does so, with the denoising steps of the world's evaluations.
+    """
+    document = recipe.document()
+    standard = apply(_file(world.recipe), _lines(world.changes))["eval"].get("num_steps")
+    if document["eval"]["num_steps"] == standard:
+        return None
+    held_out = {**document["eval"], "num_steps": standard, "every": 0}
+    return parse({**document, "steps": 1, "eval": held_out}, allow_imports=world.allow_imports)
 
 
 def digest(recipe: Recipe) -> str:
@@ -100,7 +121,6 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 
 QUIET = {
-    "device": "cpu",
     "trackers": [],
     "samples": {"every": 0, "tasks": 1, "groups": 1},
     "checkpoints": {"every": 0, "keep": 1},

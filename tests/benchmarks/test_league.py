@@ -113,6 +113,23 @@ def test_the_better_contestant_ranks_first_and_intervals_contain_the_estimates(l
     assert rows[0].interval.low > rows[1].interval.high
 
 
+def test_the_interval_of_a_mean_curve_equals_a_loop_over_resamples(league: SimpleNamespace) -> None:
+    runs = [record([2.0, 10.0, 5.0]), record([0.0, 4.0, 10.0]), record([1.0, 6.0, 7.0])]
+    found = league.ranking.mean_interval(league.ranking.Finals.of("a", runs))
+    drawn, count = np.random.default_rng(0), league.ranking.RESAMPLES
+    first, second = drawn.integers(2, size=(count, 2)), drawn.integers(1, size=(count, 1))
+    seeds, estimates = drawn.integers(3, size=(count, 3)), []
+    for k in range(count):
+        rows = [*first[k], *(2 + second[k])]
+        base = np.mean([runs[0]["before"][row] for row in rows])
+        after = np.mean([np.mean([runs[seed]["after"][row] for row in rows]) for seed in seeds[k]])
+        estimates.append((after - base) / (10.0 - base))
+    wanted = league.ranking.bootstrap_interval(np.array(estimates).round(9), clusters=3)
+    assert (found.low, found.high) == pytest.approx((wanted.low, wanted.high))
+    mean = np.mean([league.runs.share_of_gap(run) for run in runs])
+    assert found.low < mean < found.high
+
+
 # Recipes and budgets
 
 
@@ -152,6 +169,50 @@ def test_every_knob_changes_the_recipe(league: SimpleNamespace) -> None:
             other = next((choice for choice in knob.choices if choice != knob.default), knob.high)
             changed = league.worlds.recipe_of(world, contestant, {**given, knob.name: other}, stage="tuning", seed=0)
             assert league.worlds.digest(changed) != league.worlds.digest(before), knob.name
+
+
+def test_the_device_of_a_recipe_is_the_given_one_and_the_cpu_by_default(league: SimpleNamespace) -> None:
+    world, contestant = league.worlds.EDITOR, league.worlds.EDITOR.contestant("RAFT")
+    arguments = {"stage": "final", "seed": 101}
+    recipe = league.worlds.recipe_of(world, contestant, settings_of(contestant), **arguments)
+    on_gpu = league.worlds.recipe_of(world, contestant, settings_of(contestant), device="cuda", **arguments)
+    assert (recipe.device, on_gpu.device) == ("cpu", "cuda")
+    assert {**recipe.document(), "device": "cuda"} == on_gpu.document()
+    assert league.worlds.digest(recipe) != league.worlds.digest(on_gpu)
+
+
+def test_a_student_with_few_steps_is_measured_against_the_base_model_of_all_runs(
+    league: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = league.worlds.EDITOR
+    raft, student = (world.contestant(name) for name in ("RAFT", "best-of-n distillation"))
+    recipes = [league.worlds.recipe_of(world, each, settings_of(each), stage="final", seed=101) for each in (raft, student)]
+    assert league.worlds.untrained(world, recipes[0]) is None
+    base = league.worlds.untrained(world, recipes[1])
+    assert (recipes[0].eval.num_steps, recipes[1].eval.num_steps, base.eval.num_steps) == (None, 2, None)
+    assert base.rollout.num_steps == recipes[0].rollout.num_steps == recipes[1].rollout.num_steps == 6
+    assert (base.steps, base.eval.split, base.eval.seed) == (1, "test", recipes[1].eval.seed)
+    student_run = record([4.0, 8.0, 8.0], preservation=[9.0, 9.5])
+    base_run = {**record([0.0, 0.0, 0.0], preservation=[9.8, 9.7]), "before": [1.0, 5.0, 6.0], "curve": [[0, 4.0], [1, 0.0]]}
+    ran = []
+
+    def run(recipe: Any, folder: Path, *, world: Any) -> dict[str, Any]:
+        ran.append(recipe.eval.num_steps)
+        return dict(student_run) if recipe.eval.num_steps == 2 else dict(base_run)
+
+    monkeypatch.setattr(league.runs, "train_alone", run)
+    made = league.runs.train(recipes[1], tmp_path, world=world)
+    assert ran == [2, None]
+    assert made["few_steps"] == {"steps": 2, "standard": 6, "base": 3.0}
+    assert (made["before"], made["after"]) == ([1.0, 5.0, 6.0], [4.0, 8.0, 8.0])
+    assert made["curve"] == [[0, 4.0], [100, 20 / 3]]
+    assert made["preservation"] == [9.8, 9.5]
+    assert league.runs.share_of_gap(made) == pytest.approx((20 / 3 - 4) / (10 - 4))
+    assert league.runs.train(recipes[0], tmp_path, world=world) == base_run, "a run with the world's steps is not run twice"
+    text = "\n".join(league.league_page.remarks({"student": [made], "other": [base_run]}))
+    assert "student is evaluated with 2 denoising steps, the other algorithms with 6." in text
+    assert "with 2 steps has a share of -0.17." in text
+    assert "other is" not in text
 
 
 def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any) -> tuple[int, int]:
@@ -276,7 +337,33 @@ def test_a_world_with_final_runs_has_a_ranking_a_figure_and_all_settings(league:
     assert " | 1 of 3 | " in rows[0]
     assert "learning rate 0.001: **" in text
     assert "learning rate 9: error (ValueError: NaN)" in text
-    assert page.curves(world, page.records(tmp_path, world)).count("<polyline") == 2
+    figure = page.curves(world, page.records(tmp_path, world))
+    assert figure.count("<polyline") == 2
+    assert figure.count("<polygon") == 0
+    assert "The best 2 are thick and have a bar at the end of the line: the 95 % interval" in text
+
+
+def test_the_best_curves_have_bands_if_all_evaluations_have_scores_of_tasks(league: SimpleNamespace, tmp_path: Path) -> None:
+    world, page = league.worlds.EDITOR, league.league_page
+    given, cost = {"learning rate": 1e-3}, {"steps": 9, "images": 432, "cpu_seconds": 20.0, "preservation": [9.9, 9.7]}
+    curve, between = [[0, 3.0], [50, 4.0], [100, 6.0]], [[1.0, 5.0, 6.0]]
+    names = [each.name for each in world.contestants[: page.WITH_INTERVAL + 1]]
+    for place, name in enumerate(names):
+        final = record([4.0, 7.0, 7.0], seed=101, settings=given, **cost) | {"curve": [*curve[:2], [100, 6.0 - place / 10]]}
+        trial = record([4.0, 4.0, 5.0], stage="tuning", number=0, settings=given, **cost)
+        league.runs.keep(tmp_path, world, name, {"a": trial, "b": final | ({} if place == 0 else {"between": between})})
+    found = page.records(tmp_path, world)
+    runs = {name: page.completed(known) for name, known in found.items()}
+    points = page.curve_intervals(names[1], runs[names[1]])
+    assert [x for x, _, _ in points] == [0, 50, 100]
+    assert points[0] == (0, 0, 0)
+    middle = league.ranking.mean_interval(league.ranking.Finals.of("b", [{**runs[names[1]][0], "after": between[0]}]))
+    assert points[1] == (50, middle.low, middle.high)
+    assert [x for x, _, _ in page.curve_intervals(names[0], runs[names[0]])] == [100]
+    figure = page.curves(world, found)
+    assert figure.count("<polygon") == page.WITH_INTERVAL - 1, "the best one has a bar, and the worst one nothing"
+    assert figure.count(f'stroke-width="{league.league_curves.THIN:g}" stroke-opacity') == 1
+    assert f"have a band, or a bar at the end of the line ({names[0]}): the 95 % interval" in page.page(tmp_path)
 
 
 def test_the_rank_correlation_is_spearmans(league: SimpleNamespace) -> None:
@@ -334,7 +421,9 @@ def fake_training(made: list[Any], **more: Any) -> Any:
 
     def make(recipe: Any, folder: Path, *, world: Any) -> dict[str, Any]:
         made.append(recipe)
-        return {**record([1.0, 5.0, 6.0 + recipe.learning_rate], cpu_seconds=1.0), **more}
+        found = {**record([1.0, 5.0, 6.0 + recipe.learning_rate], cpu_seconds=1.0), **more}
+        del found["stage"]  # the queue knows it
+        return found
 
     return make
 
@@ -358,6 +447,47 @@ def test_every_trial_and_seed_is_run_once_and_nothing_twice(queue: SimpleNamespa
     anew = {**places, "folder": tmp_path / "another"}
     assert queue.league.work([world], plan, **anew, train=fake_training(made)) == 8
     assert len(made) == 8
+
+
+def test_a_repeated_run_adds_the_scores_during_training_to_the_same_record_only(
+    queue: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, plan, kept = small(queue, 1), queue.tournament.Plan(trials=1, seeds=1), tmp_path / "kept"
+    name, made = world.contestants[0].name, []
+    queue.league.work([world], plan, folder=tmp_path / "0", kept=kept, train=fake_training(made))
+    first = queue.runs.read(kept, world, name)
+    again = {"kept": kept, "again": True}
+    other = fake_training(made, between=[[0.0]], after=[9.0, 9.0, 9.0], cpu_seconds=2.0)
+    queue.league.work([world], plan, folder=tmp_path / "1", train=other, **again)
+    assert queue.runs.read(kept, world, name) == first
+    assert "ended with other scores; the first record is kept" in capsys.readouterr().out
+    queue.league.work([world], plan, folder=tmp_path / "2", train=fake_training(made, between=[[0.0]], cpu_seconds=2.0), **again)
+    assert len(made) == 4, "the trial is run once, and the final run each time"
+    (trial, final), (old_trial, old_final) = (list(runs.values()) for runs in (queue.runs.read(kept, world, name), first))
+    assert (trial, final) == (old_trial, old_final | {"between": [[0.0]]})
+    queue.league.work([world], plan, folder=tmp_path / "3", train=other, **again)
+    assert len(made) == 4, "nothing is lacking any more"
+
+
+def test_runs_on_a_gpu_have_records_and_a_page_of_their_own(
+    queue: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    train = fake_training(made, steps=9, images=432, preservation=[9.9, 9.7])
+    monkeypatch.setattr(queue.league, "work", partial(queue.league.work, train=train))
+    monkeypatch.setattr(queue.league, "ROOT", tmp_path)
+    monkeypatch.setattr(queue.league, "FOLDER", tmp_path / "runs" / "league")
+    words = ["--worlds", "editor-exact", "--contestants", "Flow-CPS", "--trials", "1", "--seeds", "1", "--device", "cuda"]
+    monkeypatch.setattr(sys, "argv", ["league.py", *words])
+    stored = FOLDER / "kept" / "editor-exact" / "flow-cps.json"
+    before = stored.read_bytes()
+    queue.league.main()
+    assert [recipe.device for recipe in made] == ["cuda", "cuda"]
+    own = tmp_path / "runs" / "league-cuda"
+    assert len(queue.runs.read(own / "kept", queue.worlds.EDITOR, "Flow-CPS")) == 2
+    assert "| Flow-CPS | arXiv 2509.05952 | 1 |" in (own / "league.md").read_text()
+    assert (own / "pictures" / "league-editor-exact.svg").exists()
+    assert stored.read_bytes() == before
 
 
 def test_two_workers_never_have_the_same_trial(queue: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
