@@ -164,7 +164,7 @@ class Assembly(PolicyParts):
         """Return the arguments of the training loop for the phase with this index."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
-        keeps_state = objective.differentiates_reward or objective.needs_initial_noise
+        keeps_state = objective.differentiates_reward or (objective.can_pair_noise and objective.needs_initial_noise)
         policy = self.policy(
             resolved.rollout,
             acting=objective.acts_with,

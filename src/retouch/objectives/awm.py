@@ -42,6 +42,7 @@ class AWM(SampledPoints):
     learns to go from z to its image on a straight line, for which few denoising steps are enough. Needs transition ``ode``."""
 
     needs_velocities: ClassVar[bool] = True
+    can_pair_noise: ClassVar[bool] = True
 
     @property
     def weight_copies(self) -> frozenset[str]:

@@ -81,6 +81,8 @@ class Objective(Section):
     needs_both_signs: ClassVar[bool] = False
     """Whether the objective also learns from bad samples, which have negative advantages or the lowest advantage of their group."""
 
+    can_pair_noise: ClassVar[bool] = False
+    """Whether ``needs_initial_noise`` may be True, which depends on the objective's keys."""
     differentiates_reward: ClassVar[bool] = False
     """Whether the loss is the score of a reward section of the objective, with gradient through the last steps of a denoising
     chain. Such an objective uses no advantages, and defines ``rewards``, ``load`` and ``first_gradient_step``."""
