@@ -11,6 +11,7 @@ import tiny_policies as tiny
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.models.playground.family import PlaygroundModel
 from retouch.renderers.decoders import LatentRenderer
+from retouch.rewards.function import reward
 from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.testing import check_model, check_renderer, check_reward
@@ -28,6 +29,38 @@ def samples(count=4):
 def test_the_playground_judge_passes_the_contract_checks():
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2, 3]).tasks(in_turn=True)
     check_reward(PlaygroundReward(), [Sample(task, task.target if k % 2 else task.images[0]) for k, task in enumerate(tasks)])
+
+
+@reward(low=0, high=1)
+def redness(images, **kwargs):
+    return [image.convert("RGB").resize((1, 1)).getpixel((0, 0))[0] / 255 for image in images]
+
+
+@reward(low=0, high=0.1)
+def too_red(images):
+    return redness(images)
+
+
+@reward(low=0, high=1)
+def of_the_corner(images):
+    return [image.getpixel((8, 8))[0] / 255 for image in images]
+
+
+def test_a_correct_reward_function_passes_the_contract_checks():
+    check_reward(redness, samples())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (too_red, "'too_red' gives .* outside its range 0.0 to 0.1"),
+        (of_the_corner, "raised an error on an image of one pixel; .*\nIndexError: image index out of range"),
+        (PlaygroundReward, r"PlaygroundReward is a class; give an object of it, such as PlaygroundReward\(\)"),
+    ],
+)
+def test_broken_reward_functions_and_classes_fail_with_the_violated_requirement(wrong, says):
+    with pytest.raises(AssertionError, match=says):
+        check_reward(wrong, samples())
 
 
 def judging(judge, columns=UNIT):

@@ -9,14 +9,17 @@ from PIL import Image
 
 from retouch.core.random import generator
 from retouch.protocols import Reward
+from retouch.rewards.function import FunctionReward, RewardFunction
 from retouch.testing.assertions import call_twice, require, require_close
 from retouch.types import Sample, Scores
 
 SAME = 1e-5
 
 
-def check_reward(reward: Reward, samples: Sequence[Sample]) -> None:
+def check_reward(reward: Reward | RewardFunction, samples: Sequence[Sample]) -> None:
     """Raises AssertionError if ``reward`` violates the contract on ``samples``; give three or more, all with an image.
+
+    ``reward``: an object with ``columns`` and ``__call__(samples)``, or a reward function (``retouch.reward``).
 
     - It returns exactly the declared columns, each (b,) in a floating-point dtype, within its range or NaN.
     - Permuting the samples permutes the scores (up to 1e-5 of the largest), and nothing is drawn from torch's global generator.
@@ -28,6 +31,10 @@ def check_reward(reward: Reward, samples: Sequence[Sample]) -> None:
         >>> samples = [Sample(Task(str(side), "red"), Image.new("RGB", (side, 8), "red")) for side in (8, 9, 10)]
         >>> retouch.testing.check_reward(retouch.rewards.Share(channel="red").build(device="cpu"), samples)
     """
+    if isinstance(reward, type):
+        raise AssertionError(f"{reward.__name__} is a class; give an object of it, such as {reward.__name__}()")
+    if not isinstance(reward, Reward):
+        reward = FunctionReward.of(reward).build(device="cpu")
     require(len(samples) >= 2, "give at least two samples")
     require(all(sample.image is not None for sample in samples), "give samples with an image: a reward is never called without one")
     scores, again = call_twice(lambda: _score(reward, samples, "the samples"), "the reward")
@@ -71,4 +78,7 @@ def _score(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:
     finally:
         error = sys.exception()
         if isinstance(error, Exception):
-            raise AssertionError(f"the reward raised an error on {what}; it must return NaN where it cannot score") from error
+            raised = f"{type(error).__name__}: {error}"
+            raise AssertionError(
+                f"the reward raised an error on {what}; it must return NaN where it cannot score\n{raised}"
+            ) from error
