@@ -118,6 +118,26 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
         read({"shape": {"kind": "square"}})
 
 
+def test_an_installed_class_without_a_field_kind_is_refused_with_the_line_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
+    with pytest.raises(
+        ValueError, match=r"Custom is installed as the kind 'square', but has no field kind; add to the class: kind: "
+    ):
+        read({"shape": {"kind": "square", "side": 2}})
+
+
+def test_a_field_of_an_imported_class_next_to_args_is_refused_with_its_place() -> None:
+    wrong = {"kind": "import", "class": f"{__name__}:Custom", "side": 3}
+    assert unknown_keys({"shape": wrong}, Drawing) == ["shape.side: unknown key; the fields of your class go into shape.args"]
+
+
+def test_a_class_path_without_a_colon_is_refused_with_the_right_form() -> None:
+    with pytest.raises(
+        ValueError, match=r"shape\.class: 'my_module\.Circle' is not the path of a class; write package\.module:Class"
+    ):
+        read({"shape": {"kind": "import", "class": "my_module.Circle"}})
+
+
 def test_renamed_kinds_and_keys_are_errors_with_their_new_names() -> None:
     kinds = Kinds("shape", {"circle": f"{__name__}:Circle"}, renamed={"ring": "circle"})
 

@@ -70,12 +70,14 @@ def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Sectio
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
     """The hint for an unknown key.
 
-    The present name of a renamed key; else the kinds that have the key; else the keys of the section that start with it
-    (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other places where the key is known; else the keys
-    that are known here.
+    The present name of a renamed key; else, for a class of the user's own, where its fields go; else the kinds that have the key;
+    else the keys of the section that start with it (``clip_low`` and ``clip_high`` for ``clip``) or the nearest one, and the other
+    places where the key is known; else the keys that are known here.
     """
     if key in section.renamed_keys:
         return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
+    if _kinds(section) == (IMPORT,) and "args" in keys_of(section):
+        return f"; the fields of your class go into {dotted((*path, 'args'))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}"
@@ -123,6 +125,8 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "literal_error":
             return f"{dotted(path)}: {given!r} is not {context['expected']}{_meant(given, context['expected'])}"
         case "string_pattern_mismatch":
+            if context["pattern"] == f"^{CLASS_PATH.pattern}$":
+                return f"{dotted(path)}: {given!r} is not the path of a class; write package.module:Class, with a colon"
             return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
         case "kind_value":
             return f"{dotted((*path, context['key']) if 'key' in context else path)}: {context['message']}"

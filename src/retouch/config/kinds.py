@@ -78,12 +78,22 @@ class Kinds:
     def load(self, kind: object) -> type[Section] | None:
         """Import the class of a kind; None for an unknown kind, and for ``import`` without an entry in the table.
 
-        Raises ValueError for a plugin whose class cannot be imported.
+        Raises ValueError for a plugin whose class cannot be imported, or has no field for its kind.
         """
         if not isinstance(kind, str):
             return None
-        path = self._table.get(kind) or self._plugins().get(kind)
-        return None if path is None else import_class(path)
+        if kind in self._table:
+            return import_class(self._table[kind])
+        path = self._plugins().get(kind)
+        if path is None:
+            return None
+        found = import_class(path)
+        if self.tag not in getattr(found, "model_fields", ()):
+            raise ValueError(
+                f"{path} is installed as the kind {kind!r}, but has no field {self.tag}; add to the class: "
+                f'{self.tag}: Literal["{kind}"] = "{kind}"'
+            )
+        return found
 
     def classes(self) -> tuple[type[Section], ...]:
         """All classes of the set. Imports every one of them; meant for documentation and error messages."""
