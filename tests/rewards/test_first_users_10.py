@@ -84,6 +84,14 @@ def plain(images, prompts, **kwargs):
 
 def broken(images, **kwargs):
     return [image.brightness for image in images]
+
+
+def single(images, **kwargs):
+    return 0.5
+
+
+def misnamed(image, **kwargs):
+    return [0.5]
 """
 
 
@@ -132,6 +140,27 @@ def test_fault_10_an_error_inside_several_reports_reward_file_line_and_sample(rw
     assert "sample: task 'b', instruction 'paint b'" in said
     with pytest.raises(ValueError, match="sample: task 'b'"):
         made.build()(samples())
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ("broken", "reward mine: reward function broken raised AttributeError"),
+        ("single", "reward mine: reward function single returned float; return a list of floats"),
+        ("misnamed", "reward mine: reward function misnamed has the argument 'image', but .*; did you mean 'images'"),
+    ],
+)
+def test_an_error_of_a_function_inside_several_reports_the_name_of_its_part(rw: Path, function: str, says: str) -> None:
+    several: Any = KINDS.load("several")
+    parts = {"mine": {"kind": "import", "class": f"rw:{function}"}, "size": {"kind": "compressibility"}}
+    made = several.model_validate_json(json.dumps({"kind": "several", "rewards": parts}))
+    with pytest.raises(ValueError, match=says):
+        scored(made.build(), {"size/compressibility": 1.0})
+
+
+def test_a_misspelled_function_is_refused_with_the_nearest_name(rw: Path) -> None:
+    with pytest.raises(ValueError, match=r"rw has no class or function sinlge; did you mean single\?"):
+        section("sinlge").build()
 
 
 def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_class_whose_columns_are_no_columns_raises_with_its_name(own: type[Ran
 
 
 def test_a_reward_decorator_without_a_range_raises() -> None:
-    with pytest.raises(ValueError, match=r"give the range of the scores: @retouch.reward\(low=0, high=1\)"):
+    with pytest.raises(ValueError, match=r"give the range of the scores of half: @retouch.reward\(low=0, high=1\)"):
 
         @retouch.reward
         def half(images: Any) -> Any:

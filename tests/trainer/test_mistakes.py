@@ -286,6 +286,35 @@ def outside(images: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (
+            {"train_dataset": ROWS},
+            "argument 'caption', but train_dataset has no such column; its columns are level, and",
+        ),
+        (
+            {"train_dataset": [{**row, "caption": "red"} for row in ROWS], "eval_dataset": ROWS},
+            "argument 'caption', but eval_dataset has no such column; its columns are level, and",
+        ),
+        (
+            {"train_dataset": ROWS, "columns": {"instruction": "prompt", "text": "level"}},
+            "argument 'caption', but train_dataset has no such column; its columns are (none), and",
+        ),
+    ],
+)
+def test_an_argument_of_a_reward_function_that_no_table_has_is_refused_by_the_constructor(
+    pipe: Any, tables: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        retouch.Trainer(model=pipe, reward_funcs=[red, unknown], **tables)
+
+
+def test_an_argument_of_a_reward_function_that_is_a_column_of_the_table_is_accepted(pipe: Any, tmp_path: Path) -> None:
+    rows = [{**row, "caption": "red"} for row in ROWS]
+    retouch.Trainer(model=pipe, reward_funcs=[red, unknown], train_dataset=rows, output_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
     ("function", "message"),
     [
         (unknown, "reward function unknown has the argument 'caption', but the data set has no such column; its columns are level"),

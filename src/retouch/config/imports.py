@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -93,12 +93,18 @@ def import_class(path: str) -> type:
         raise wrong from error
     found = vars(module).get(name)
     if not isinstance(found, type):
-        near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
-        hint = f"; did you mean {near}?" if near else ""
-        if module_name == "__main__":
-            hint = f"; __main__ is the program that runs, so save the class in a file mine.py and name it mine:{name}"
-        raise ValueError(f"{path}: {module_name} has no class {name}{hint}")
+        raise _absent(path, module, {"class": type})
     return found
+
+
+def _absent(path: str, module: ModuleType, wanted: Mapping[str, type]) -> ValueError:
+    """The error for a name that ``module`` does not define. ``wanted``: what the name may refer to, and its type."""
+    module_name, _, name = path.partition(":")
+    near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, tuple(wanted.values()))])
+    hint = f"; did you mean {near}?" if near else ""
+    if module_name == "__main__":
+        hint = f"; __main__ is the program that runs, so save the class in a file mine.py and name it mine:{name}"
+    return ValueError(f"{path}: {module_name} has no {' or '.join(wanted)} {name}{hint}")
 
 
 def import_function(path: str) -> FunctionType | None:
@@ -107,7 +113,10 @@ def import_function(path: str) -> FunctionType | None:
         import_class(path)
     except ValueError:
         module_name, _, name = path.partition(":")
-        found = getattr(sys.modules.get(module_name), name, None)
+        module = sys.modules.get(module_name)
+        found = getattr(module, name, None)
+        if module is not None and found is None:
+            raise _absent(path, module, {"class": type, "function": FunctionType}) from None
         if not isinstance(found, FunctionType):
             raise
         return found

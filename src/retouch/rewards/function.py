@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, PrivateAttr
 
+from retouch.config.imports import nearest
 from retouch.config.live import live_object
 from retouch.config.section import Section
 from retouch.rewards.base import RewardSection
@@ -57,7 +58,10 @@ def reward(
         ...     return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
     """
     if bare or low is None or high is None:
-        raise ValueError("retouch.reward: give the range of the scores: @retouch.reward(low=0, high=1); without one, leave it out")
+        where = f" of {given.__name__}" if bare and inspect.isroutine(given := bare[0]) else ""
+        raise ValueError(
+            f"retouch.reward: give the range of the scores{where}: @retouch.reward(low=0, high=1); without one, leave it out"
+        )
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"a reward with the range {low} to {high}: give finite numbers with low < high")
 
@@ -191,13 +195,29 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
         if key in columns:
             given[key] = _column(samples, key)
         elif parameter.default is parameter.empty:
-            raise ValueError(
-                f"reward function {name} has the argument {key!r}, but the data set has no such column; its columns are "
-                f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
-            )
+            raise ValueError(_no_column(name, key, columns))
     if everything:
         given |= {column: _column(samples, column) for column in columns if column not in given}
     return given
+
+
+def require_columns(function: RewardFunction, columns: Sequence[str], *, of: str = "the data set") -> None:
+    """Raise ValueError if the function has an argument without a default that is neither in ``OWN_ARGUMENTS`` nor one of the
+    ``columns`` of the data set. ``of``: the name of the data set in the message."""
+    name = reward_name(function)
+    for key, parameter in _parameters(function, name).items():
+        given = key in OWN_ARGUMENTS or key in columns or parameter.kind is parameter.VAR_KEYWORD
+        if not given and parameter.default is parameter.empty:
+            raise ValueError(_no_column(name, key, columns, of=of))
+
+
+def _no_column(name: str, key: str, columns: Sequence[str], *, of: str = "the data set") -> str:
+    near = nearest(key, (*OWN_ARGUMENTS, *columns))
+    return (
+        f"reward function {name} has the argument {key!r}, but {of} has no such column; its columns are "
+        f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
+        f"{f'; did you mean {near!r}?' if near else ''}"
+    )
 
 
 def reward_name(function: object) -> str:

@@ -70,6 +70,8 @@ def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Sc
     except BaseException as error:
         wrong = user_code_error(error, _label(reward, name))
         if wrong is None:
+            if isinstance(error, ValueError) and _is_renamed(reward, name):
+                raise ValueError(f"reward {name}: {error}") from error
             raise
         raise ValueError(f"{wrong}\n  {_culprit(reward, samples, type(error))}") from error
     return as_scores(reward, returned, name)
@@ -83,13 +85,19 @@ def _is_own(reward: object) -> bool:
 def _label(reward: object, name: str) -> str:
     """The reward as messages name it: its name in the recipe, its class, and the file and line of the class."""
     if getattr(reward, "kind", None) == "function":
-        return f"reward function {getattr(reward, 'name', name)}"
+        label = f"reward function {getattr(reward, 'name', name)}"
+        return f"reward {name}: {label}" if _is_renamed(reward, name) else label
     made_by = type(reward)
     try:
         place = f" ({inspect.getsourcefile(made_by)}:{inspect.getsourcelines(made_by)[1]})"
     except (OSError, TypeError):
         place = ""
     return f"reward {f'{name}, ' if name else ''}{made_by.__module__}:{made_by.__qualname__}{place}"
+
+
+def _is_renamed(reward: object, name: str) -> bool:
+    """Whether the reward is a function that has another name in the recipe."""
+    return getattr(reward, "kind", None) == "function" and name not in ("", getattr(reward, "name", None))
 
 
 def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException]) -> str:

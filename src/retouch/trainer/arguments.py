@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, r
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
-from retouch.rewards.function import FunctionReward
+from retouch.rewards.function import FunctionReward, LiveFunction, require_columns
 from retouch.rewards.kinds import KINDS as REWARDS
 from retouch.trainer.models import model_section, require_pair
 
@@ -86,6 +86,7 @@ def describe(
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
     data, tables = _data(train_dataset, eval_dataset, columns, held_out=held_out)
     _require_use_of_pairs(data, objective)
+    _require_reward_columns(functions.values(), data)
     objects = {**objects, **functions, **tables}
     writes = isinstance(section, LanguageModel)
     document: dict[str, Any] = {
@@ -143,6 +144,13 @@ def _require_use_of_pairs(data: DataSource, objective: Objective | None) -> None
             "objective: train_dataset has images `chosen` and `rejected`, and this objective would sample its own pairs; give "
             "retouch.DPO(pairs='data') to learn from the images, or remove these columns"
         )
+
+
+def _require_reward_columns(functions: Iterable[LiveFunction], data: DataSource) -> None:
+    """Raise ValueError for an argument of a reward function that is no column of the tables."""
+    for table, columns in data.other_columns().items() if isinstance(data, TableData) else ():
+        for each in functions:
+            require_columns(each.function, columns, of=table)
 
 
 def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:

@@ -92,6 +92,17 @@ class TableData(ImageData):
         section._table, section._evaluation = table, evaluation
         return section
 
+    def other_columns(self) -> dict[str, list[str]]:
+        """The columns that reward functions receive by their own names, sorted, by table (``train_dataset``, ``eval_dataset``): all
+        that are not read as a field. Empty if the tables are not in this section."""
+        found: dict[str, list[str]] = {}
+        for name, table in {"train_dataset": self._table, "eval_dataset": self._evaluation}.items():
+            if table is not None:
+                names = _names(table, name)
+                fields, _ = find_columns(names, columns=self.columns, defaults=COLUMNS, file=name)
+                found[name] = sorted({*names, *self.tags} - (set(fields.values()) - set(self.tags)))
+        return found
+
     def objects(self) -> dict[str, Any]:
         given = {self.rows_: self._table, self.evaluation: self._evaluation}
         return {f"table:{name}": table for name, table in given.items() if table is not None}
