@@ -11,8 +11,10 @@ from PIL import Image
 
 from retouch.config.packaged import packaged_recipes
 from retouch.data.base import DataContext, DataSets, DataSource
+from retouch.data.images import EncodedImage
 from retouch.data.kinds import DATA
 from retouch.data.playground.tasks import PlaygroundData
+from retouch.data.rows import Row
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
@@ -35,6 +37,12 @@ class Numbers(DataSource):
 
     def build(self, context: DataContext) -> DataSets:
         return DataSets(_tasks(range(4)), _tasks(range(1 if self.shared else 4, 6)))
+
+
+def test_a_row_with_a_decoded_image_is_refused_with_the_class_to_use() -> None:
+    image = Image.new("RGB", (4, 4))
+    with pytest.raises(ValueError, match=r"image of the row 'a' is of type Image; give .* as retouch\.data\.images\.EncodedImage"):
+        Row("rows", 1, "a", "blue", (EncodedImage("a", b""),), target=image)  # type: ignore[arg-type]
 
 
 class NonDeterministic(Numbers):

@@ -56,7 +56,10 @@ class InvalidRow(ValueError):
 @dataclass(frozen=True, slots=True)
 class Row:
     """A task whose images are not decoded yet. ``source``: all rows of one source are on the same side of a split; if it is empty,
-    the row shares its source with no other row."""
+    the row shares its source with no other row.
+
+    Raises ValueError for an image that is not an ``EncodedImage``, such as a PIL image.
+    """
 
     file: str
     line: int
@@ -72,6 +75,14 @@ class Row:
     meta: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     chosen: EncodedImage | None = None
     rejected: EncodedImage | None = None
+
+    def __post_init__(self) -> None:
+        for image in (*self.images, self.mask, self.reference, self.target, self.chosen, self.rejected):
+            if image is not None and not isinstance(image, EncodedImage):
+                raise ValueError(
+                    f"an image of the row {self.id!r} is of type {type(image).__name__}; give the path or the bytes of its file, "
+                    "as retouch.data.images.EncodedImage(name, data)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
