@@ -69,7 +69,8 @@ def test_held_out_0_holds_out_no_rows():
         (["a"] * 10, 0.5, "leaves nothing to"),
         (["a"] * 10, 3, "nothing to train on: the 10 rows have 1 different source images"),
         (["a", "b"], 1e-9, r"nothing to hold out.*; add rows, or hold out a number of rows in place of a share, as held_out: 1"),
-        (["a", "b"], 1.0, "must be a share"),
+        (["a", "b"], 2, "nothing to train on.*; to evaluate on every row without training, set held_out: 'all'"),
+        (["a", "b"], 1.0, "must be a share from 0 to below 1, a number of rows, or 'all' to only evaluate"),
         (["a", "b"], -1, "must be a share"),
     ],
 )

@@ -62,6 +62,9 @@ def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path: Path, capsys: pytes
     assert evaluated(capsys, str(file), "--data", str(other))["table"]["all"]["n"] == ROWS
     assert main(["train", str(file), "--set", "data.held_out=all"]) == 2
     assert 'data.held_out: "all" leaves nothing to train on' in capsys.readouterr().err
+    for nothing in ("0", "1.0", str(ROWS)):
+        assert main(["eval", str(file), "--set", f"data.held_out={nothing}"]) == 2
+        assert "'all'" in capsys.readouterr().err
     assert main(["eval", str(file), "--data", str(tmp_path / "nothing")]) == 2
     assert "no such file or folder" in capsys.readouterr().err
 

@@ -297,7 +297,10 @@ def held_out_problems(held_out: float | str, at: str, eval_split: SplitName | No
     if eval_split == "train" and held_out:
         yield f"eval.split: train evaluates on training tasks, so none need be held out; use {at}.held_out 0, or another split"
     elif eval_split not in (None, "train") and not held_out:
-        yield f"{at}.held_out: 0 leaves no tasks for evaluation; give 0.1, or eval.split train if there are too few rows"
+        yield (
+            f"{at}.held_out: 0 leaves no tasks for evaluation; give 0.1, 'all' to evaluate on every row without training, or "
+            "eval.split train if there are too few rows"
+        )
 
 
 def require_training_rows(held_out: float | str, context: DataContext) -> None:

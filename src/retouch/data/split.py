@@ -32,7 +32,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
     if held_out == "all":
         return Split((), tuple(range(len(sources))))
     if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
-        raise ValueError(f"held_out {held_out} must be a share from 0 to below 1, or a number of rows")
+        raise ValueError(f"held_out {held_out} must be a share from 0 to below 1, a number of rows, or 'all' to only evaluate")
     places = {source: _uniform(seed, source) for source in set(sources)}
     if isinstance(held_out, float):
         away = {source for source, place in places.items() if place < held_out}
@@ -49,9 +49,11 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
     )
     if not split.train or (held_out and not split.held_out):
         side = "train on" if not split.train else "hold out"
+        evaluate = "; to evaluate on every row without training, set held_out: 'all'" if not split.train else ""
         raise ValueError(
             f"held_out {held_out} leaves nothing to {side}: the {len(sources)} rows have {len(places)} different source images (or "
             "prompts), and rows of one stay together; add rows, or hold out a number of rows in place of a share, as held_out: 1"
+            f"{evaluate}"
         )
     return split
 

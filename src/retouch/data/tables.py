@@ -157,6 +157,8 @@ def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
         names = next(reader, [])
     except csv.Error as error:
         raise ValueError(f"{file}:1: the header is not CSV: {error}") from None
+    if len(names) == 1 and (split := next((each for each in ";\t|" if each in names[0]), None)) is not None:
+        raise ValueError(f"{file}:1: the columns are separated by {split!r}; separate them by commas, as CSV files do")
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
     while True:

@@ -146,6 +146,9 @@ def test_folders_without_usable_metadata_raise(tmp_path, photos):
     (photos / "metadata.jsonl").unlink()
     with pytest.raises(ValueError, match="no rows"):
         read_folder(photos)
+    (photos / "metadata.csv").write_text("file_name;instruction\na.png;blue, then red\n")
+    with pytest.raises(ValueError, match=r"metadata\.csv:1: the columns are separated by ';'; separate them by commas"):
+        read_folder(photos)
     (photos / "metadata.csv").write_text("file_name,file_name\na,b\n")
     with pytest.raises(ValueError, match="empty or repeated names"):
         read_folder(photos)
