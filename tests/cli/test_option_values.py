@@ -37,6 +37,11 @@ def test_an_escaped_surrogate_in_set_is_refused(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.endswith(": not UTF-8 text\n")
 
 
+def test_a_missing_list_of_instructions_is_refused_before_the_recipe_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sample", "no-such-recipe", "--instructions", "no-such-list.txt", "--out", "made"]) == 2
+    assert "--instructions no-such-list.txt: no such file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -379,6 +379,7 @@ def test_check_data_reports_image_problems(photos: Path) -> None:
 def test_headline_tags_without_held_out_tasks_are_a_failure() -> None:
     ((finding, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
     assert finding.status == "FAILED"
+    assert "evaluate on more tasks (eval.tasks), or set eval.headline to null" in finding.text
     ((finding, _),) = check_data(small('eval.headline={"complexity":["1"]}'))
     assert finding.status == "ok"
 

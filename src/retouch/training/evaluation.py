@@ -217,7 +217,10 @@ def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] 
     tags = headline or {}
     mask = torch.tensor([all(task.tags.get(tag) in values for tag, values in tags.items()) for task in tasks])
     if not mask.any():
-        raise ValueError(f"eval.headline: no held-out task has {dict(tags)}")
+        raise ValueError(
+            f"eval.headline: none of the {len(tasks)} held-out tasks has {dict(tags)}; evaluate on more tasks (eval.tasks), or set "
+            "eval.headline to null"
+        )
     return mask
 
 

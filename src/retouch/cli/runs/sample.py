@@ -37,6 +37,8 @@ def add_sample(commands: Commands) -> None:
 def _sample(arguments: argparse.Namespace) -> int:
     if arguments.instructions is not None and (arguments.image or arguments.mask or arguments.reference):
         raise ValueError("--image, --mask and --reference need --instruction; a .jsonl file names the images of each line")
+    if arguments.instructions is not None and not arguments.instructions.is_file():
+        raise ValueError(f"--instructions {arguments.instructions}: no such file")
     from retouch.inference.sampling import sample_list, sample_target
 
     if arguments.instructions is not None:
