@@ -56,6 +56,21 @@ def test_summed_log_probs_equal_mean_log_probs_times_the_element_count():
     check_policy(total, tiny.batch(), ratio_limit=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("method", "wrong", "says"),
+    [
+        ("sigmas", lambda sigmas: sigmas[:-1], r"sigmas returned the shape \(4,\) in place of \(5,\)"),
+        ("velocity", lambda velocity: velocity[:, 0], r"velocity returned the shape .* in place of .*; test the class with"),
+    ],
+)
+def test_a_model_that_returns_a_wrong_shape_is_refused_with_the_name_of_the_method(monkeypatch, method, wrong, says):
+    policy = tiny.policy()
+    right = getattr(policy.model, method)
+    monkeypatch.setattr(policy.model, method, lambda *inputs: wrong(right(*inputs)))
+    with pytest.raises(ValueError, match=says):
+        policy.rollout(tiny.batch())
+
+
 # Rollouts
 
 

@@ -128,6 +128,15 @@ class DenoisingPolicy:
             )
         return DenoisingTrajectory.of_images(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=group)
 
+    def _require_shape(self, method: str, made: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise ValueError if the method of the model returned a tensor of another shape."""
+        if tuple(made.shape) != shape:
+            name = f"{type(self.model).__module__}:{type(self.model).__qualname__}"
+            raise ValueError(
+                f"policy.model: {name}.{method} returned the shape {tuple(made.shape)} in place of {shape}; test the class with "
+                "retouch.testing.check_model"
+            )
+
     @torch.no_grad()
     def _denoise(
         self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool, kept: int | None = None
@@ -135,6 +144,7 @@ class DenoisingPolicy:
         conditioning = self.model.encode(batch.tasks)
         group = torch.tensor(batch.group, device=compute_device(self.model.module))
         sigmas = self.model.sigmas(num_steps, conditioning).to(group.device)
+        self._require_shape("sigmas", sigmas, (num_steps + 1,))
         branch = self.sampling.window.branches and len(actions) > 0
         rows = conditioning if branch else conditioning.take(group)
         x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)
@@ -150,6 +160,7 @@ class DenoisingPolicy:
             sigma, sigma_next = sigmas[k].expand(len(x)), sigmas[k + 1].expand(len(x))
             at_once = self._forward_rows(len(actions)) if self._in_16_bits and k in actions else None
             velocity = self._velocity(self.model.module, x, sigma, rows, at_once=at_once)
+            self._require_shape("velocity", velocity, tuple(x.shape))
             if k in actions:
                 noise = self._transition_noise(batch, x, k - actions.start)
                 made = self._transition(x, velocity, sigma, sigma_next, sigmas, noise=noise)
