@@ -118,12 +118,21 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
         read({"shape": {"kind": "square"}})
 
 
-def test_an_installed_class_without_a_field_kind_is_refused_with_the_line_to_add(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_class_that_no_recipe_can_select_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
     with pytest.raises(
         ValueError, match=r"Custom is installed as the kind 'square', but has no field kind; add to the class: kind: "
     ):
         read({"shape": {"kind": "square", "side": 2}})
+    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", "pathlib:Path", GROUP)])
+    with pytest.raises(ValueError, match=r"Path is installed as the kind 'square', but is no section; derive it from .* a shape"):
+        read({"shape": {"kind": "square"}})
+
+
+def test_an_installed_class_without_a_field_kind_can_be_loaded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suite, for example, is named outside of recipes and needs no kind."""
+    monkeypatch.setattr(consent, "plugins", lambda: [EntryPoint("shape.square", f"{__name__}:Custom", GROUP)])
+    assert SHAPES.load("square") is Custom
 
 
 def test_a_field_of_an_imported_class_next_to_args_is_refused_with_its_place() -> None:

@@ -78,22 +78,12 @@ class Kinds:
     def load(self, kind: object) -> type[Section] | None:
         """Import the class of a kind; None for an unknown kind, and for ``import`` without an entry in the table.
 
-        Raises ValueError for a plugin whose class cannot be imported, or has no field for its kind.
+        Raises ValueError for a plugin whose class cannot be imported.
         """
         if not isinstance(kind, str):
             return None
-        if kind in self._table:
-            return import_class(self._table[kind])
-        path = self._plugins().get(kind)
-        if path is None:
-            return None
-        found = import_class(path)
-        if self.tag not in getattr(found, "model_fields", ()):
-            raise ValueError(
-                f"{path} is installed as the kind {kind!r}, but has no field {self.tag}; add to the class: "
-                f'{self.tag}: Literal["{kind}"] = "{kind}"'
-            )
-        return found
+        path = self._table.get(kind) or self._plugins().get(kind)
+        return None if path is None else import_class(path)
 
     def classes(self) -> tuple[type[Section], ...]:
         """All classes of the set. Imports every one of them; meant for documentation and error messages."""
@@ -104,7 +94,21 @@ class Kinds:
         """The class that describes this part of a document; None if its kind is missing or unknown."""
         if value.get("kind") == IMPORT and IMPORT not in self._table:
             return Imported
-        return self.load(value.get(self.tag))
+        return self._in_document(value.get(self.tag))
+
+    def _in_document(self, kind: object) -> type[Section] | None:
+        """The same as ``load``, for a document. Raises ValueError also for a plugin whose class is no section, or has no field for
+        its kind."""
+        found = self.load(kind)
+        if found is None or self.tag in getattr(found, "model_fields", ()):
+            return found
+        where = f"{found.__module__}:{found.__qualname__} is installed as the kind {kind!r}, but"
+        if not issubclass(found, Section):
+            raise ValueError(
+                f"{where} is no section; derive it from the base class of a {self.name} (docs/your-own.md), or name it with "
+                "kind: 'import'"
+            )
+        raise ValueError(f'{where} has no field {self.tag}; add to the class: {self.tag}: Literal["{kind}"] = "{kind}"')
 
     def imported(self, path: str) -> type:
         """Import the class that a recipe names as ``class``.
@@ -149,7 +153,7 @@ class Kinds:
         if self.tag not in value:
             raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
         kind = value[self.tag]
-        found = self.load(kind)
+        found = self._in_document(kind)
         if found is None and isinstance(kind, str) and kind in self.renamed:
             message = f"{kind!r} is now called {self.renamed[kind]!r}"
             raise PydanticCustomError("kind_value", "{message}", {"message": message, "key": self.tag})
