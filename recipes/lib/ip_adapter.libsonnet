@@ -10,6 +10,10 @@ local objectives = import 'objectives.libsonnet';
 local sampling = import 'sampling.libsonnet';
 
 {
+  // The averaged weights are evaluated and exported. The source averages too; these values are those of Flow-GRPO, and those of the
+  // source's scripts are in the `-published` recipes.
+  ema:: { decay: 0.9, every: 8 },
+
   local base(world, sizes) = {
     name: sizes.name,
     tasks_per_step: sizes.tasks_per_step,
