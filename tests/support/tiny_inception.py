@@ -9,7 +9,7 @@ from retouch.rewards.scorers.inception import inception_shapes
 def weights() -> dict[str, Tensor]:
     """All tensors of the network, the classifier included. They keep the scale of the activations about constant."""
     shapes = {**inception_shapes(), "fc.weight": (1008, 2048), "fc.bias": (1008,)}
-    return {name: _tensor(number, name, shape) for number, (name, shape) in enumerate(shapes.items())}
+    return {name: _tensor(number, name, shape) for number, (name, shape) in enumerate(sorted(shapes.items()))}
 
 
 def _tensor(number: int, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -19,6 +19,7 @@ Convolution: TypeAlias = tuple[str, int, int, int]
 _FILE = "pt_inception-2015-12-05-6726825d.pth"
 _SIDE = 299
 _EPS = 0.001
+_NORM = ("running_mean", "running_var", "weight", "bias")
 _CLASSES = 1008  # torchvision's network has other weights, and 1000 classes
 
 
@@ -32,11 +33,11 @@ def _three_sizes(pooled: int) -> Sequence[Sequence[Convolution]]:
 
 
 def _rows_and_columns(inner: int) -> Sequence[Sequence[Convolution]]:
-    twice = (("_1", inner, 1, 1), ("_2", inner, 7, 1), ("_3", inner, 1, 7), ("_4", inner, 7, 1), ("_5", 192, 1, 7))
+    twice = ((1, inner, 1, 1), (2, inner, 7, 1), (3, inner, 1, 7), (4, inner, 7, 1), (5, 192, 1, 7))
     return (
         (("branch1x1", 192, 1, 1),),
         (("branch7x7_1", inner, 1, 1), ("branch7x7_2", inner, 1, 7), ("branch7x7_3", 192, 7, 1)),
-        tuple((f"branch7x7dbl{name}", *shape) for name, *shape in twice),
+        tuple((f"branch7x7dbl_{number}", outputs, height, width) for number, outputs, height, width in twice),
         (("branch_pool", 192, 1, 1),),
     )
 
@@ -170,8 +171,8 @@ class InceptionFeatures:
 
         kernel = self._weights[f"{name}.conv.weight"]
         padding = (kernel.shape[2] // 2, kernel.shape[3] // 2) if padded else (0, 0)
-        norm = (self._weights[f"{name}.bn.{part}"] for part in ("running_mean", "running_var", "weight", "bias"))
-        return batch_norm(conv2d(x, kernel, None, stride, padding), *norm, eps=_EPS).relu()
+        mean, variance, scale, shift = (self._weights[f"{name}.bn.{part}"] for part in _NORM)
+        return batch_norm(conv2d(x, kernel, None, stride, padding), mean, variance, scale, shift, eps=_EPS).relu()
 
 
 def load_inception(path: Path) -> dict[str, Tensor]:
@@ -199,7 +200,7 @@ def inception_shapes() -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for name, inputs, (outputs, height, width) in _convolutions():
         found[f"{name}.conv.weight"] = (outputs, inputs, height, width)
-        found |= {f"{name}.bn.{part}": (outputs,) for part in ("weight", "bias", "running_mean", "running_var")}
+        found |= {f"{name}.bn.{part}": (outputs,) for part in _NORM}
     return found
 
 
