@@ -53,6 +53,12 @@ the best images with the noise that it was sampled from (reflow), and is evaluat
 DRaFT and ReFL are upper references: they follow the gradient of the distance to the correct image, which the other algorithms
 never see, and which is the same with an exact judge and with one that errs.
 """
+DEFAULTS = """## What follows for the defaults
+
+No default of a full-size recipe was changed because of this page. A ranking that decides a default would have to hold for exact and
+noisy judges, for several kinds of tasks and for several sizes of network. The rank correlations above say how far it holds between
+judges and kinds of tasks. Only [scaling](scaling.md) compares two sizes of network, with one algorithm.
+"""
 LIMITS = """## What this page does not show
 
 - The models are tiny, and the images are of one kind. A ranking here is a reason to try an algorithm on a large model, not a proof.
@@ -100,7 +106,7 @@ def page(kept: Path) -> str:
     missing = [world.title for world, known in found if not known]
     if missing:
         lines += ["## Not run yet", "", *(f"- {title}" for title in missing), ""]
-    return "\n".join([*lines, LIMITS, GPU])
+    return "\n".join([*lines, DEFAULTS, LIMITS, GPU])
 
 
 def section(world: World, found: Mapping[str, Sequence[Record]]) -> Iterator[str]:
