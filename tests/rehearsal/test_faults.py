@@ -80,6 +80,13 @@ def test_settings_are_suggested_for_every_stage_that_is_too_large(found: dict[st
     assert peak < 0.95 * found[""]["peak"]
 
 
+@pytest.mark.slow
+def test_moments_in_8_bits_are_suggested_if_they_suffice(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path / "sd3", "all weights")["all weights"]
+    assert found["changes"][0] == ["optimizer.moments=8bit"]
+    assert found["again"] == {"peak": found["changes"][1], "fits": True}
+
+
 @pytest.mark.parametrize("case", ["", "small chunks"])
 def test_a_recipe_fits_with_the_suggested_settings(found: dict[str, dict[str, Any]], case: str) -> None:
     assert found[case]["again"] == {"peak": found[case]["changes"][1], "fits": True}

@@ -3,12 +3,12 @@
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
+from retouch.rehearsal.changes import LEAST_GAIN, changes
 from retouch.rehearsal.machines import Machine, find_machine
 from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse
@@ -17,9 +17,6 @@ DEFAULT = "h100"
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """The errors that a step may raise because of wrong shapes, devices or dtypes."""
 MOST_CHANGES = 6
-_FEWEST_LOGITS = 32
-LEAST_GAIN = 0.01
-"""A change is kept if it lowers the peak of its stage by at least this fraction."""
 
 
 def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO, full_depth: bool = False) -> int:
@@ -43,11 +40,11 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     out.write(f"rehearsed in {time.perf_counter() - started:.0f} s\n")
     if fits(found, target):
         return 0
-    changes = smallest_changes(recipe, target, found, world=world)
-    if changes is None:
+    suggested = smallest_changes(recipe, target, found, world=world)
+    if suggested is None:
         out.write("no change that was tried makes the recipe fit; use a GPU with more memory, or shard over more ranks\n")
     else:
-        settings, size = changes
+        settings, size = suggested
         out.write(f"it fits with {size / 1e9:.2f} GB after: {' '.join(f'--set {each}' for each in settings)}\n")
     return 1
 
@@ -61,9 +58,9 @@ def smallest_changes(
     that are not needed after later ones are dropped. ``allow_imports``: see ``parse``.
     """
 
-    def tried(changes: Sequence[str]) -> Rehearsed | None:
+    def tried(options: Sequence[str]) -> Rehearsed | None:
         try:
-            return rehearse(parse(recipe.document(), changes, allow_imports=allow_imports), machine, world=world)
+            return rehearse(parse(recipe.document(), options, allow_imports=allow_imports), machine, world=world)
         except ERRORS:
             return None  # for example, the smaller chunk does not divide the groups
 
@@ -71,7 +68,8 @@ def smallest_changes(
     for _ in range(MOST_CHANGES):
         current = parse(recipe.document(), settings, allow_imports=allow_imports)
         stage = max(found.stages, key=lambda name: stage_peak(found, name))
-        for change in _changes(current, stage, world=world or recipe.ranks or 1):
+        held = max(found.stages[stage].held.values(), key=lambda each: each.total())
+        for change in changes(current, stage, held=held, world=world or recipe.ranks or 1):
             changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
             after = tried(changed)
             if after is None:
@@ -89,33 +87,3 @@ def smallest_changes(
         else:
             return None
     return None
-
-
-def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
-    """Yield changes that may lower the peak of a stage, the cheapest first."""
-    kind = stage.rpartition(": ")[2]
-    samples, trains = kind in ("rollout", "render"), kind not in ("rollout", "render", "evaluation")
-    chunk = [f"rollout.chunk={recipe.rollout.chunk // 2}"] if recipe.phases is None and recipe.rollout.chunk > 1 else []
-    if kind in ("render", "evaluation"):
-        for key in ("batch", "encoder_batch"):
-            value = getattr(recipe.renderer, key, 1)
-            if value > 1:
-                yield f"renderer.{key}={value // 2}"
-    if samples:
-        yield from chunk
-    if kind == "evaluation" and recipe.eval.batch > 1:
-        yield f"eval.batch={recipe.eval.batch // 2}"
-    if not recipe.policy.gradient_checkpointing and trains:
-        yield "policy.gradient_checkpointing=true"
-    if recipe.microbatch > 1:
-        yield f"microbatch={recipe.microbatch // 2}"
-    if trains and isinstance(recipe.policy, AutoregressivePolicyKeys) and recipe.policy.logits_at_once > _FEWEST_LOGITS:
-        yield f"policy.logits_at_once={recipe.policy.logits_at_once // 2}"
-    if kind == "preflight":
-        yield from chunk  # a preflight has a rollout and an update
-    if recipe.renderer is not None and recipe.renderer.image_model is not None and not (recipe.devices and recipe.devices.offload):
-        yield "devices.offload=true"
-    if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):
-        yield "sharding=fsdp2"
-    if world > 1 and recipe.sharding == "fsdp2" and (recipe.devices is None or recipe.devices.weights is None):
-        yield "devices.weights=cpu"
