@@ -29,7 +29,7 @@ from retouch.doctor.install import check_install, check_playground, check_versio
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
 from retouch.doctor.reward import check_scoring, check_watch
-from retouch.memory.plan import LoraShape, Setup, fits
+from retouch.memory.plan import LoraShape, Setup, surely_fits
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
 from retouch.models.playground.family import playground_weights
@@ -150,7 +150,9 @@ def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(
     assert sizes["transformer, frozen weights"] == pytest.approx(41, rel=0.02)
     assert sizes["text_encoder"] == pytest.approx(16.6, rel=0.02)
     parts = [size for name, size in sizes.items() if name not in ("total", "headroom on h100")]
-    assert sizes["total"] == pytest.approx(sum(parts), abs=0.05)
+    in_turn = [size for name, size in sizes.items() if name.endswith("(one at a time)")]
+    assert len(in_turn) == 3
+    assert sizes["total"] == pytest.approx(sum(parts) - sum(in_turn), abs=0.05)  # of which the update is the largest
     assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(GPUS["h100"] / 1e9, abs=0.02)
     there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they will be downloaded when training starts"
     assert lines[-4] == f"note    weights       {there}"
@@ -165,7 +167,7 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     code, lines = doctor(capsys, FULL, "--allow-import", "mine", "--set", "data.path=nowhere", "--device", "4090")
     assert code == 1
-    assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 77.") for line in lines)
+    assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 76.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
     assert "FAILED  data          nowhere: no such folder" in lines
     assert lines[-3] == "not ready: data, reward, memory"
@@ -202,9 +204,12 @@ def test_memory_plan_of_the_full_size_recipe_matches_its_settings() -> None:
     image, seen = (1024 // 16) ** 2, 1024 * 1024 // 28**2
     assert found.tokens == 2 * image + seen + 256
     lora = LoraShape(64, QwenImageModel.lora_targets)
-    # Both branches of guidance at once; adapters in the type of the base.
-    setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8, trained_dtype=torch.bfloat16)
-    assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
+    # Branches of guidance one after the other; adapters in the type of the base.
+    setup = Setup(lora=lora, rows=2, passes=2, tokens=found.tokens, ranks=8, trained_dtype=torch.bfloat16)
+    *training, samples = found.plan.rows
+    assert training == list(plan(QwenImageModel(path="Qwen/Qwen-Image"), setup).rows)
+    # 64 rows: the latents before and after each of two transitions, and the outputs, in fp32; besides, 32 encoded tasks.
+    assert samples.bytes == 64 * 4 * image * 64 * 4 + 32 * 2 * 2 * (image * 2 * 64 + (256 + seen) * 3584) + 32 * 2 * 4
 
 
 def test_offloaded_sharded_training_state_is_planned_in_cpu_memory() -> None:
@@ -213,23 +218,24 @@ def test_offloaded_sharded_training_state_is_planned_in_cpu_memory() -> None:
     assert described is not None
     whole, found = (footprint(load(FULL, changes), described) for changes in ([], shared))
     assert found.checkpoint == whole.checkpoint
-    training = ("transformer, frozen", "transformer, trained", "gradients", "AdamW", "copies", "fp32 master")
+    training = ("transformer, frozen", "transformer, trained", "gradients", "AdamW", "copies", "fp32")
     of_training = [row.bytes for row in whole.plan.rows if row.name.startswith(training)]
-    assert len(of_training) == 5
+    assert len(of_training) == 6
     assert not any(row.name.startswith(training) for row in found.plan.rows)
     assert found.counts.endswith(f"; {gigabytes(sum(of_training) // 8)} of the transformer's training state in CPU memory")
     assert "CPU memory" not in whole.counts
 
 
-def test_a_plan_fits_with_the_same_free_memory_as_a_rehearsal() -> None:
+def test_a_plan_fits_if_it_does_with_its_error_and_the_free_memory_of_a_rehearsal() -> None:
     recipe = load(FULL)
     described = describe(recipe, None)
     assert described is not None
     total = footprint(recipe, described).plan.total
-    for bytes_there, status in ((total - 1, "FAILED"), (total + 1, "note"), (int(total / 0.89), "ok")):
+    cases = ((total - 1, "FAILED"), (total + 1, "note"), (int(total / 0.9 * 1.029), "note"), (int(total / 0.9 * 1.031), "ok"))
+    for bytes_there, status in cases:
         finding = check_memory(recipe, None, PlannedDevice("card", bytes_there, None))[0]
         assert finding.status == status
-        assert fits(total, bytes_there) == (status == "ok")
+        assert surely_fits(total, bytes_there) == (status == "ok")
         assert (", of which a tenth must stay free" in finding.text) == (status != "ok")
     assert check_memory(recipe, None, PlannedDevice("card", 1, None))[0].fix == "--device h200"
     assert (

@@ -193,7 +193,9 @@ def test_memory_is_planned_from_the_published_configuration(tiny: Tiny, path: st
         trained_dtype=torch.bfloat16,
         gradient_checkpointing=False,
     )
-    assert found.plan == plan(tiny.section(path=path), setup)
+    *training, _ = found.plan.rows
+    assert training == list(plan(tiny.section(path=path), setup).rows)
+    assert [phase.name for phase in found.plan.phases] == ["sampling: one denoising step", "sampling: decoding of latents"]
 
 
 @every_family
@@ -233,10 +235,13 @@ def test_planned_rendering_memory_matches_the_measured_peak_on_cpu(tiny: Tiny) -
     assert inputs["hidden_states"].shape[:2] == tiny.first_input
     step = partial(module, **inputs)
     decode = partial(vae.decode, torch.zeros(family.latents(parts["vae"], batch).shape))
+    encode = partial(vae.encode, torch.zeros(family.pixels(parts["vae"], batch).shape))
     with torch.no_grad():
-        step(), decode()
-        stepping, decoding = measured_peak(step), measured_peak(decode)
+        step(), decode(), encode()
+        stepping, decoding, encoding = measured_peak(step), measured_peak(decode), measured_peak(encode)
     kept = sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor)) + 3 * inputs["hidden_states"].nbytes
     low, high = tiny.planned_share
     assert low * (stepping + kept) < planned["rendering: one denoising step"] <= high * (stepping + kept)
     assert planned["rendering: decoding of latents"] == pytest.approx(decoding, rel=0.05)
+    # The CPU's convolutions of the encoder have workspaces, which a plan does not count: up to 262,144 bytes here.
+    assert encoding - 2**18 <= planned["rendering: encoding of source images"] <= 1.05 * encoding

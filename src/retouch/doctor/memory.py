@@ -1,6 +1,7 @@
 """The memory plan of a denoising policy's run, and the size of its checkpoints, computed from the model's configuration. The
 configuration is in the model's folder; if the weights are not on this machine, a packaged copy of the published one is used."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,29 @@ from retouch.assembly.phases import copies_in_cpu_memory, copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
-from retouch.memory import plan as memory
+from retouch.doctor.rows import held_out_rows, rank_rows, tasks_of
+from retouch.memory.images import Sampling, sampling_plan
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
-from retouch.memory.plan import MemoryPlan, Setup, fits, moment_bytes, plan_parts
+from retouch.memory.plan import PLAN_ERROR, LoraShape, MemoryPlan, Setup, moment_bytes, plan_parts, surely_fits
 from retouch.memory.sizes import image_encoder, parts_in, stored_count
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel, read_description
-from retouch.models.shapes import PartConfigs, Shape
+from retouch.models.shapes import INSTRUCTION_TOKENS, ImageBatch, PartConfigs, Shape
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.weights import copy_dtype
 from retouch.recipe.devices import Devices
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
+from retouch.training.preflight import ROWS
 
 _ENCODER = "image_encoder"
 FREE = ", of which a tenth must stay free"
-UNDECIDED = f"{FREE}; the plan estimates activations, and --rehearse or --estimate decides whether it fits"
+UNDECIDED = (
+    f"{FREE}; the plan may be {PLAN_ERROR:.0%} too small, because it estimates activations, and --rehearse or --estimate decides "
+    "whether it fits"
+)
 TABLE_FROM_BYTES = 10**9
 """Plans of at least this many bytes are printed row by row."""
 
@@ -72,20 +78,19 @@ def footprint(recipe: Recipe, described: PartConfigs) -> Footprint:
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
     dtype, trained_dtype, lora = DTYPES[model.dtype], DTYPES[train.trained_dtype(model.dtype)], train.lora
-    # Both branches of guidance share one forward pass.
-    rollouts = [phase.rollout for phase in recipe.resolved_phases()]
-    branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
-    images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
-    tokens = model.tokens(described, sources=max(model.takes.images[0], min(1, model.takes.images[1]) * images))
+    branches, sources = _branches(recipe), _sources(recipe, model)
+    joint = model.pads_prompts or dtype.itemsize > 2
+    tokens = model.tokens(described, sources=sources)
     shape = model.shape(described["transformer"])
     adapter, projection = None, 0
     if isinstance(train, IpAdapter):
         adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], train)
     setup = Setup(
-        lora=None if lora is None else memory.LoraShape(lora.rank, tuple(lora_targets(recipe.policy))),
+        lora=None if lora is None else LoraShape(lora.rank, tuple(lora_targets(recipe.policy))),
         adapter=adapter,
         projection=projection,
         rows=recipe.microbatch * branches,
+        passes=1 if joint else branches,
         tokens=tokens,
         dtype=dtype,
         trained_dtype=trained_dtype,
@@ -97,7 +102,9 @@ def footprint(recipe: Recipe, described: PartConfigs) -> Footprint:
         weights_on_cpu=recipe.devices is not None and recipe.devices.weights == "cpu",
         without=_in_cpu_memory(recipe.policy, recipe.devices, described),
     )
-    planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
+    training = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
+    sampling = sampling_plan(model, described, _sampling(recipe, model, described, setup, joint=joint))
+    planned = MemoryPlan((*training.rows, *sampling.rows), sampling.phases)
 
     def rows_with(**changes: Any) -> dict[str, int]:
         return {row.name: row.bytes for row in plan_parts(described, replace(setup, **changes), shape=shape).rows}
@@ -105,13 +112,56 @@ def footprint(recipe: Recipe, described: PartConfigs) -> Footprint:
     all_here = rows_with(weights_on_cpu=False, moments=None) if setup.weights_on_cpu else rows_with()
     waiting = sum(all_here.values()) - sum(rows_with().values())
     rows = rows_with(sharding="ddp", weights_on_cpu=False)  # a checkpoint has all weights
-    masters = rows.get("fp32 master weights and gradients", 0) // 2
+    masters = rows.get("fp32 master weights", 0)
     count = rows["transformer, trained weights"] // trained_dtype.itemsize
     saved = count * saved_bytes(recipe, trained_dtype) + moment_bytes(count, setup.moments, saved=True) + masters
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     if waiting:
         counts += f"; {gigabytes(waiting)} of the transformer's training state in CPU memory"
     return Footprint(planned, tokens, saved + saved_of_head(planned), counts)
+
+
+def _branches(recipe: Recipe) -> int:
+    """2 if a phase samples with guidance, otherwise 1."""
+    rollouts = [phase.rollout for phase in recipe.resolved_phases()]
+    return max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
+
+
+def _sources(recipe: Recipe, model: DiffusersModel) -> int:
+    """The number of source images of a task; a data set that may have images is counted with one."""
+    images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
+    return max(model.takes.images[0], min(1, model.takes.images[1]) * images)
+
+
+def _sampling(recipe: Recipe, model: DiffusersModel, described: PartConfigs, setup: Setup, *, joint: bool) -> Sampling:
+    """How the policy samples on one rank: in rollouts, in the trial step and in evaluations."""
+    assert isinstance(recipe.policy, DenoisingPolicyKeys)
+    phases, share, held_out = recipe.resolved_phases(), rank_rows(recipe), held_out_rows(recipe)
+    sampled = [phase.rollout for phase in phases if not phase.imitates and isinstance(phase.rollout, DenoisingRollout)]
+    chunk = max((min(each.chunk, share) for each in sampled), default=1)
+    sources = _sources(recipe, model)
+    targets = max((math.ceil(phase.rows / setup.ranks) for phase in phases if phase.imitates), default=0)
+    return Sampling(
+        batch=ImageBatch(
+            rows=max(chunk, held_out),
+            size=model.size or model.planned_size,
+            source=model.source_size,
+            sources=sources,
+            text=model.text_tokens or INSTRUCTION_TOKENS + sources * model.condition_tokens(described),
+            dtype=setup.dtype,
+        ),
+        branches=_branches(recipe),
+        joint=joint,
+        tasks=max(min(chunk, ROWS), tasks_of(recipe, chunk), held_out, targets),  # each row of a trial step may be of another task
+        targets=targets,
+        kept=share,
+        kept_tasks=math.ceil(share / chunk) * tasks_of(recipe, chunk),
+        states=max((each.longest + 2 for each in sampled), default=1),
+        lora=setup.lora,
+        lora_dtype=setup.trained_dtype,
+        waiting=setup.without,
+        cached=recipe.policy.prompt_embeddings == "cached",
+    )
 
 
 def copies_on_device(recipe: Recipe, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
@@ -173,7 +223,7 @@ def _fits(recipe: Recipe, subject: str, found: Footprint, target: PlannedDevice 
     if adding:
         adds = "its steps with gradient, the decoder's backward pass and the model of objective.reward"
         return note("memory", f"{subject} needs {needed}, plus what {adding[0]} adds, which is not planned: {adds}{lines}")
-    if not fits(total, target.bytes):
+    if not surely_fits(total, target.bytes):
         return note("memory", f"{subject} may not fit: it needs {needed}{UNDECIDED}{lines}")
     return ok("memory", f"{subject} needs {needed}{lines}")
 
@@ -188,8 +238,9 @@ def _suggested_fix(recipe: Recipe) -> str:
 
 
 def table(plan: MemoryPlan, target: PlannedDevice | None, heading: str) -> list[str]:
-    """The lines of a memory plan: permanent rows, phases of which one is active at a time, their total, and the headroom."""
-    rows = [(row.name, row.bytes) for row in plan.rows]
+    """The lines of a memory plan: permanent rows, rows of the update, phases of which one is active at a time, their total, and the
+    headroom."""
+    rows = [(f"{row.name} (in the update)" if row.in_update else row.name, row.bytes) for row in plan.rows]
     rows += [(f"{phase.name} (one at a time)", phase.bytes) for phase in plan.phases]
     rows.append(("total", plan.total))
     if target is not None:

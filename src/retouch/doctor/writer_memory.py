@@ -13,9 +13,10 @@ from retouch.doctor.device import GPUS, PlannedDevice, device_of_part
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.doctor.memory import FREE, TABLE_FROM_BYTES, UNDECIDED, describe, saved_bytes, table
 from retouch.doctor.reward_memory import reward_rows, uncounted_rewards
-from retouch.doctor.writer_setup import codes_setup, held_out_rows, image_batch, rank_rows, writer_setup
+from retouch.doctor.rows import held_out_rows, rank_rows
+from retouch.doctor.writer_setup import codes_setup, image_batch, writer_setup
 from retouch.memory.images import codes_plan, image_model_plan
-from retouch.memory.plan import MemoryPlan, MemoryRow, fits, moment_bytes
+from retouch.memory.plan import MemoryPlan, MemoryRow, moment_bytes, surely_fits
 from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import prefill_bytes, writer_plan
 from retouch.models import train as recipe_train
@@ -158,7 +159,7 @@ def _fits(recipe: Recipe, planned: DevicePlan, sizes: str, target: PlannedDevice
             f"{parts} {do} not fit: {needed}{FREE}{lines}{settings}",
             fix=_suggested_fix(recipe, planned, target),
         )
-    if not fits(plan.total, target.bytes):
+    if not surely_fits(plan.total, target.bytes):
         return note("memory", f"{parts} may not fit: {needed}{UNDECIDED}{lines}")
     return ok("memory", f"{parts} {need} {needed}{lines}")
 

@@ -1,11 +1,11 @@
 """Rows and tokens on one rank of a recipe with a language-model policy, as input of its memory plan."""
 
-import math
 from typing import Any
 
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_in_cpu_memory, copies_needed
 from retouch.doctor.memory import copies_on_device
+from retouch.doctor.rows import held_out_rows, rank_rows, tasks_of, trial_rows
 from retouch.memory.plan import LoraShape
 from retouch.memory.tokens import WriterSetup
 from retouch.models import train as recipe_train
@@ -31,8 +31,9 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: Pa
         lora=LoraShape(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
         prompt=_prompt_tokens(recipe, model, described),
         completion=min(completion, model.longest_completion(described) or completion),
-        update=(_tasks(recipe, update), update),
-        rollout=(_tasks(recipe, chunk), chunk),
+        update=(tasks_of(recipe, update), update),
+        trial=trial_rows(recipe, update),
+        rollout=(tasks_of(recipe, chunk), chunk),
         evaluation=held_out_rows(recipe),
         logits_at_once=policy.logits_at_once,
         dtype=dtype,
@@ -49,20 +50,6 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: Pa
     )
 
 
-def rank_rows(recipe: Recipe) -> int:
-    """Largest number of samples per rank and step."""
-    return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
-
-
-def held_out_rows(recipe: Recipe) -> int:
-    """Number of held-out tasks that a rank samples at once."""
-    return min(recipe.eval.batch, math.ceil(recipe.eval.tasks / (recipe.ranks or 1)))
-
-
-def _tasks(recipe: Recipe, rows: int) -> int:
-    return math.ceil(rows / max(phase.group_size for phase in recipe.resolved_phases()))
-
-
 def _prompt_tokens(recipe: Recipe, model: PretrainedLanguageModel, described: PartConfigs) -> int:
     """Tokens of a prompt, including those of the source image if the policy writes for an image editor."""
     editor = None if recipe.renderer is None or not recipe.renderer.responses_at_once else recipe.renderer.image_model
@@ -76,7 +63,7 @@ def image_batch(recipe: Recipe, model: DiffusersModel, setup: WriterSetup) -> Im
     return ImageBatch(
         rows=min(recipe.renderer.batch, max(rank_rows(recipe), held_out_rows(recipe))),
         size=model.size or model.planned_size,
-        source=model.planned_size,
+        source=model.source_size,
         sources=int(recipe.renderer.uses_sources and model.takes.images[1] > 0),
         text=model.text_tokens or setup.prompt + setup.completion,
         dtype=DTYPES[model.dtype],
@@ -90,5 +77,5 @@ def codes_setup(recipe: Recipe, model: PretrainedLanguageModel) -> dict[str, Any
     rows = max(rank_rows(recipe), held_out_rows(recipe))
     chunks = [phase.rollout.chunk for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
     tokenized = recipe.data.contents().tokens
-    encoded = 1 if tokenized else max(_tasks(recipe, min(max(chunks), rank_rows(recipe))), held_out_rows(recipe))
+    encoded = 1 if tokenized else max(tasks_of(recipe, min(max(chunks), rank_rows(recipe))), held_out_rows(recipe))
     return {"decoded": min(recipe.renderer.batch, rows), "encoded": encoded, "size": model.planned_size}

@@ -1,7 +1,8 @@
 """The memory plan of a denoising policy's training on each GPU, computed before anything is loaded.
 
-Weights, gradients and optimizer states follow from parameter counts and are exact. Activations are an estimate. The CUDA context,
-fragmentation, NCCL's buffers and the decoding of latents are not counted: leave a tenth of the memory free.
+Weights, gradients and optimizer states follow from parameter counts and are exact. Activations of the update are an estimate;
+``retouch.memory.images`` plans sampling. The CUDA context, fragmentation and NCCL's buffers are not counted: leave a tenth of the
+memory free.
 """
 
 import math
@@ -18,6 +19,9 @@ Moments: TypeAlias = Literal["8bit", "cpu"] | None
 """How AdamW's two moments are stored: None is fp32 on the device."""
 FREE_SHARE = 0.1
 """The share of a device's memory that must stay free, for the CUDA context, workspaces of kernels and fragmentation."""
+PLAN_ERROR = 0.03
+"""A rehearsal of the same recipe may need up to this share more memory than its plan. A plan that fits only without this share is
+undecided."""
 LORA_SHARE = 0.755
 """Activations that a block saves for the backward pass if only LoRA weights of the block's dtype are trained, as a share of those
 that it saves if all weights are trained: a frozen layer saves no input for the gradient of its weight. Measured by rehearsing
@@ -27,6 +31,11 @@ Stable Diffusion 3.5 Medium."""
 def fits(needed: int, memory: int) -> bool:
     """Whether ``needed`` bytes leave enough of the ``memory`` bytes of a device free."""
     return needed <= (1 - FREE_SHARE) * memory
+
+
+def surely_fits(planned: int, memory: int) -> bool:
+    """Whether a plan of ``planned`` bytes fits into ``memory`` bytes even if its error is ``PLAN_ERROR``."""
+    return fits(int(planned * (1 + PLAN_ERROR)), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +48,17 @@ class LoraShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One row of a memory plan: ``bytes`` on each GPU."""
+    """One row of a memory plan: ``bytes`` on each GPU. ``in_update``: they exist only during the update."""
 
     name: str
     bytes: int
+    in_update: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of one GPU at the peak of a training step: the sum of ``rows``, and the largest of ``phases``, of which only one
-    is active at a time."""
+    """The memory of one GPU at the peak of a training step: the sum of the permanent ``rows``, and the largest of the update (its
+    rows together) and ``phases``, of which only one is active at a time."""
 
     rows: tuple[MemoryRow, ...]
     phases: tuple[MemoryRow, ...] = ()
@@ -56,7 +66,9 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Peak bytes."""
-        return sum(row.bytes for row in self.rows) + max((phase.bytes for phase in self.phases), default=0)
+        permanent = sum(row.bytes for row in self.rows if not row.in_update)
+        update = sum(row.bytes for row in self.rows if row.in_update)
+        return permanent + max(update, *(phase.bytes for phase in self.phases), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +77,13 @@ class Setup:
 
     ``lora``, ``adapter``: if both are None, all weights of the transformer are trained. ``adapter`` is the number of parameters of
     an IP-Adapter, whose frozen image encoder is one of the model's parts; ``projection`` of them are not sharded with "fsdp".
-    ``rows``: samples per forward pass with gradient. ``tokens``: tokens per sample, of latents, text and source images. ``dtype``:
-    type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see
-    ``moment_bytes``. ``copies``: the dtype of each further copy of the trained weights on the device (average, old policy, the
-    reference of full fine-tuning). ``sharding``: "ddp" replicates everything on ``ranks`` GPUs, "zero2" shards gradients and
-    optimizer state, "fsdp" also the transformer's weights. ``weights_on_cpu``: the weights that "fsdp" shards are in CPU memory
-    while they are not used, with their gradients, moments and copies. ``without``: parts that are not on this GPU.
+    ``rows``: velocities per microbatch. ``passes``: the forward passes that compute them one after the other. ``tokens``: tokens
+    per sample, of latents, text and source images. ``dtype``: type of frozen weights and activations; ``trained_dtype``: of trained
+    weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: the dtype of each further copy of the trained
+    weights on the device (average, old policy, the reference of full fine-tuning). ``sharding``: "ddp" replicates everything on
+    ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the transformer's weights. ``weights_on_cpu``: the
+    weights that "fsdp" shards are in CPU memory while they are not used, with their gradients, moments and copies. ``without``:
+    parts that are not on this GPU.
 
     Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """
@@ -79,6 +92,7 @@ class Setup:
     adapter: int | None = None
     projection: int = 0
     rows: int
+    passes: int = 1
     tokens: int
     dtype: torch.dtype = torch.bfloat16
     trained_dtype: torch.dtype = torch.float32
@@ -128,7 +142,7 @@ def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryP
     rows = [
         MemoryRow("transformer, frozen weights", here * _share(frozen * setup.dtype.itemsize, share)),
         MemoryRow("transformer, trained weights", of_trained(size)),
-        MemoryRow("gradients", of_trained(size)),
+        MemoryRow("gradients", of_trained(size), in_update=True),
         MemoryRow("AdamW's two moments", moments + moment_bytes(whole, setup.moments)),
         MemoryRow("copies of the trained weights", sum(of_trained(dtype.itemsize) for dtype in setup.copies)),
     ]
@@ -136,9 +150,10 @@ def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryP
         shares = _share(trained * (setup.trained_dtype.itemsize + 4), setup.ranks)
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", shares))
         # The gradient of the largest layer exists in addition to DeepSpeed's bucket for all gradients.
-        rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize))
+        rows.append(MemoryRow("gradient of the projection", setup.projection * setup.trained_dtype.itemsize, in_update=True))
     elif setup.trained_dtype.itemsize < 4:
-        rows.append(MemoryRow("fp32 master weights and gradients", of_trained(8)))
+        rows.append(MemoryRow("fp32 master weights", of_trained(4)))
+        rows.append(MemoryRow("fp32 gradients of the master weights", of_trained(4), in_update=True))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
@@ -146,7 +161,7 @@ def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryP
     for part, description in described.items():
         if part != "transformer" and part not in setup.without:
             rows.append(MemoryRow(part, stored_count(description) * setup.dtype.itemsize))
-    rows.append(MemoryRow("activations (estimate)", activation_bytes(shape, setup)))
+    rows.append(MemoryRow("activations (estimate)", activation_bytes(shape, setup), in_update=True))
     return MemoryPlan(tuple(row for row in rows if row.bytes))
 
 
@@ -165,12 +180,13 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
     """Estimated bytes that autograd keeps of one forward pass.
 
     Without gradient checkpointing, these are all activations of every block; with it, the input of every block and all activations
-    of one block (sublinear memory, Chen et al., arXiv 1604.06174).
+    of one block in one forward pass (sublinear memory, Chen et al., arXiv 1604.06174).
     """
     size = setup.dtype.itemsize
     numbers = setup.rows * setup.tokens * shape.width
     if setup.gradient_checkpointing:
-        return numbers * (sum(each.count for each in shape.blocks) * size + max(each.saved[size] for each in shape.blocks))
+        block = max(each.saved[size] + each.backward * size for each in shape.blocks)
+        return numbers * sum(each.count for each in shape.blocks) * size + math.ceil(numbers * block / setup.passes)
     share = LORA_SHARE if setup.lora is not None and setup.trained_dtype == setup.dtype else 1
     return int(numbers * sum(each.count * each.saved[size] for each in shape.blocks) * share)
 

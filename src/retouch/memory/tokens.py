@@ -30,9 +30,10 @@ _META = torch.device("meta")
 class WriterSetup:
     """How a language model is used and trained on one rank.
 
-    ``prompt``, ``completion``: tokens per row, at most. ``update``: (tasks, completions) per forward pass with gradient;
-    ``rollout``: (tasks, completions) that are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``:
-    positions whose logits exist at the same time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
+    ``prompt``, ``completion``: tokens per row, at most. ``update``, ``trial``: (tasks, completions) per forward pass with gradient,
+    in a training step and in the trial step, whose rows are of as many tasks as possible; ``rollout``: (tasks, completions) that
+    are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``: positions whose logits exist at the same
+    time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
     activations; ``trained_dtype``: of trained weights and their gradients. ``moments``: see ``moment_bytes``. ``copies``: the dtype
     of each further copy of the trained weights on the device. ``offload_reference``: the reference is in CPU memory while it is
     not used. ``grammar_sets``: number of token sets of the grammar. ``sharding``: what is sharded over ``ranks``.
@@ -43,6 +44,7 @@ class WriterSetup:
     prompt: int
     completion: int
     update: tuple[int, int]
+    trial: tuple[int, int] = (1, 1)
     rollout: tuple[int, int]
     evaluation: int
     logits_at_once: int
@@ -107,9 +109,9 @@ def _phases(writer: Part, setup: WriterSetup, trained: int) -> tuple[MemoryRow, 
     """The memory of each phase beyond the permanent rows. Only one phase is active at a time."""
     config = _text_config(writer)
     layers, width = config["num_hidden_layers"], config["hidden_size"]
-    tasks, rows = setup.update
     shared = not setup.gradient_checkpointing
-    tokens = tasks * setup.prompt + rows * setup.completion if shared else rows * (setup.prompt + setup.completion)
+    tokens, trial = (_tokens(setup, *passed) for passed in (setup.update, setup.trial))
+    tokens = max(tokens, trial)
     kept, peak = _layer(writer, setup, tokens)
     states = tokens * width * setup.dtype.itemsize
     update = layers * kept + peak - kept if shared else layers * states + peak
@@ -126,6 +128,12 @@ def _phases(writer: Part, setup: WriterSetup, trained: int) -> tuple[MemoryRow, 
         MemoryRow("evaluation: cache and logits", _generation_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
         *([MemoryRow("reference model: weights, states and logits", reference)] if setup.offload_reference else []),
     )
+
+
+def _tokens(setup: WriterSetup, tasks: int, rows: int) -> int:
+    """Tokens of a forward pass with gradient. Without gradient checkpointing, the rows of a task share its prompt."""
+    prompts = rows if setup.gradient_checkpointing else tasks
+    return prompts * setup.prompt + rows * setup.completion
 
 
 def _generation_bytes(writer: Part, setup: WriterSetup, tasks: int, rows: int) -> int:

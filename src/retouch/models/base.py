@@ -190,6 +190,9 @@ class DiffusersModel(ImageModel):
     """(part, class) of each part that is loaded as another class than its folder names, such as a language model without head."""
     text_tokens: ClassVar[int | None] = None
     """Number of tokens to which a prompt is padded or limited; None: as many as the prompt has."""
+    pads_prompts: ClassVar[bool] = True
+    """Whether all prompts have equally many tokens. If not, a model in 16 bits computes the branches of guidance one after the
+    other (``retouch.models.common.wrappers.Guided``)."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
         from retouch.models.common.pretrained import fetch_weights
@@ -259,6 +262,11 @@ class DiffusersModel(ImageModel):
         """The assumed (height, width) in px of source images, and of the output if ``size`` is null."""
         return MEGAPIXEL
 
+    @property
+    def source_size(self) -> Size:
+        """The assumed (height, width) in px to which a source image is resized before the autoencoder encodes it."""
+        return self.planned_size
+
     def tokens(self, described: PartConfigs, *, sources: int) -> int:
         """Number of tokens of one row: its text, its output, and ``sources`` source images."""
         output = self.image_tokens(self.size or self.planned_size, described)
@@ -309,6 +317,10 @@ class DiffusersModel(ImageModel):
         """The latents that the autoencoder decodes, on the meta device."""
         side = self.latent_pixels(vae)
         return batch.empty(vae["config"]["latent_channels"], batch.size[0] // side, batch.size[1] // side)
+
+    def pixels(self, vae: Part, batch: ImageBatch) -> Tensor:
+        """The source images that the autoencoder encodes, on the meta device."""
+        return batch.empty(vae["config"].get("in_channels", 3), *batch.source)
 
     def prepare_vae(self, vae: nn.Module) -> None:
         """Change the autoencoder in the same way as the class ``adapter`` changes it."""

@@ -32,10 +32,12 @@ ONE_STREAM = {2: 50, 4: 85}
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """``count`` equal blocks. ``saved``: bytes that autograd saves for one block per token and channel, by bytes of the dtype."""
+    """``count`` equal blocks. ``saved``: bytes that autograd saves for one block per token and channel, by bytes of the dtype.
+    ``backward``: the values per token and channel that the backward pass of a recomputed block adds to them at its peak."""
 
     count: int
     saved: Mapping[int, int]
+    backward: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pydantic import Field
 from retouch.config.section import NonNegative
 from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import ImageBatch, PartConfigs
+from retouch.models.shapes import ImageBatch, PartConfigs, Size
 
 
 class FluxFamily(DiffusersModel):
@@ -37,7 +37,8 @@ class FluxFamily(DiffusersModel):
     def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
         import torch
 
-        config, tokens = described["transformer"]["config"], self.image_tokens(batch.size, described)
+        config = described["transformer"]["config"]
+        tokens = self.image_tokens(batch.size, described) + batch.sources * self.source_tokens(described)
         inputs = {
             "hidden_states": batch.empty(tokens, config["in_channels"]),
             "timestep": batch.times(),
@@ -77,6 +78,10 @@ class FluxFillModel(FluxFamily):
 
     def source_tokens(self, described: PartConfigs) -> int:
         return 0  # source and mask are channels of the output's tokens
+
+    @property
+    def source_size(self) -> Size:
+        return self.size or self.planned_size
 
 
 class FluxKontextModel(FluxFamily):

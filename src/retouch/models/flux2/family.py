@@ -52,7 +52,9 @@ class Flux2KleinModel(DiffusersModel):
 
     def shape(self, transformer: Part) -> Shape:
         shape, config = super().shape(transformer), transformer["config"]
-        blocks = Blocks(config["num_layers"], {2: 66, 4: 116}), Blocks(config["num_single_layers"], {2: 62, 4: 100})
+        # Measured by rehearsing flux2/ocr-grpo: the gradients of the fused projection's output, and of its parts.
+        single = Blocks(config["num_single_layers"], {2: 62, 4: 100}, backward=18)
+        blocks = Blocks(config["num_layers"], {2: 66, 4: 116}), single
         return Shape(blocks=blocks, width=shape.width, latents=shape.latents, text=shape.text)
 
     def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:

@@ -26,6 +26,7 @@ class QwenImageFamily(DiffusersModel):
     ip_adapter_blocks = ("double",)
     comfyui = ComfyUINames(prefix="diffusion_model.")
     configurations = (("2511", "qwen-image-edit-2511.json"), ("", "qwen-image.json"))
+    pads_prompts = False
 
     def latent_pixels(self, vae: Part) -> int:
         return int(2 ** len(vae["config"]["temperal_downsample"]))
@@ -44,6 +45,9 @@ class QwenImageFamily(DiffusersModel):
     def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
         side = self.latent_pixels(vae)
         return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // side, batch.size[1] // side)
+
+    def pixels(self, vae: Part, batch: ImageBatch) -> Tensor:
+        return batch.empty(vae["config"].get("input_channels", 3), 1, *batch.source)
 
     def prepare_vae(self, vae: nn.Module) -> None:
         from retouch.models.qwen_image.layout import use_last_temporal_tap

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from retouch.models.base import Area, DiffusersModel, TaskInputs
-from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape
+from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape, Size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,9 +35,15 @@ class QwenImage2Model(DiffusersModel):
     configurations = (("", "qwen-image-2.1.json"),)
     loaded_as = (("text_encoder", "Qwen3VLModel"),)
     text_tokens = 512
+    pads_prompts = False
 
     def options(self, source: Any) -> dict[str, Any]:
         return {} if self.source_area is None else {"source_area": self.source_area}
+
+    @property
+    def source_size(self) -> Size:
+        side = round(math.sqrt(self.source_area or 1024 * 1024) / 32) * 32
+        return side, side
 
     def source_tokens(self, described: PartConfigs) -> int:
         return (self.source_area or 1024 * 1024) // 16**2
@@ -74,3 +81,6 @@ class QwenImage2Model(DiffusersModel):
 
     def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
         return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // 16, batch.size[1] // 16)
+
+    def pixels(self, vae: Part, batch: ImageBatch) -> Tensor:
+        return batch.empty(vae["config"].get("in_channels", 4), 1, *batch.source)

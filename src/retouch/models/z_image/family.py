@@ -27,6 +27,7 @@ class ZImageModel(DiffusersModel):
     configurations = (("", "z-image.json"),)
     comfyui = ComfyUINames(prefix="diffusion_model.")
     text_tokens = 512
+    pads_prompts = False
 
     def shape(self, transformer: Part) -> Shape:
         config = transformer["config"]
