@@ -1,7 +1,9 @@
 """Image tokens from a real vLLM server with the grammar plug-in, with chunked prefill and preempted requests."""
 
+import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +15,18 @@ import tiny_writers
 import tiny_writing
 import vllm_server
 from retouch.doctor.checks import check_engines
-from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.load import load_emu3, save_for_vllm
 from retouch.models.emu3.model import DRAW
 from retouch.models.language import PretrainedLanguageModel
+from retouch.models.playground.language import PlaygroundEmu3
 from retouch.policies.engines.wire import PLUGIN
 from retouch.pretraining.networks.emu3 import LONGEST
-from retouch.recipe.recipe import parse
+from retouch.recipe.recipe import load, parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
+RECIPE = Path(__file__).parents[2] / "recipes" / "emu3" / "sft_s__rl_s-playground.jsonnet"
 TOKENS = 10_000
 log = logging.getLogger(__name__)
 BLOCKS = ("--max-num-seqs", "64", "--block-size", "32", "--num-gpu-blocks-override", "80")
@@ -86,3 +90,34 @@ def test_a_recipe_with_image_tokens_runs_on_the_server(server, folder, tmp_path)
     for line in RunFolder(recipe.folder).read_metrics():
         assert 0 < line["engine/mismatch_max"] < 1e-3
         assert line["completion/cut_off_fraction"] == 0
+
+
+def test_the_recipe_of_all_weights_and_image_tokens_runs_on_the_server(tmp_path, monkeypatch):
+    """EARL's twin with its own model, weights and objective, in a few small steps."""
+    editor = PlaygroundEmu3(start="s").build(device=torch.device("cpu"), gradient_checkpointing=False)
+    save_for_vllm(editor, tmp_path / "served")
+    flags = ("--max-num-batched-tokens", "96", "--logits-processors", PLUGIN)
+    with vllm_server.running(tmp_path / "served", tmp_path / "server", *flags, runner=2, dev_mode=True) as server:
+        section = {"kind": "vllm", "url": server.url, "patience": 60.0, "timeout": 600.0, "max_mismatch": 1e-3}
+        changes = {
+            "out": str(tmp_path / "runs"),
+            "device": "cpu",
+            "steps": 3,
+            "tasks_per_step": 2,
+            "group_size": 4,
+            "microbatch": 8,
+            "rollout.engine": section,
+            "rollout.temperature": 1.5,  # so that the samples of a task differ, and the weights change
+            "eval.tasks": 3,
+            "samples.tasks": 3,
+        }
+        recipe = load(RECIPE, [f"{name}={json.dumps(value)}" for name, value in changes.items()])
+        assert recipe.policy.train.kind == "full"
+        loads = served_models.record_reloads(monkeypatch)
+        assert run(recipe, fresh=False) == 0
+        assert not [finding.text for finding in check_engines(recipe) if finding.status == "FAILED"]
+    metrics = RunFolder(recipe.folder).read_metrics()
+    assert len(metrics) == 3
+    assert len(set(loads)) > 1
+    assert all(0 < line["engine/mismatch_max"] < 1e-3 for line in metrics)
+    assert all(line["completion/cut_off_fraction"] == line["reward/fault_fraction"] == 0 for line in metrics)

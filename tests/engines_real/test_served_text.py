@@ -1,4 +1,4 @@
-"""All weights of a text writer in a real vLLM server with development endpoints, and what a server without LoRA answers."""
+"""All weights of a text writer in a real vLLM server with development endpoints, a whole run, and a server without LoRA."""
 
 import json
 
@@ -9,13 +9,19 @@ from transformers import Qwen2ForCausalLM
 import like_vllm
 import served_models
 import tiny_policies
+import tiny_writer_runs
 import tiny_writers
 import tiny_writing
 import vllm_server
+from retouch.doctor.checks import check_engines
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.engines import full_weights
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.server import query_sampling, query_server
 from retouch.policies.engines.sleep_mode import frees_memory, is_asleep
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
 from vllm_double import Double
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDS_VLLM]
@@ -119,3 +125,42 @@ def test_server_properties_are_read_and_a_server_without_lora_is_rejected(server
         assert json.loads(client.get("/weight_info"))["weight_version"]
     with pytest.raises(EngineFault, match=r"LoRA is not enabled.*--enable-lora"):
         policy.rollout(batch())
+
+
+def recipe(folder, tmp_path, server):
+    """A recipe that trains all weights of a prompt writer for a tiny SD3."""
+    (tmp_path / "prompts.txt").write_text("\n".join(f"a red cat number {k}" for k in range(8)))
+    changes = {
+        "policy__model": {"kind": "qwen", "path": str(folder), "dtype": "float32", "system": "Write a prompt."},
+        "policy__train": {"kind": "full"},
+        "renderer": {
+            **{"kind": "prompt", "model": {"kind": "import", "class": "tiny_writer_runs:TinySD3"}, "num_steps": 2},
+            "cut_off": "draw",
+        },
+        "rollout__engine": {"kind": "vllm", "url": server.url, "patience": 600.0, "timeout": 600.0, "max_mismatch": 1e-3},
+        "data": {"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "held_out": 2},
+        "reward": {"kind": "share", "combine": {"share": 1}, "max_missing": 0.9},
+        "eval": {"tasks": 2},
+    }
+    return parse(tiny_writer_runs.recipe(tmp_path, folder, **changes, steps=4))
+
+
+def test_a_recipe_with_full_weights_continues_after_the_server_is_restarted(server, folder, tmp_path, monkeypatch):
+    loads, starts = served_models.record_reloads(monkeypatch), server.starts
+    made = recipe(folder, tmp_path, server)
+    with vllm_server.restarted_after_first_step(server, made.folder / "metrics.jsonl"):
+        assert run(made, fresh=False) == 0
+    metrics = RunFolder(made.folder).read_metrics()
+    assert len(metrics) == 4
+    assert all(0 < line["engine/mismatch_max"] < 1e-3 and line["policy/grad_norm"] > 0 for line in metrics)
+    assert len(set(loads)) == 4  # the weights of each step
+    assert server.starts == starts + 1
+    assert not [finding.text for finding in check_engines(made) if finding.status == "FAILED"]
+
+
+def test_a_run_whose_server_keeps_the_first_weights_stops(server, folder, tmp_path, monkeypatch):
+    """Its responses have the right version, so only the log-probabilities show it."""
+    monkeypatch.setattr(full_weights, "RPC", "/reset_prefix_cache")
+    with pytest.raises(EngineFault, match="off from the policy's own"):
+        run(recipe(folder, tmp_path, server), fresh=False)
+    assert len(RunFolder(tmp_path / "written").read_metrics()) < 4

@@ -1,7 +1,6 @@
 """A vision-language writer in a real vLLM server: distribution, adapters, seeds, limits, a whole run, a kill and a restart."""
 
 import json
-import threading
 import time
 
 import pytest
@@ -132,23 +131,10 @@ def test_requests_that_the_server_rejects_raise_with_its_message(server, folder,
 def test_a_run_continues_after_the_server_is_killed_and_restarted(server, folder, tmp_path):
     section = {"kind": "vllm", "url": server.url, "patience": 600.0, "timeout": 600.0, "max_mismatch": 1e-3}
     recipe = parse(tiny_writer_runs.recipe(tmp_path, folder, rollout__engine=section, steps=4, learning_rate=0.05))
-    assert not [finding for finding in check_engines(recipe) if finding.status == "FAILED"]
-    restarting = threading.Thread(target=_restart_after, args=(server, tmp_path / "written" / "metrics.jsonl"))
-    restarting.start()
-    try:
+    with vllm_server.restarted_after_first_step(server, tmp_path / "written" / "metrics.jsonl"):
         assert run(recipe, fresh=False) == 0
-    finally:
-        restarting.join()
     metrics = RunFolder(recipe.folder).read_metrics()
     assert len(metrics) == 4
     assert all(0 < line["engine/mismatch_max"] < 1e-3 and line["policy/ratio_max_first"] <= 1e-5 for line in metrics)
     assert server.starts == 2
-
-
-def _restart_after(server, metrics):
-    """Kill the server after the run's first step, and start it again."""
-    ends = time.monotonic() + 600
-    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < ends:
-        time.sleep(0.1)
-    server.kill()
-    server.start()
+    assert not [finding for finding in check_engines(recipe) if finding.status == "FAILED"]

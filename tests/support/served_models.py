@@ -4,6 +4,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -19,6 +20,8 @@ from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.engines.base import EngineContext
+from retouch.policies.engines.client import Client
+from retouch.policies.engines.full_weights import FullWeightPublisher
 from retouch.policies.engines.vllm import VllmEngine
 from retouch.pretraining.networks import qwen_parts
 
@@ -75,6 +78,19 @@ def policy(model: Any, url: str, folder: Path, *, sampling: dict[str, Any] | Non
     context = EngineContext(weights=made.copies.parameters, save=save, folder=folder, full_weights=full)
     made.engine = section.build(model, context)
     return made
+
+
+def record_reloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that receives the name of all weights whenever a run loads them into a server."""
+    names: list[str] = []
+    load = FullWeightPublisher.load
+
+    def recorded(self: FullWeightPublisher, client: Client, name: str) -> None:
+        load(self, client, name)
+        names.append(name)
+
+    monkeypatch.setattr(FullWeightPublisher, "load", recorded)
+    return names
 
 
 def tasks(count: int = 3, *, images: bool = True) -> Any:

@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -125,6 +126,25 @@ def running(model: Path, folder: Path, *flags: str, runner: int = 1, **endpoints
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def restarted_after_first_step(server: Server, metrics: Path) -> Iterator[None]:
+    """Kill the server when the run that the block executes has written its first metrics, and start the server again."""
+
+    def restart() -> None:
+        ends = time.monotonic() + 600
+        while not (metrics.exists() and metrics.read_text()) and time.monotonic() < ends:
+            time.sleep(0.1)
+        server.kill()
+        server.start()
+
+    restarting = threading.Thread(target=restart)
+    restarting.start()
+    try:
+        yield
+    finally:
+        restarting.join()
 
 
 def _free_port() -> int:
