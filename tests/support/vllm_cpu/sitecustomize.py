@@ -1,4 +1,5 @@
 """Makes vLLM start on a machine without a GPU. Python imports this file first, because ``vllm_server`` puts its folder on the path.
+``make engines-sglang`` uses it too, only for torchvision.
 
 vLLM's HTTP interface and its sampling distribution are not changed:
 
