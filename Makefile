@@ -33,6 +33,7 @@ test-all: lint .venv-all/.installed
 	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not engines"
 	$(MAKE) trackers
 	$(MAKE) engines
+	$(MAKE) test-floors
 	$(MAKE) mutants
 
 # An environment with the extras that `make test` does not install (DeepSpeed, Optuna, Ray Serve, the documentation site), so that
@@ -87,13 +88,15 @@ SGLANG_IMPORTS := addict aiohttp apache-tvm-ffi==0.1.11 cache-dit==1.5.1 cloudpi
 	.venv-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 torchvision==0.28.0 triton==3.9.0
 	touch $@
 
-# Tests with the oldest supported versions of the dependencies, in an environment of their own.
+# Tests with the oldest supported versions of the dependencies, in an environment of their own; then the dry runs of `make gpu`, which
+# must also work there.
 test-floors:
 	test -d .venv-floors || $(PYTHON) -m venv .venv-floors
 	.venv-floors/bin/pip install --quiet --upgrade pip
 	.venv-floors/bin/pip install --quiet --requirement tests/floors.txt
 	.venv-floors/bin/pip install --quiet --no-deps --editable .
 	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 .venv-floors/bin/pytest tests/benchmarks/test_gpu_checks.py -m slow
 
 bench: install
 	$(BIN)/python benchmarks/speed/run.py
