@@ -129,12 +129,15 @@ QUIET = {
 """Settings that minimise what a run does besides training."""
 
 
-def noisy(world: World, judge: str, **arguments: Any) -> World:
+def noisy(world: World, judge: str, *, max_missing: float | None = None, **arguments: Any) -> World:
     """The same world with a judge that errs and abstains; held-out tasks are scored exactly.
 
-    ``judge``: the name of a class in `noisy_judges`. ``arguments``: values of its fields.
+    ``judge``: the name of a class in `noisy_judges`. ``max_missing``: the share of a step's samples that may have no score; None
+    is the default of recipes. ``arguments``: values of the fields of the judge.
     """
     reward = {"kind": "import", "class": f"noisy_judges:{judge}", "args": arguments, "combine": {"judged": 1}}
+    if max_missing is not None:
+        reward["max_missing"] = max_missing
     return replace(
         world,
         name=world.name.replace("exact", "noisy"),
@@ -189,14 +192,18 @@ IMAGE_TOKENS = replace(
     title="An editor that writes image tokens",
     recipe="recipes/playground/image-tokens-unfinished.jsonnet",
 )
+SAME_COMPLETIONS = 0.5
+"""Share of samples without a score that stops a run of a token policy. It often writes the same completion for all samples of a
+task. Their images are equal, so the judge abstains from all of them or from none: with the default of 0.2, two tasks of eight end a
+run."""
 WORLDS = (
     EDITOR,
     noisy(EDITOR, "NoisyEdits"),
     WORDS,
     noisy(WORDS, "NoisySigns", where="box", line_width=160),
     WRITER,
-    noisy(WRITER, "NoisyEdits"),
+    noisy(WRITER, "NoisyEdits", max_missing=SAME_COMPLETIONS),
     IMAGE_TOKENS,
-    noisy(IMAGE_TOKENS, "NoisyEdits"),
+    noisy(IMAGE_TOKENS, "NoisyEdits", max_missing=SAME_COMPLETIONS),
     EDITOR_LARGE,
 )

@@ -169,6 +169,11 @@ def launcher(words: list[str]) -> bool:
     return any(word.endswith(".py") for word in words) or "retouch.cli" in words
 
 
+def job_file(words: list[str]) -> bool:
+    """The job file exists. Not run: `tests/examples/test_cluster_files.py` runs it with test doubles."""
+    return any((ROOT / word).is_file() for word in words)
+
+
 def elsewhere(words: list[str]) -> bool:
     """A command of a program that is not installed here, or a setting of the user's shell."""
     return True
@@ -179,7 +184,8 @@ PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
     "pip": pip,
     "python": python,
     **dict.fromkeys(("accelerate", "torchrun"), launcher),
-    **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda"), elsewhere),
+    **dict.fromkeys(("sbatch", "examples/cluster/ray_job.sh"), job_file),
+    **dict.fromkeys(("vllm", "sglang", "export", "hf", "uv", "conda", "kubectl", "sky"), elsewhere),
 }
 
 

@@ -476,7 +476,7 @@ def test_a_reload_takes_the_new_code_of_functions_and_of_rewards_inside_a_reward
         (["share:red", "share:blue"], "two rewards have the name share"),
         (['{"kind": "photos"'], "not JSON"),
         (['{"kind": "photos", "coluor": [1, 2, 3]}'], "coluor|colour"),
-        (["a b=share:red"], "cannot be a reward's name|does not match"),
+        (["a b=share:red"], "'a b' cannot be a reward's name"),
         (["nothing.jsonnet"], "no such file"),
     ],
 )

@@ -20,7 +20,7 @@ from retouch.rewards.base import compares_groups
 from retouch.rewards.wire.schema import LARGEST, NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
 
-_NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
+_NAMED = re.compile(r"^([^:=/\\{]+)=(.+)$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
