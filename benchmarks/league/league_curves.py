@@ -55,7 +55,7 @@ def draw(
         else:
             parts += _bar(lower[0], upper[0], left=BAR_DISTANCE * number, colour=styles[name][0])
     if intervals:
-        parts.append(_text(WIDTH - RIGHT, 22, "thick lines: band or bar is the 95 % interval", anchor="end", fill=SOFT))
+        parts.append(_text(WIDTH - RIGHT, HEIGHT - 5, "thick lines: band or bar is the 95 % interval", anchor="end", fill=SOFT))
     for name, points in lines.items():
         colour, dash = styles[name]
         path = _path([place(*point) for point in points])
