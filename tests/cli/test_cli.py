@@ -88,6 +88,42 @@ def test_an_internal_exception_is_raised_and_not_reported_as_a_user_error(monkey
         cli.main(["doctor", "recipes/quickstart.jsonnet"])
 
 
+FAILING_DATA = """
+from retouch.data.base import ImageData
+
+
+class Lines(ImageData):
+    def rows(self, *, seed):
+        return Rows()
+
+
+class Rows:
+    problems = ()
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"a": 1}["b"]
+"""
+
+
+def test_an_error_in_imported_code_prints_its_file_and_line_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "failing_data.py").write_text(FAILING_DATA)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = 'data={"kind": "import", "class": "failing_data:Lines"}'
+    command = ["train", "photos", "--set", f"out={tmp_path / 'runs'}", "--set", own, "--allow-import", "failing_data"]
+    assert cli.main(command) == 2
+    printed = capsys.readouterr().err
+    assert "retouch train: failing_data raised KeyError: 'b'" in printed
+    assert f"{tmp_path / 'failing_data.py'}:17, in __getitem__" in printed
+    assert "Traceback" not in printed
+    with pytest.raises(KeyError):
+        cli.main([*command, "--debug"])
+
+
 def test_launch_passes_the_recipe_or_command_to_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from retouch.distributed import launching
 

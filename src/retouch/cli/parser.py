@@ -80,31 +80,33 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         with consent.allowing(vars(arguments).get("allow_import", ()), ask=True):
             code: int = arguments.run(arguments)
-    except ValueError as error:
-        if arguments.debug or not _is_user_error(error):
-            raise
-        print(f"retouch {arguments.command}: {error}", file=sys.stderr)
-        return _USER_ERROR
-    except OSError as error:
-        if arguments.debug or error.filename is None:
-            raise
-        print(f"retouch {arguments.command}: {_explained(error)}", file=sys.stderr)
-        return _USER_ERROR
-    except RuntimeError as error:
-        ranks = sys.modules.get("retouch.distributed.ranks")
-        if arguments.debug or ranks is None or not ranks.lost_contact(error):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        print(
-            f"retouch {arguments.command}: another rank ended or did not answer ({reason}). "
-            "Start the run again; it continues from its last checkpoint",
-            file=sys.stderr,
-        )
-        return _LOST_RANK
     except KeyboardInterrupt:
         print(f"retouch {arguments.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except Exception as error:
+        message = None if arguments.debug else _message(error)
+        if message is None:
+            raise
+        text, code = message
+        print(f"retouch {arguments.command}: {text}", file=sys.stderr)
     return code
+
+
+def _message(error: Exception) -> tuple[str, int] | None:
+    """The text for the user about an error, and the exit code; None for an error that needs a traceback."""
+    from retouch.config.imports import imported_code_error
+
+    ranks = sys.modules.get("retouch.distributed.ranks")
+    if isinstance(error, ValueError) and _is_user_error(error):
+        return str(error), _USER_ERROR
+    if isinstance(error, OSError) and error.filename is not None:
+        return _explained(error), _USER_ERROR
+    if isinstance(error, RuntimeError) and ranks is not None and ranks.lost_contact(error):
+        reason = str(error).strip().splitlines()[0]
+        advice = "Start the run again; it continues from its last checkpoint"
+        return f"another rank ended or did not answer ({reason}). {advice}", _LOST_RANK
+    wrong = imported_code_error(error)
+    return None if wrong is None else (f"{wrong}\n  add --debug to see the traceback", _USER_ERROR)
 
 
 def shorten_spinning(environ: MutableMapping[str, str]) -> None:

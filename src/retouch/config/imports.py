@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PASSED_ON = ("retouch", "torch")
 """Packages whose own exception classes are never the fault of the code that calls them: stopped runs, full devices."""
+_imported: set[str] = set()
+"""Top-level packages from which classes were imported, without this package."""
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -71,6 +73,16 @@ def user_code_error(error: BaseException, what: str) -> ValueError | None:
     return ValueError(f"{what} raised {type(error).__name__}: {error}\n  {place}")
 
 
+def imported_code_error(error: BaseException) -> ValueError | None:
+    """The message for the user about an error that an imported class, or a library that it called, raised; None if this package or
+    a library that it called raised the error."""
+    names = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    known = [name for name in names if name.partition(".")[0] in {"retouch", *_imported}]
+    if not known or known[-1].partition(".")[0] == "retouch":
+        return None
+    return user_code_error(error, known[-1])
+
+
 def import_class(path: str) -> type:
     """Import the class of that name. Raises ValueError if there is no such module, if it has no such class (with the nearest name),
     or if the module fails, with the file and line.
@@ -91,6 +103,8 @@ def import_class(path: str) -> type:
         if wrong is None:
             raise
         raise wrong from error
+    if top != "retouch":
+        _imported.add(top)
     found = vars(module).get(name)
     if not isinstance(found, type):
         raise _absent(path, module, {"class": type})

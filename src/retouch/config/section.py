@@ -1,7 +1,7 @@
 """The base class of every part of a recipe: a frozen, typed record that accepts no unknown keys."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic._internal._model_construction import ModelMetaclass  # the metaclass of BaseModel has no public name
@@ -13,14 +13,28 @@ UNTAGGED = "(no kind)"
 
 
 class SectionType(ModelMetaclass):
-    """Makes a section that is created in Python raise ValueError with a recipe's messages: "Lora: rank: should be ..., not 0"."""
+    """Makes a section that is created in Python raise ValueError with a recipe's messages ("Lora: rank: should be ..., not 0"), and
+    accept a list wherever a recipe has a list."""
 
     def __call__(cls, *values: Any, **keys: Any) -> Any:
+        fields = cls.model_fields  # type: ignore[attr-defined]
+        lists = {key for key in keys if key in fields and _has_tuple(fields[key].annotation)}
+        given = {key: _as_tuple(value) if key in lists else value for key, value in keys.items()}
         try:
-            return super().__call__(*values, **keys)
+            return super().__call__(*values, **given)
         except ValidationError as error:
             lines = [_mistake(cls, dict(one)) for one in error.errors(include_url=False)]
         raise ValueError("\n".join(f"{cls.__name__}: {line}" for line in lines))
+
+
+def _has_tuple(annotation: Any) -> bool:
+    """Whether values of this type may be tuples. The values of a dict do not count."""
+    origin = get_origin(annotation)
+    return origin is tuple or (origin is not dict and any(_has_tuple(part) for part in get_args(annotation)))
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(_as_tuple(part) for part in value) if isinstance(value, list) else value
 
 
 def _mistake(section: Any, error: Mapping[str, Any]) -> str:

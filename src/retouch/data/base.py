@@ -171,8 +171,8 @@ class DataSource(Section):
         return None
 
     def paths(self, *keys: str) -> list[str]:
-        """The paths in the given ``keys``, by default in all ``path_keys``."""
-        values = [getattr(self, key) for key in keys or self.path_keys]
+        """The paths in the given ``keys``, by default in all ``path_keys``. A key that this class does not have is left out."""
+        values = [getattr(self, key) for key in keys or self.path_keys if key in type(self).model_fields]
         return [path for value in values for path in ((value,) if isinstance(value, str) else value)]
 
     def refuse_test_sets(self, *, trains: bool = True) -> tuple[str, ...]:
@@ -214,6 +214,8 @@ class StoredData(DataSource):
         return "refuse"
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
+        if self.path_keys[0] not in type(self).model_fields:
+            return super().keys_for_all(path)
         # A revision is a commit of one data set, so other data have none.
         pinned: dict[str, Json] = {"revision": None} if "revision" in type(self).model_fields and path not in self.paths() else {}
         return {self.path_keys[0]: path, "held_out": "all", "limit": None, **pinned}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section, Share
 
@@ -120,11 +120,6 @@ class Lora(TrainSection):
 
     def trained_dtype(self, dtype: str) -> str:
         return dtype if dtype == "bfloat16" and self.weights == "base" else "float32"
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _list_from_python(cls, targets: object) -> object:
-        return tuple(targets) if isinstance(targets, list) else targets
 
     @property
     def lora(self) -> Lora:
