@@ -27,7 +27,9 @@ ROWS = 256
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("starts", nargs="+", metavar="START", help="s, sc, sc-unfinished, or a folder of other weights")
+    parser.add_argument(
+        "starts", nargs="+", metavar="START", help="s, s-distractors, sc, sc-unfinished, or a folder of other weights"
+    )
     parser.add_argument("--tasks", type=int, default=150)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

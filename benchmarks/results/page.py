@@ -111,9 +111,13 @@ SECTIONS = (
         "edit; C: complex instructions with two or three. SFT (S) is a base model trained on single edits only, SFT (S+C) one with "
         "a quarter of complex edits; the score of each before RL is in the column `before` of its row. SFT (unfinished) continues "
         "from SFT (S+C) with complex demonstrations of which nine in ten lack an edit, as model-made demonstrations often do. It "
-        "has learned to omit an edit, and RL, whose judge sees what is missing, can teach it to make all of them. The ceiling is "
-        "the exact target, encoded and decoded as codes.",
+        "has learned to omit an edit, and RL, whose judge sees what is missing, can teach it to make all of them. SFT (S, "
+        "distractors) continues from SFT (S) with single edits only; half of its instructions also request edits of things that are "
+        "not in the image, which the demonstration ignores. It has seen long instructions, and never two edits at once. The ceiling "
+        "is the exact target, encoded and decoded as codes.",
         (
+            Entry("SFT (S, distractors), RL (S+C)", "recipes/playground/image-tokens-distractors.jsonnet"),
+            Entry("SFT (S, distractors), continued", "recipes/playground/image-tokens-distractors-supervised.jsonnet", (0,)),
             Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
             Entry("SFT (unfinished), continued", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),

@@ -214,7 +214,7 @@ class StoredData(DataSource):
         return "refuse"
 
     def keys_for_all(self, path: str) -> dict[str, Json]:
-        if self.path_keys[0] not in type(self).model_fields:
+        if not self.paths(*self.path_keys[:1]):
             return super().keys_for_all(path)
         # A revision is a commit of one data set, so other data have none.
         pinned: dict[str, Json] = {"revision": None} if "revision" in type(self).model_fields and path not in self.paths() else {}

@@ -23,7 +23,6 @@ from retouch.rewards.playground.edit_judge import PlaygroundReward
 from retouch.training.evaluation import score_table
 
 COMMAND = "retouch playground build --emu3"
-FURTHER = "sc-unfinished"
 HELD_OUT = 330
 CODES = CodesTraining(steps=1500, free_steps=700)
 STARTS = {
@@ -31,8 +30,13 @@ STARTS = {
     "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
 }
 """Two base editors: "s" is trained on single edits, "sc" also on some instructions with two or three edits."""
-UNFINISHED = replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)
-"""The third base editor continues from "sc", with demonstrations of complex edits most of which lack one of the edits."""
+FURTHER = {
+    "s-distractors": ("s", replace(STARTS["s"], rounds=(2200, 2200), before=2, learning_rate=1.5e-3, impossible=0.5)),
+    "sc-unfinished": ("sc", replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)),
+}
+"""Base editors that continue from another one: its name, and the settings. "s-distractors" is trained on single edits, and half of
+its instructions also request edits of things that are not in the image, which the targets ignore. "sc-unfinished" is trained on
+complex edits, and most of their targets lack one of the edits."""
 
 
 def build_emu3(
@@ -41,7 +45,7 @@ def build_emu3(
     seed: int,
     codes: CodesTraining = CODES,
     starts: Mapping[str, Emu3Training] = STARTS,
-    further: Emu3Training = UNFINISHED,
+    further: Mapping[str, tuple[str, Emu3Training]] = FURTHER,
 ) -> dict[str, float]:
     """Train the autoencoder and the editors and write them to ``out`` (None: into the package). Returns held-out means.
 
@@ -60,16 +64,16 @@ def build_emu3(
             halved(language_model(whole)).save_pretrained(folder / name)
             editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
             scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
-        scores |= build_further(folder, replace(further, seed=seed))
+        for name, (start, settings) in further.items():
+            scores |= build_further(folder, name, start, replace(settings, seed=seed))
     record.finish(scores, folder)
     return scores
 
 
-def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
-    """Continue to train the base editor ``sc`` in ``folder``, and write the result there as the third one. Returns held-out
-    means."""
+def build_further(folder: Path, name: str, start: str, settings: Emu3Training) -> dict[str, float]:
+    """Continue to train the base editor ``start`` in ``folder``, and write the result there as ``name``. Returns held-out means."""
     section = Emu3Model(
-        path=str(folder / "sc"),
+        path=str(folder / start),
         tokenizer=str(folder / "tokenizer"),
         autoencoder=str(folder / "autoencoder"),
         size=(SIZE, SIZE),
@@ -77,9 +81,9 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
     )
     editor = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
     assert isinstance(editor, Emu3Editor)
-    train_rounds(editor, settings, _named(FURTHER))
-    halved(editor.module).save_pretrained(folder / FURTHER)
-    return {f"{FURTHER}, {what}": value for what, value in measure(editor).items()}
+    train_rounds(editor, settings, _named(name))
+    halved(editor.module).save_pretrained(folder / name)
+    return {f"{name}, {what}": value for what, value in measure(editor).items()}
 
 
 def measure(editor: Emu3Editor) -> dict[str, float]:

@@ -104,9 +104,10 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
     """The built-in tiny Emu3, which edits the playground's images."""
 
     kind: Literal["playground-emu3"] = "playground-emu3"
-    start: Literal["s", "sc", "sc-unfinished"] = "sc"
-    """The packaged weights: ``s`` was trained on single edits, ``sc`` also on some instructions with two or three edits;
-    ``sc-unfinished`` was trained further, on demonstrations of several edits, most of which lack one edit."""
+    start: Literal["s", "s-distractors", "sc", "sc-unfinished"] = "sc"
+    """The packaged weights: ``s`` was trained on single edits, ``sc`` also on some instructions with two or three edits.
+    ``s-distractors`` continues from ``s``, on single edits whose instructions also request edits of things that are not in the
+    image. ``sc-unfinished`` continues from ``sc``, on demonstrations of several edits, most of which lack one edit."""
 
     built_by = ("Emu3", "retouch playground build --emu3")
 

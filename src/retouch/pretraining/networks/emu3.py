@@ -28,8 +28,9 @@ _WIDTH = 96
 class Emu3Training:
     """``complexity``: the weight of each number of edits in an instruction. ``rounds``: the steps of each round, which has its own
     tasks and its own optimizer. ``learning_rate``: the peak of each round, which is reached after ``warmup`` steps; the learning
-    rate then falls to 0 along a cosine. ``unfinished``: the share of the tasks with several edits whose target lacks one of the
-    edits. ``before``: the number of earlier rounds."""
+    rate then falls to 0 along a cosine. ``impossible``: the share of the tasks whose instruction also requests edits of things that
+    are not in the image, which the target ignores. ``unfinished``: the share of the tasks with several edits whose target lacks one
+    of the edits. ``before``: the number of earlier rounds."""
 
     complexity: Mapping[int, float]
     rounds: tuple[int, ...]
@@ -38,6 +39,7 @@ class Emu3Training:
     learning_rate: float = 2e-3
     warmup: int = 100
     filler: float = 0.25
+    impossible: float = 0.0
     unfinished: float = 0.0
     before: int = 0
 
@@ -98,6 +100,7 @@ def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str]
             count=settings.batch * steps,
             complexity=dict(settings.complexity),
             filler=settings.filler,
+            impossible=settings.impossible,
             unfinished=settings.unfinished,
         )
         train_on_completions(
