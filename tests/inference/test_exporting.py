@@ -1,6 +1,7 @@
 """Exported weights, loaded by the libraries they are for, compute what the run computes."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,18 @@ def test_peft_and_diffusers_load_an_adapter(tmp_path: Path, which: Any) -> None:
     pipeline = QwenImageEditPipeline(transformer=base(), **others)
     pipeline.load_lora_weights(tmp_path / "out")
     assert torch.equal(qwen_output(pipeline.transformer), wanted)
+
+
+@pytest.mark.parametrize("settings", [{}, FULL])
+def test_other_users_may_read_exported_weights_if_the_umask_allows_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = trained(tmp_path, **settings)
+    before = os.umask(0o027)
+    try:
+        written = export_target(str(folder), to=tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert any(path.suffix == ".safetensors" for path in written)
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == {path.name: "0o640" for path in written}
 
 
 def test_diffusers_loads_full_weights(tmp_path: Path) -> None:

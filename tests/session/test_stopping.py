@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.rewards import judging
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
+from retouch.session.interruptions import StopRequest, catch_stop_signals
 from retouch.training import checkpoint
 from retouch.types import Column, Sample, Scores
 from warm_python import python
@@ -140,6 +142,37 @@ def test_signal_ends_two_ranks_whose_rewards_hang_and_keeps_the_last_complete_st
 # The worker thread, which can be abandoned
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_first_signal_is_answered_at_once_and_the_second_stops_the_process(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    request = StopRequest(threading.Event())
+    seen: list[int] = []
+    before = signal.signal(number, lambda each, _: seen.append(each))
+    try:
+        with catch_stop_signals(request, answer=True):
+            os.kill(os.getpid(), number)
+            first = capfd.readouterr().err
+            assert request.signal == number
+            assert request.pending
+            assert not seen
+            os.kill(os.getpid(), number)
+            assert seen == [number]
+    finally:
+        signal.signal(number, before)
+    assert f"{number.name}: stopping after this step" in first
+    assert "a second signal stops at once" in first
+    assert capfd.readouterr().err == ""
+
+
+def test_ranks_other_than_the_first_do_not_answer_a_signal(capfd: pytest.CaptureFixture[str]) -> None:
+    request = StopRequest(threading.Event())
+    with catch_stop_signals(request, answer=False):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert request.signal == signal.SIGTERM
+    assert capfd.readouterr().err == ""
+
+
 def test_worker_thread_runs_calls_in_order_and_returns_results_and_errors() -> None:
     thread = WorkerThread("test")
     seen: list[int] = []
@@ -158,6 +191,7 @@ def test_closing_a_worker_thread_cancels_pending_calls_and_abandons_a_hung_call(
     code = """
 import time
 from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
+from retouch.session.interruptions import StopRequest, catch_stop_signals
 thread = WorkerThread("hangs")
 first, second = thread.submit(time.sleep, 600), thread.submit(print, "never")
 while not first.running(): time.sleep(0.01)

@@ -8,6 +8,7 @@ with its settings. Full weights are written to a folder ``transformer``, those o
 ``README.md`` is the model card.
 """
 
+import stat
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -68,6 +69,10 @@ def write_export(
     about = {"recipe": (recipe or parts.recipe).document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
     write_card(parts, to, run or RunFolder(parts.recipe.folder), step=step)
+    # safetensors creates its files for their owner only, whatever the umask; `export.json` has the mode that the umask allows.
+    mode = stat.S_IMODE((to / "export.json").stat().st_mode)
+    for path in to.rglob("*.safetensors"):
+        path.chmod(mode)
     return sorted(path for path in to.rglob("*") if path.is_file())
 
 

@@ -1,15 +1,18 @@
 """Interruptions of a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which stop it at the end of a step, and a device out of memory."""
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 import torch
 
 from retouch.recipe.recipe import Recipe
+
+_ANSWER = "stopping after this step; a second signal stops at once, and the run then continues from its last checkpoint"
 
 
 @dataclass
@@ -38,8 +41,11 @@ class StopRequest:
 
 
 @contextmanager
-def catch_stop_signals(request: StopRequest) -> Iterator[None]:
-    """Treat the first SIGINT, SIGTERM or SIGHUP inside the block as a request to stop. An ignored SIGHUP (nohup) stays ignored."""
+def catch_stop_signals(request: StopRequest, *, answer: bool) -> Iterator[None]:
+    """Treat the first SIGINT, SIGTERM or SIGHUP inside the block as a request to stop. An ignored SIGHUP (nohup) stays ignored.
+
+    ``answer``: print a line to stderr when the signal arrives, because a step may take minutes.
+    """
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -49,6 +55,10 @@ def catch_stop_signals(request: StopRequest) -> Iterator[None]:
         request.stop()
         for each in numbers:
             signal.signal(each, before[each])
+        if answer:
+            # Not through a stream or a logger: the signal may have interrupted a write to it.
+            with suppress(OSError):
+                os.write(2, f"{signal.Signals(number).name}: {_ANSWER}\n".encode())
 
     before = {each: signal.signal(each, note) for each in numbers}
     try:

@@ -85,7 +85,7 @@ def open_session(
                 parts = assemble(recipe, ranks, ledger=ledger)
             _log_plan(recipe, parts)
             request = StopRequest(ranks.stop)
-            catching = catch_stop_signals(request) if own_process else nullcontext()
+            catching = catch_stop_signals(request, answer=ranks.is_main) if own_process else nullcontext()
             with catching, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
                 watcher = None
                 if measures is not None:
