@@ -6,7 +6,7 @@ local emu3 = import '../lib/emu3_playground.libsonnet';
 local playground = import '../lib/playground.libsonnet';
 
 emu3.supervised('image-tokens-distractors-supervised', 's-distractors', 's') {
-  steps: 300,
+  steps: 600,
   learning_rate: 1e-4,
   data: playground.tasks({ '1': 1 }, filler=0.25, impossible=0.5),
 }

@@ -4,11 +4,15 @@
 //
 //   retouch train recipes/playground/image-tokens-distractors.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';
+local playground = import '../lib/playground.libsonnet';
 
 emu3.rl('image-tokens-distractors', 's-distractors', 'sc') {
-  steps: 100,
+  steps: 200,
   tasks_per_step: 12,
   group_size: 16,
+  learning_rate: 3e-4,
+  data: playground.tasks({ '1': 0.5, '2': 1, '3': 1.5 }, filler=0.25),
   advantage: { kind: 'group', scale: 'none', clip: null },
+  objective+: { kl+: { weight: 0.005 } },
   reward+: { combine: 'gmean(IF, IP, IP, PQ)' },
 }

@@ -79,7 +79,8 @@ def test_the_packaged_weights_score_well_on_single_edits_and_contain_no_local_pa
 def test_distractors_are_requests_that_the_target_ignores():
     """A demonstration of the base editor `s-distractors` has one edit, and most instructions have more clauses than that."""
     start, settings = build_module.FURTHER["s-distractors"]
-    assert start == "s" and set(settings.complexity) == {1}
+    assert start == "s"
+    assert set(settings.complexity) == {1}
     data = PlaygroundData(seed=0, count=40, complexity={1: 1.0}, filler=settings.filler, impossible=settings.impossible)
     plain = PlaygroundData(seed=0, count=40, complexity={1: 1.0}, filler=settings.filler)
     pairs = [*zip(data.tasks(), plain.tasks(), strict=True)]
