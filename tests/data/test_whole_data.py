@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,13 @@ def test_default_tags_and_thought_keys_are_not_written_into_the_recipe(tmp_path:
     recipe = parse(document, ["data.held_out=all"])
     with pytest.raises(ValueError, match='"all" leaves nothing'):
         build_sets(recipe, recipe.data, size=None)
+
+
+def test_a_whole_data_set_that_eval_tasks_limits_is_said(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    source = FolderData(path=str(folder(tmp_path, "limited")), held_out="all")
+    context = DataContext(trains=False, eval_split="test", eval_tasks=ROWS - 1, size=(48, 48))
+    assert len(source.build(context).heldout) == ROWS - 1
+    assert f"limits the evaluation to {ROWS - 1} of {ROWS} rows; set eval.tasks to {ROWS}" in caplog.text
+    caplog.clear()
+    assert len(source.build(replace(context, eval_tasks=ROWS)).heldout) == ROWS
+    assert "eval.tasks" not in caplog.text

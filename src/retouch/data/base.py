@@ -7,6 +7,7 @@ A data source is the ``data`` section of a recipe and builds the tasks of a run.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Tasks, UncheckedTasks
 from retouch.data.validation import OnBadRow, accept, accept_rows
 from retouch.types import Json, SplitName, Task, TaskContents
+
+_log = logging.getLogger(__name__)
 
 
 def _equal_weights(value: Any) -> Any:
@@ -238,7 +241,15 @@ class StoredData(DataSource):
         if context.eval_split == "train":
             heldout = train
         tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
-        training, evaluation = Subset(tasks, train), Subset(tasks, at_most(heldout, context))
+        chosen = at_most(heldout, context)
+        if self.held_out == "all" and len(chosen) < len(heldout):
+            _log.warning(
+                "data.held_out is 'all', but eval.tasks limits the evaluation to %d of %d rows; set eval.tasks to %d to use all",
+                len(chosen),
+                len(heldout),
+                len(heldout),
+            )
+        training, evaluation = Subset(tasks, train), Subset(tasks, chosen)
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
 
     def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
