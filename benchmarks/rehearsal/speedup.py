@@ -12,12 +12,10 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+
+from improvements import IMPROVEMENTS, turned_off
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("speedup.json")
@@ -31,44 +29,8 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that makes the step faster.
-
-    ``off``: the settings that turn the change off. ``joint``: it is turned off by `joint_guidance` instead, as no recipe key can.
-    """
-
-    title: str
-    off: tuple[str, ...] = ()
-    joint: bool = False
-
-
-CHANGES = {
-    "guidance": Change("branches of guidance apart, without a mask", joint=True),
-    "lora": Change("LoRA computes in bf16", off=('policy.train.weights="float32"',)),
-    "shapes": Change("equal forward shapes in rollout and update", off=("rollout.equal_shapes=false",)),
-    "adamw": Change("fused AdamW", off=('optimizer.fused="never"',)),
-    "compile": Change("blocks compiled", off=("policy.compile=null",)),
-}
+CHANGES = {name: IMPROVEMENTS[name] for name in ("guidance", "lora", "shapes", "adamw", "compile")}
 """The changes by name, in the order in which they are added."""
-
-
-@contextmanager
-def joint_guidance() -> Iterator[None]:
-    """Compute both branches of the guidance in one forward pass, padded to the longer text, inside this context."""
-    import torch
-
-    from retouch.models.common.wrappers import Guided
-    from retouch.types import Conditioning
-
-    def velocity(model: Any, module: Any, x: Any, sigma: Any, conditioning: Any) -> Any:
-        own = Conditioning(conditioning.tensors, conditioning.padded, conditioning.shared)
-        both = Conditioning.concat([own, conditioning.negative])
-        positive, negative = model.model.velocity(module, torch.cat([x, x]), torch.cat([sigma, sigma]), both).chunk(2)
-        return model.combine(positive, negative, model.guidance_scale)
-
-    with patch.object(Guided, "velocity", velocity):
-        yield
 
 
 def rehearse_without(names: Sequence[str]) -> dict[str, float]:
@@ -76,16 +38,13 @@ def rehearse_without(names: Sequence[str]) -> dict[str, float]:
 
     Returns seconds per image: of the step, the rollout, the update, the ideal step, and each kind of work; and the peak in bytes.
     """
-    from retouch.recipe.recipe import load, parse
+    from retouch.recipe.recipe import load
     from retouch.rehearsal import report
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
-    machine, turned_back = MACHINES[MACHINE], [CHANGES[name] for name in names]
-    recipe = parse(load(RECIPE).document(), [setting for change in turned_back for setting in change.off])
-    with ExitStack() as stack:
-        if any(change.joint for change in turned_back):
-            stack.enter_context(joint_guidance())
+    machine = MACHINES[MACHINE]
+    with turned_off(load(RECIPE), names) as recipe:
         found = rehearse(recipe, machine)
     phase = found.phases[0]
     each = {name: report.seconds(found.stages[name].work, machine) / phase.rows for name in phase.stages}

@@ -12,10 +12,15 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("rehearsed.json")
@@ -65,20 +70,36 @@ def document(name: str) -> dict[str, Any]:
     return dict(evaluate(ROOT / "recipes" / f"{name}.jsonnet"))
 
 
+def work_of(name: str) -> str:
+    """The keys of a recipe that determine its GPU work, as JSON."""
+    read = document(name)
+    work = {key: value for key, value in read.items() if key not in WITHOUT_WORK}
+    phases = read.get("phases") or ()
+    work["steps"] = sum(phase.get("steps", 0) for phase in phases) or read.get("steps")
+    same_steps = all(set(phase) <= set(SAME_STEP) for phase in phases)
+    work["phases"] = [] if same_steps else [{**phase, "data": None} for phase in phases]
+    work["policy"] = {**read["policy"], "model": {**read["policy"]["model"], "path": None}}
+    return json.dumps(work, sort_keys=True)
+
+
 def groups(chosen: list[str]) -> dict[str, list[str]]:
     """Groups of recipes with equal GPU work, by the first recipe of the group."""
     found: dict[str, list[str]] = {}
     firsts: dict[str, str] = {}
     for name in names():
-        read = document(name)
-        work = {key: value for key, value in read.items() if key not in WITHOUT_WORK}
-        phases = read.get("phases") or ()
-        work["steps"] = sum(phase.get("steps", 0) for phase in phases) or read.get("steps")
-        same_steps = all(set(phase) <= set(SAME_STEP) for phase in phases)
-        work["phases"] = [] if same_steps else [{**phase, "data": None} for phase in phases]
-        work["policy"] = {**read["policy"], "model": {**read["policy"]["model"], "path": None}}
-        found.setdefault(firsts.setdefault(json.dumps(work, sort_keys=True), name), []).append(name)
+        found.setdefault(firsts.setdefault(work_of(name), name), []).append(name)
     return {first: members for first, members in found.items() if not chosen or set(chosen) & set(members)}
+
+
+def digest(name: str) -> str:
+    """A digest of all that the kept figures of a recipe depend on, except for the code."""
+    return sha256(json.dumps([work_of(name), machine_of(name)]).encode()).hexdigest()[:16]
+
+
+def kept() -> dict[str, dict[str, Any]]:
+    """The kept figures, by the first recipe of each group."""
+    found: dict[str, dict[str, Any]] = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}
+    return found
 
 
 def machine_of(name: str) -> str:
@@ -86,15 +107,25 @@ def machine_of(name: str) -> str:
 
 
 def rehearse_one(name: str) -> dict[str, Any]:
-    """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
+    """Rehearse a recipe. Returns the figures of ``figures``."""
+    return figures(recipe_of(name), machine_of(name))
+
+
+def recipe_of(name: str) -> "Recipe":
     from retouch.recipe.recipe import load
+
+    document(name)  # sets the environment variables
+    return load(ROOT / "recipes" / f"{name}.jsonnet")
+
+
+def figures(recipe: "Recipe", machine_name: str) -> dict[str, Any]:
+    """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
     from retouch.rehearsal import report
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
-    document(name)  # sets the environment variables
-    machine, started = MACHINES[machine_of(name)], time.process_time()
-    found = rehearse(load(ROOT / "recipes" / f"{name}.jsonnet"), machine)
+    machine, started = MACHINES[machine_name], time.process_time()
+    found = rehearse(recipe, machine)
     stages, phase = found.stages, found.phases[-1]
     top = max(stages, key=lambda each: stages[each].peak)
     modelled = sum(report.seconds(stages[each].work, machine) for each in phase.stages)
@@ -122,10 +153,15 @@ def rehearse_one(name: str) -> dict[str, Any]:
     }
 
 
-def _in_own_process(name: str) -> dict[str, Any]:
-    """Call `rehearse_one` in a new process, because torch keeps the state of the fake accelerator until its process ends."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(rehearse_one, name).result()
+def in_own_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Call a function in a new process, because torch keeps the state of the fake accelerator until its process ends.
+
+    The process is a fork of a server that has already imported the libraries.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["retouch.rehearsal.step"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def _plain(stage: str) -> str:
@@ -161,15 +197,16 @@ def main(chosen: list[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     for name, members in groups(chosen).items():
-        found = {**_in_own_process(name), "same": [each for each in members if each != name]}
-        rows = {**(json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.is_file() else {}), name: found}
+        same = [each for each in members if each != name]
+        found = {**in_own_process(rehearse_one, name), "same": same, "digest": digest(name)}
+        rows = {**kept(), name: found}
         order = names()
         rows = {each: rows[each] for each in sorted(rows, key=order.index)}
         KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(_row(name, found), flush=True)
     text = PAGE.read_text(encoding="utf-8")
     before, _, after = text.split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{tables(json.loads(KEPT.read_text()))}\n\n{MARK}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{MARK}\n\n{tables(kept())}\n\n{MARK}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,19 @@
 """Compiled blocks in a rehearsal, and the table of what makes Qwen-Image-Edit's Flow-GRPO faster."""
 
 import json
-import runpy
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from rehearsal_scripts import call_in_new_process, script
 from retouch.memory.plan import FREE_SHARE
 from retouch.recipe.recipe import load
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "rehearsal" / "speedup.py"
-KEPT: dict[str, dict[str, float]] = json.loads((SCRIPT.parent / "speedup.json").read_text(encoding="utf-8"))
-TABLE: dict[str, Any] = runpy.run_path(str(SCRIPT))
+SPEEDUP = script("speedup")
+KEPT: dict[str, dict[str, float]] = json.loads(SPEEDUP.KEPT.read_text(encoding="utf-8"))
 FACTOR = 1.8
 FUSION = """
 import json
@@ -65,14 +63,14 @@ print(meter.stages["compiled"].work.seconds["fused kernels"] * MACHINES["h100"].
 
 
 def test_the_machines_page_contains_the_stored_speedup_table() -> None:
-    assert TABLE["table"](KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
-    assert KEPT.keys() == set(TABLE["combinations"]())
+    assert SPEEDUP.table(KEPT) in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    assert KEPT.keys() == set(SPEEDUP.combinations())
 
 
 def test_the_changes_make_the_modelled_step_1_8_times_faster_and_it_fits() -> None:
-    assert KEPT[",".join(TABLE["CHANGES"])]["step"] / KEPT[""]["step"] >= FACTOR
+    assert KEPT[",".join(SPEEDUP.CHANGES)]["step"] / KEPT[""]["step"] >= FACTOR
     assert KEPT[""]["peak"] <= (1 - FREE_SHARE) * 79.1 * 2**30
-    assert load(TABLE["RECIPE"]).policy.compile == "regional"
+    assert load(SPEEDUP.RECIPE).policy.compile == "regional"
 
 
 def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
@@ -90,10 +88,9 @@ def test_elementwise_kernels_of_a_compiled_block_count_as_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", ["", ",".join(TABLE["CHANGES"])])
+@pytest.mark.parametrize("names", ["", ",".join(SPEEDUP.CHANGES)])
 def test_a_new_rehearsal_matches_the_speedup_table(names: str) -> None:
-    code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_without']({names.split(',')!r})))"
-    code = code.replace("['']", "[]")
+    code = call_in_new_process("speedup", "rehearse_without", names.split(",") if names else [])
     done = subprocess.run([python(), "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(KEPT[names], rel=0.01, abs=0.01)

@@ -39,6 +39,12 @@ def test_every_full_size_recipe_is_in_the_table() -> None:
     assert sorted(shown) == sorted(TABLE["names"]())
 
 
+@pytest.mark.usefixtures("variables")
+@pytest.mark.parametrize("name", KEPT)
+def test_the_kept_figures_are_for_the_present_recipe(name: str) -> None:
+    assert KEPT[name]["digest"] == TABLE["digest"](name)
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_every_recipe_fits_the_machine_that_it_names(name: str) -> None:
     row = KEPT[name]
