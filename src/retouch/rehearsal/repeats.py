@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -70,20 +69,32 @@ class Repeats:
                     layer.forward = partial(run, layer.forward)
 
     def parts(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """Wrap ``call`` to yield only the first ``PARTS`` parts. The work of the last one is counted for each part left out."""
+        """Wrap ``call`` to yield only the first ``PARTS`` parts, and one part of each other size.
+
+        A part that is left out is counted with the work of the last part of its size. The first part of a stage counts only for
+        itself, because it runs before there are gradients.
+        """
 
         def few(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            every = list(call(*args, **kwargs))
             count = PARTS if self.meter.stage_name not in self.met else 1
             self.met.add(self.meter.stage_name)
-            for part in islice(every, count):
+            works: dict[Any, Work] = {}
+            for place, part in enumerate(call(*args, **kwargs)):
+                size = _size(part)
+                if place >= count and size in works:
+                    self.meter.work.add(works[size])
+                    continue
                 before = self.meter.work.copy()
                 yield part
-                last = self.meter.work.since(before)
-            if len(every) > count:
-                self.meter.work.add(last, len(every) - count)
+                if place > 0 or count == 1:
+                    works[size] = self.meter.work.since(before)
 
         return few
+
+
+def _size(part: Any) -> Any:
+    """Return the number of rows of a part of a trajectory and, if it has some of their actions, of its actions."""
+    return part.stop - part.start if isinstance(part, slice) else (_size(part.rows), _size(part.actions))
 
 
 def _shapes(forward: Any, *args: Any, **kwargs: Any) -> Any:
