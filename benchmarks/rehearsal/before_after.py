@@ -101,8 +101,9 @@ def main(chosen: list[str]) -> None:
     missing = [name for name in found if shown.get(name, {}).get("digest") != table.digest(name)]
     if missing:
         table.main(missing)
+    made = tables(kept(), table.kept())
     before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{tables(kept(), table.kept())}\n\n{MARK}{after}", encoding="utf-8")
+    PAGE.write_text(f"{before}{MARK}\n\n{made}\n\n{MARK}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,8 +27,6 @@ HEADER = (
     "| change | turned back by | s per image without it: all, rollout, update | times faster | added: s per image | "
     "times faster | share |\n| --- | --- | --- | --- | --- | --- | --- |"
 )
-
-
 CHANGES = {name: IMPROVEMENTS[name] for name in ("guidance", "lora", "shapes", "adamw", "compile")}
 """The changes by name, in the order in which they are added."""
 

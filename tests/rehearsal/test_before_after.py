@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import subprocess
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,8 +16,10 @@ from torch import nn
 import tiny_policies as tiny
 import tiny_writing
 from rehearsal_scripts import call_in_new_process, script
+from retouch.models.causal.preallocated_cache import PreallocatedCacheLayer
 from retouch.models.common.wrappers import Guided
 from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.recipe.document import value_at
 from retouch.types import Needs, Slice
 from warm_python import python
 
@@ -24,6 +27,11 @@ BEFORE_AFTER, IMPROVEMENTS, TABLE = script("before_after"), script("improvements
 KEPT: dict[str, dict[str, Any]] = BEFORE_AFTER.kept()
 REHEARSED: dict[str, dict[str, Any]] = TABLE.kept()
 ROOT = Path(__file__).parents[2]
+NOT_COMPARED = (
+    *("devices.offload", "devices.weights", "optimizer.moments", "policy.attention", "rollout.engine"),
+    *("policy.model.vae_tiling", "renderer.model.vae_tiling", "renderer.model.vae_slicing"),
+)
+"""Keys that docs/machines.md says no full-size recipe sets."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +73,14 @@ def test_turning_off_the_improvements_of_a_recipe_changes_the_recipe(name: str) 
 
 def test_every_improvement_is_turned_off_for_some_recipe() -> None:
     assert {each for row in KEPT.values() for each in row["off"]} == IMPROVEMENTS.IMPROVEMENTS.keys()
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_full_size_recipe_has_no_memory_setting_that_the_comparison_leaves_out(name: str) -> None:
+    found = TABLE.recipe_of(name).document()
+    set_keys = [key for key in NOT_COMPARED if value_at(found, key)]
+    assert not set_keys, "add an improvement, or change the sentence of docs/machines.md"
+    assert found.get("sharding") in (None, "zero2")
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -113,6 +129,27 @@ def test_prompts_per_row_changes_the_rows_that_are_read_and_no_completion() -> N
     assert CachedDecoding._prefill.__module__ == "retouch.policies.autoregressive.decoding"
 
 
+def test_concatenated_cache_copies_all_tokens_and_keeps_their_values() -> None:
+    def filled() -> PreallocatedCacheLayer:
+        layer = PreallocatedCacheLayer()
+        with torch.no_grad():
+            for first, tokens in ((0, 3), (3, 1), (4, 1)):
+                states = torch.arange(first, first + tokens, dtype=torch.float32).view(1, 1, -1, 1)
+                layer.update(states, -states)
+        return layer
+
+    def room(layer: PreallocatedCacheLayer) -> int:
+        return layer.keys.untyped_storage().nbytes() // layer.keys.element_size() - layer.keys.numel()
+
+    preallocated = filled()
+    with IMPROVEMENTS.concatenated_cache():
+        concatenated = filled()
+    assert room(preallocated) > 0
+    assert room(concatenated) == 0
+    assert concatenated.keys.flatten().tolist() == preallocated.keys.flatten().tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(concatenated.values, preallocated.values)
+
+
 def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
     encoder = importlib.import_module("retouch.models.qwen_image.encoder")
     editor, writer = tiny.edit_model(), nn.Linear(1, 1)
@@ -136,14 +173,13 @@ def test_kept_rows_are_rehearsed_again_only_if_the_digest_changes(tmp_path: Path
     page.write_text(f"above\n{BEFORE_AFTER.MARK}\n{BEFORE_AFTER.MARK}\nbelow\n")
     for attribute, value in {"KEPT": tmp_path / "kept.json", "PAGE": page, "in_own_process": rehearse}.items():
         monkeypatch.setattr(BEFORE_AFTER, attribute, value)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
     for _ in range(2):
         BEFORE_AFTER.main([name])
         assert calls == [KEPT[name]["off"]]
     assert BEFORE_AFTER.kept() == {name: KEPT[name]}
-    assert (
-        page.read_text()
-        == f"above\n{BEFORE_AFTER.MARK}\n\n{BEFORE_AFTER.tables(BEFORE_AFTER.kept(), REHEARSED)}\n\n{BEFORE_AFTER.MARK}\nbelow\n"
-    )
+    tables = BEFORE_AFTER.tables({name: KEPT[name]}, REHEARSED)
+    assert page.read_text() == f"above\n{BEFORE_AFTER.MARK}\n\n{tables}\n\n{BEFORE_AFTER.MARK}\nbelow\n"
     BEFORE_AFTER.KEPT.write_text(json.dumps({name: {**KEPT[name], "digest": "of another recipe"}}))
     BEFORE_AFTER.main([name])
     assert len(calls) == 2
