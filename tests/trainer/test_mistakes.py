@@ -214,6 +214,11 @@ def test_wrong_trainer_arguments_raise_with_a_specific_message(mistake: str, pip
         retouch.Trainer(**arguments)
 
 
+def test_a_mistyped_argument_is_found_before_the_model_is_looked_for() -> None:
+    with pytest.raises(ValueError, match=r"^stepz: unknown key; did you mean steps\?$"):
+        retouch.Trainer(model="no-such-owner/no-such-model", reward_funcs="share:red", train_dataset="nowhere", stepz=3)
+
+
 def test_the_supported_settings_of_a_lora_config_are_used(pipe: Any) -> None:
     given = LoraConfig(
         **{"r": 4, "lora_alpha": 6, "target_modules": ["to_v", "to_q"]},

@@ -153,7 +153,10 @@ def _scores(folder: Path, name: str | None) -> Path:
         return folder
     found = sorted(path.parent for path in (folder / SCORES).glob(f"{name or '*'}/{RESULT}"))
     if not found:
-        raise ValueError(f"{folder}: no result{f' called {name}' if name else ''} there; name the --out folder of a benchmark")
+        missing = f"{folder}: no result{f' called {name}' if name else ''} there; name the --out folder of a benchmark"
+        if (folder / "recipe.json").is_file():
+            missing += f". This is the folder of a run: `retouch bench SUITE --model {folder}` measures it"
+        raise ValueError(missing)
     if len(found) > 1:
         raise ValueError(f"{folder} has several results: {', '.join(path.name for path in found)}; choose one with --name")
     return found[0]

@@ -202,6 +202,7 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
         machine = find_machine(checked.gpu)
         if checked.device is not None and checked.gpu != doctor_options.device:
             report.add([note("time", f"estimated for {checked.gpu}, because no GPU was named; --device names one")])
+        sys.stderr.write("rehearsing one step for the estimate; this takes one or two minutes of CPU time\n")
         report.add(
             check_estimate(
                 checked.recipe, machine, world=world, price=doctor_options.price, calls=checked.calls, planned_to_fit=fitting

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from retouch.config import consent
-from retouch.config.imports import module_of
+from retouch.config.imports import module_of, nearest
 from retouch.config.live import LIVE
 from retouch.config.section import Section
 from retouch.data.base import DataSource
@@ -23,6 +23,7 @@ from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.objectives.presets import GRPO
+from retouch.recipe.keys import RecipeKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
 from retouch.renderers.base import RendererSection
@@ -35,6 +36,8 @@ from retouch.trainer.models import model_section, require_pair
 RewardLike: TypeAlias = Any
 """A reward object, a function, or a reward's kind (``"pickscore"``), with its path after a colon (``"clip:FOLDER"``)."""
 
+_OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")
+"""Keys of sections that are arguments of a ``Trainer``."""
 MADE_OF = {
     **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
     **{"name": "run_name", "out": "output_dir"},
@@ -78,6 +81,7 @@ def describe(
     """
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
+    _refuse_unknown(keys)
     size = require_pair(_plain("size", size))
     _require_objective(objective)
     section, objects = model_section(model, size=size, key="model", processor=processing_class)
@@ -115,6 +119,19 @@ def describe(
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
     modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+
+
+def _refuse_unknown(keys: Iterable[str]) -> None:
+    """Raise ValueError for keys that no recipe has, with the nearest known name. A wrong key is found before a model is looked
+    for."""
+    known = {*inspect.signature(describe).parameters, *RecipeKeys.model_fields, *_OF_SECTIONS} - {"keys"}
+    mistakes = []
+    for key in keys:
+        if key not in known and key not in RecipeKeys.renamed_keys:
+            near = nearest(key, known)
+            mistakes.append(f"{key}: unknown key" + (f"; did you mean {near}?" if near else ""))
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
 
 
 def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
