@@ -48,6 +48,23 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(tmp_path:
     assert image.width > 128
 
 
+@pytest.mark.parametrize(("steps", "counts"), [(3, ["3"]), (6, ["5"])])
+def test_equal_rewards_of_all_samples_are_a_warning(
+    steps: int, counts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    @retouch.reward(low=0, high=1)
+    def constant(images: list[Any], **rest: Any) -> list[float]:
+        return [0.5] * len(images)
+
+    trainer(tmp_path, reward_funcs=constant, steps=steps).train()
+    assert re.findall(r"all samples of the last (\d+) steps had the reward 0.5", caplog.text) == counts
+
+
+def test_different_rewards_are_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path).train()
+    assert "had the reward" not in caplog.text
+
+
 def test_a_saved_lora_makes_the_same_images_in_a_new_pipeline(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]

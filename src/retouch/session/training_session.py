@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from retouch.watch.watcher import Watcher
 
 log = logging.getLogger("retouch")
+_EQUAL_STEPS = 5
 
 
 @dataclass
@@ -50,6 +51,8 @@ class TrainingSession:
     suites: "RunSuites | None" = None
     done: int = 0
     code: int = 0
+    equal_steps: int = 0
+    """Number of successive steps, up to the last one, in which all samples had the same reward."""
 
     def steps(self) -> Iterator[StepResult]:
         """Train, and yield each step after it was recorded and, if due, evaluated and saved.
@@ -169,6 +172,18 @@ class TrainingSession:
         if self.parts.ranks.is_main:
             self._report()
 
+    def _warn_of_equal_rewards(self, metrics: dict[str, float]) -> None:
+        """Warn once if all samples have the same reward for several steps, or in all steps until the end of the run."""
+        self.equal_steps = self.equal_steps + 1 if metrics.get("reward/std") == 0 else 0
+        at_end = self.done == self.parts.steps and 0 < self.equal_steps < _EQUAL_STEPS
+        if self.parts.ranks.is_main and (self.equal_steps == _EQUAL_STEPS or at_end):
+            log.warning(
+                "all samples of the last %d steps had the reward %g: the policy cannot learn from equal rewards. Check the reward "
+                "with `retouch score`, and that it distinguishes the samples of a task",
+                self.equal_steps,
+                metrics["reward/mean"],
+            )
+
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
         """Record the step; evaluate and save if due. Also returns whether the run stops after it. Raises AlarmStop."""
         alarms: list[Alarm] = []
@@ -192,6 +207,7 @@ class TrainingSession:
             raise
         self.measuring = False
         self._record(phase, collected, metrics)
+        self._warn_of_equal_rewards(metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
         self.listener.stepped(result)
         if alarms:
