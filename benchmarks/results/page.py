@@ -247,19 +247,20 @@ divided by the deviation of their group. IP: its change over all tasks; below -0
 | s-distractors | the same | 100 of 100 | 7.69 -> 8.45 | 0.35 | -0.11 | 2.5 |
 | s-distractors | the same, held-out tasks, seed 0 | 100 of 100 | 7.99 -> 8.67 | 0.35 | -0.10 | 2.5 |
 | s-distractors | the same, seed 1 | 100 of 100 | 7.99 -> 8.50 | 0.27 | -0.08 | 2.5 |
-| s-distractors | C: `steps=200 learning_rate=4e-4` | 50 of 200 | 7.69 -> 8.45 | 0.35 | -0.16 | 2.5 |
+| s-distractors | E: `steps=200 learning_rate=4e-4` | 50 of 200 | 7.69 -> 8.45 | 0.35 | -0.16 | 2.5 |
 | s-distractors | the same | 100 of 200 | 7.69 -> 8.40 | 0.33 | -0.10 | 2.5 |
-| s-distractors | D: `steps=200 learning_rate=3e-4 objective.kl.weight=0.005` | 50 of 200 | 7.69 -> 8.34 | 0.30 | -0.14 | 2.5 |
+| s-distractors | F: `steps=200 learning_rate=3e-4 objective.kl.weight=0.005` | 50 of 200 | 7.69 -> 8.34 | 0.30 | -0.14 | 2.5 |
 | s-distractors | the same | 100 of 200 | 7.69 -> 8.54 | 0.39 | -0.10 | 2.5 |
 | s-distractors | the same | 200 of 200 | 7.69 -> 8.67 | 0.45 | -0.06 | 2.5 |
 
 Each row is `retouch train recipes/emu3/sft_sc__rl_sc-playground.jsonnet --set eval.split=validation --set eval.tasks=240
 --set eval.every=50 --set tasks_per_step=12 --set group_size=16 --set 'advantage={"kind": "group", "scale": "none", "clip": null}'`
 with `--set` for each of its settings, and `--set policy.model.start` with the start. A and B also have
-`objective.kl.weight=0.005 objective.entropy_bonus=0.05`; C and D also have `reward.combine='gmean(IF, IP, IP, PQ)'`, and D also
+`objective.kl.weight=0.005 objective.entropy_bonus=0.05`; E and F also have `reward.combine='gmean(IF, IP, IP, PQ)'`, and F also
 `data.complexity={"1":0.5,"2":1,"3":1.5}`. Rows of s-distractors have 330 tasks. "First half" is the model after the first of the
 two rounds in which s-distractors was trained. The rows of held-out tasks have no `eval` settings. "50 of 250" is the evaluation at
-step 50 of a run that was stopped later. Seconds are CPU seconds; those of the held-out rows include evaluations.
+step 50 of a run that was stopped later. Seconds are CPU seconds; those of the held-out rows include evaluations. F is the recipe
+`playground/image-tokens-distractors`; it was chosen on validation tasks, after the two held-out scores above were known.
 """
 """Measurements from the choice of settings for image tokens; the runs are not kept."""
 
