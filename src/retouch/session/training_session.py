@@ -173,10 +173,9 @@ class TrainingSession:
             self._report()
 
     def _warn_of_equal_rewards(self, metrics: dict[str, float]) -> None:
-        """Warn once if all samples have the same reward for several steps, or in all steps until the end of the run."""
+        """Warn once if all samples have the same reward in several successive steps, or in all steps of a short run."""
         self.equal_steps = self.equal_steps + 1 if metrics.get("reward/std") == 0 else 0
-        at_end = self.done == self.parts.steps and 0 < self.equal_steps < _EQUAL_STEPS
-        if self.parts.ranks.is_main and (self.equal_steps == _EQUAL_STEPS or at_end):
+        if self.parts.ranks.is_main and self.equal_steps == max(2, min(_EQUAL_STEPS, self.parts.steps)):
             log.warning(
                 "all samples of the last %d steps had the reward %g: the policy cannot learn from equal rewards. Check the reward "
                 "with `retouch score`, and that it distinguishes the samples of a task",
