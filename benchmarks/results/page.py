@@ -117,6 +117,7 @@ SECTIONS = (
         "once. The ceiling is the exact target, encoded and decoded as codes.",
         (
             Entry("SFT (S, distractors), RL (S+C)", "recipes/playground/image-tokens-distractors.jsonnet"),
+            Entry("SFT (S, distractors), continued", "recipes/playground/image-tokens-distractors-supervised.jsonnet", (0,)),
             Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
             Entry("SFT (unfinished), continued", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
