@@ -17,7 +17,7 @@ from typing import Any
 
 import table
 from improvements import IMPROVEMENTS, improvements_of, settings_of, turned_off
-from table import PAGE, figures, groups, in_own_process, machine_of, names, recipe_of
+from table import PAGE, figures, groups, in_own_process, insert, machine_of, names, recipe_of
 
 KEPT = Path(__file__).with_name("before_after.json")
 MARK = "<!-- before and after -->"
@@ -101,9 +101,7 @@ def main(chosen: list[str]) -> None:
     missing = [name for name in found if shown.get(name, {}).get("digest") != table.digest(name)]
     if missing:
         table.main(missing)
-    made = tables(kept(), table.kept())
-    before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{made}\n\n{MARK}{after}", encoding="utf-8")
+    insert(PAGE, MARK, tables(kept(), table.kept()))
 
 
 if __name__ == "__main__":

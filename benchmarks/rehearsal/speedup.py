@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from improvements import IMPROVEMENTS, turned_off
+from table import PAGE, ROOT, insert
 
-ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("speedup.json")
-PAGE = ROOT / "docs" / "machines.md"
 MARK = "<!-- speedup -->"
 RECIPE = ROOT / "recipes" / "qwen-image-edit" / "flow-grpo.jsonnet"
 MACHINE = "h100"
@@ -96,8 +95,7 @@ def main(chosen: list[str]) -> None:
         kept[names] = rehearse_without([name for name in names.split(",") if name])
         KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         print(names or "the recipe as it is", {name: round(value, 3) for name, value in kept[names].items()}, flush=True)
-    before, _, after = PAGE.read_text(encoding="utf-8").split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{table(json.loads(KEPT.read_text()))}\n\n{MARK}{after}", encoding="utf-8")
+    insert(PAGE, MARK, table(json.loads(KEPT.read_text())))
 
 
 if __name__ == "__main__":

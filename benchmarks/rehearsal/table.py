@@ -193,6 +193,12 @@ def _units(name: str, row: dict[str, Any]) -> list[str]:
     return lines
 
 
+def insert(page: Path, mark: str, text: str) -> None:
+    """Replace what stands between the two marks of a page."""
+    before, _, after = page.read_text(encoding="utf-8").split(mark)
+    page.write_text(f"{before}{mark}\n\n{text}\n\n{mark}{after}", encoding="utf-8")
+
+
 def main(chosen: list[str]) -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -204,9 +210,7 @@ def main(chosen: list[str]) -> None:
         rows = {each: rows[each] for each in sorted(rows, key=order.index)}
         KEPT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(_row(name, found), flush=True)
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, after = text.split(MARK)
-    PAGE.write_text(f"{before}{MARK}\n\n{tables(kept())}\n\n{MARK}{after}", encoding="utf-8")
+    insert(PAGE, MARK, tables(kept()))
 
 
 if __name__ == "__main__":

@@ -241,14 +241,7 @@ class StoredData(DataSource):
         if context.eval_split == "train":
             heldout = train
         tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
-        chosen = at_most(heldout, context)
-        if self.held_out == "all" and len(chosen) < len(heldout):
-            _log.warning(
-                "data.held_out is 'all', but eval.tasks limits the evaluation to %d of %d rows; set eval.tasks to %d to use all",
-                len(chosen),
-                len(heldout),
-                len(heldout),
-            )
+        chosen = at_most(heldout, context, held_out=self.held_out)
         training, evaluation = Subset(tasks, train), Subset(tasks, chosen)
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
 
@@ -298,10 +291,18 @@ def usable_tasks(rows: Rows, *, size: tuple[int, int], on_bad_row: OnBadRow) -> 
     return Subset(Tasks(rows, resize=resize_to(size)), good)
 
 
-def at_most(heldout: Sequence[int], context: DataContext) -> Sequence[int]:
-    """At most ``context.eval_tasks`` of the held-out rows, drawn with the evaluation's seed."""
+def at_most(heldout: Sequence[int], context: DataContext, *, held_out: float | str = 0) -> Sequence[int]:
+    """At most ``context.eval_tasks`` of the held-out rows, drawn with the evaluation's seed. Logs a warning if the recipe holds out
+    all rows (``held_out`` is "all") and some are left out."""
     if len(heldout) <= context.eval_tasks:
         return heldout
+    if held_out == "all":
+        _log.warning(
+            "data.held_out is 'all', but eval.tasks limits the evaluation to %d of %d rows; set eval.tasks to %d to use all",
+            context.eval_tasks,
+            len(heldout),
+            len(heldout),
+        )
     return limit(heldout, n=context.eval_tasks, seed=context.eval_seed)
 
 

@@ -135,7 +135,8 @@ class TokenData(DataSource):
         if context.eval_split == "train" and not validation:
             heldout = list(dict.fromkeys(train))
         tasks = Tasks(rows, resize=None)
-        return TokenSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found), rows)
+        chosen = at_most(heldout, context, held_out=self.held_out)
+        return TokenSets(Subset(tasks, train), Subset(tasks, chosen), allowed, tuple(found), rows)
 
 
 @runtime_checkable
