@@ -24,7 +24,7 @@ from retouch.objectives.reward_gradient import DRaFT
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.scorers.pixels import TargetReward
-from retouch.training.loop import ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
+from retouch.training.loop import RewardFailed, ScoredRollout, TooManyMissing, accumulate, collect, make_minibatch, train
 from retouch.types import Batch, Loss, Needs, Slice
 from token_policy import TokenPolicy
 from warm_python import python
@@ -272,6 +272,27 @@ def test_all_ranks_raise_if_too_many_scores_are_missing_on_one_rank():
         run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.RedJudge([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
         with pytest.raises(TooManyMissing):
             collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
+        return ranks.rank
+
+    assert tiny_loop.run_on_threads(2, act) == [0, 1]
+
+
+def test_failing_reward_of_one_rank_raises_its_error_there_and_names_the_other_log_on_the_other_rank():
+    class Failing(tiny_loop.RedJudge):
+        def __call__(self, batch, samples):
+            future = super().__call__(batch, samples)
+            if len(self.sample_counts) == 2:
+                future = Future()
+                future.set_exception(ValueError("reward red raised KeyError: 'size'"))
+            return future
+
+    policies = [tiny.policy(mode="window") for _ in range(2)]
+
+    def act(ranks):
+        judge = tiny_loop.RedJudge() if ranks.is_main else Failing()
+        run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
+        with pytest.raises(RewardFailed, match="as its log says" if ranks.is_main else "reward red raised KeyError: 'size'"):
+            collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
         return ranks.rank
 
     assert tiny_loop.run_on_threads(2, act) == [0, 1]

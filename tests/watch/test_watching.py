@@ -19,6 +19,7 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
+from retouch.training.loop import RewardFailed
 from retouch.watch import alarm_stop
 from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
@@ -126,22 +127,25 @@ def test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("response", "kept", "back_to"), [("stop", 2, None), ("roll_back", 0, 0)])
-def test_observation_skipped_by_a_spent_budget_raises_its_alarms_at_the_next_start(tmp_path, monkeypatch, response, kept, back_to):
+@pytest.mark.parametrize("kind", [BudgetSpent, pytest.param(RewardFailed, marks=pytest.mark.slow)])
+def test_observation_skipped_by_a_failing_judge_raises_its_alarms_at_the_next_start(
+    tmp_path, monkeypatch, kind, response, kept, back_to
+):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm=response))
-    observe, budget = Watcher._observe, {2}
+    observe, failing = Watcher._observe, {2}
 
-    def observe_within_budget(self, step):
-        if step in budget:
-            raise BudgetSpent("the budget of the held-out judge is spent")
+    def observe_unless_failing(self, step):
+        if step in failing:
+            raise kind("the held-out judge cannot score")
         return observe(self, step)
 
-    monkeypatch.setattr(Watcher, "_observe", observe_within_budget)
-    with pytest.raises(BudgetSpent):
+    monkeypatch.setattr(Watcher, "_observe", observe_unless_failing)
+    with pytest.raises(kind):
         run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)
     assert checkpoint.latest(folder.checkpoints).name == f"step-{kept:06d}"
     assert folder.read_alarm() is None
-    budget.clear()
+    failing.clear()
     with pytest.raises(AlarmStop, match=r"after step 2:\n  watch\.brightness"):
         run(recipe, fresh=False)
     assert (folder.read_alarm()["step"], folder.read_alarm()["back_to"]) == (2, back_to)

@@ -22,7 +22,7 @@ from retouch.session.listener import Listener, StepResult
 from retouch.session.run_folder import newest_state
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
-from retouch.training.loop import RewardsAbandoned, TooManyMissing, train
+from retouch.training.loop import RewardFailed, RewardsAbandoned, TooManyMissing, train
 from retouch.training.preflight import require_passed
 
 if TYPE_CHECKING:
@@ -143,12 +143,13 @@ class TrainingSession:
                     if stopped:
                         self.code = self.request.code
                         return
-            except (TooManyMissing, BudgetSpent):
+            except (TooManyMissing, BudgetSpent, RewardFailed):
                 # Raised on every rank: before the weights changed again, or while the watcher or a suite measured this step. If an
                 # alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
                 # sends the failed samples to the judge again.
                 if not (self.measuring and self._rolls_back):
                     self._save(stepper)
+                    log.warning("stopped after step %d, which is saved: the next start continues from it", self.done)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
             except RewardsAbandoned:
@@ -200,9 +201,9 @@ class TrainingSession:
                 with self.parts.clock("suites"):
                     for suite_metrics, suite_alarms in self.suites.after(self.done, metrics):
                         metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
-        except BudgetSpent as error:  # raised on every rank; the step was taken, so its metrics are recorded
+        except (BudgetSpent, RewardFailed) as error:  # raised on every rank; the step was taken, so its metrics are recorded
             self._record(phase, collected, metrics)
-            self._stop_for_alarms(stepper, alarms, spent=error)
+            self._stop_for_alarms(stepper, alarms, failure=error)
             raise
         self.measuring = False
         self._record(phase, collected, metrics)
@@ -249,8 +250,8 @@ class TrainingSession:
             if self.suites is not None:
                 for raised in self.suites.catch_up(self.done):
                     alarms += raised
-        except BudgetSpent as error:
-            self._stop_for_alarms(stepper, alarms, spent=error)
+        except (BudgetSpent, RewardFailed) as error:
+            self._stop_for_alarms(stepper, alarms, failure=error)
             raise
         self._stop_for_alarms(stepper, alarms)
 
@@ -261,8 +262,8 @@ class TrainingSession:
             if _due(self.done, self.steering.samples_every):
                 self.recorder.groups(self.done, collected)
 
-    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]", *, spent: BudgetSpent | None = None) -> None:
-        """Raise AlarmStop if one of the alarms stops the run. ``spent``: an error of the same step, which is then only logged.
+    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]", *, failure: ValueError | None = None) -> None:
+        """Raise AlarmStop if one of the alarms stops the run. ``failure``: an error of the same step, which is then only logged.
 
         The run can then resume from a checkpoint of this step, or, if an alarm rolls back, from the newest existing checkpoint,
         which was saved before the alarm. The only exception: if the rule was set to roll back after the checkpoint of this step was
@@ -273,8 +274,8 @@ class TrainingSession:
 
         if not (alarms := stopping_alarms(raised)):
             return
-        if spent is not None:
-            log.warning("%s", spent)
+        if failure is not None:
+            log.warning("%s", failure)
         back_to = None
         if any(alarm.response == "roll_back" for alarm in alarms):
             newest = checkpoint.load_latest(self.folder.checkpoints, groups=GROUPS)

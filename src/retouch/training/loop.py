@@ -48,6 +48,10 @@ class TooManyMissing(ValueError):
     """More samples than allowed have no reward. The step made no update."""
 
 
+class RewardFailed(ValueError):
+    """The reward raised ValueError on a rank; the message is that of the error. The samples have no scores."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Phase:
     """How to collect samples and what to learn from them.
@@ -192,18 +196,26 @@ def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> 
 def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
     """Return the scores of each chunk; a rank may have no chunks.
 
-    Raises on every rank: BudgetSpent if the judge of one rank has spent its budget, RewardsAbandoned if one rank was asked to stop
-    and its rewards did not arrive within ``STOP_SECONDS``.
+    Raises on every rank: RewardFailed if the reward of one rank raised ValueError, BudgetSpent if the judge of one rank has spent
+    its budget, RewardsAbandoned if one rank was asked to stop and its rewards did not arrive within ``STOP_SECONDS``.
     """
-    parts, spent, abandoned = [], None, not _all_done(ranks, pending)
+    parts: list[ScoredBatch] = []
+    failed: ValueError | None = None
+    spent: BudgetSpent | None = None
+    abandoned = not _all_done(ranks, pending)
     for future in () if abandoned else pending:
         try:
             parts.append(future.result())
         except BudgetSpent as error:
             spent = error
-    any_spent, any_abandoned = ranks.max(torch.tensor([float(spent is not None), float(abandoned)])).tolist()
+        except ValueError as error:
+            failed = failed or error
+    flags = torch.tensor([float(each) for each in (failed is not None, spent is not None, abandoned)])
+    any_failed, any_spent, any_abandoned = ranks.max(flags).tolist()
     if any_abandoned:
         raise RewardsAbandoned
+    if any_failed:
+        raise RewardFailed("the reward failed on another rank, as its log says" if failed is None else str(failed)) from failed
     if any_spent:
         raise spent or BudgetSpent("the judge's budget is spent, as another rank's log says")
     return parts
