@@ -10,6 +10,7 @@ import datasets
 import pytest
 from PIL import Image
 
+from retouch.assembly.phases import build_sets
 from retouch.data import examination, stored_check
 from retouch.data.base import DataContext
 from retouch.data.check import check
@@ -20,6 +21,7 @@ from retouch.data.rows import Row
 from retouch.data.sources.folder import FolderData, read_folder
 from retouch.data.sources.table import TableData
 from retouch.data.validation import accept, accept_rows
+from retouch.recipe.recipe import load
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +197,18 @@ def test_the_requirement_of_pairs_is_checked_equally_with_a_stored_result(tmp_pa
         with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
             accept_rows(read_folder(plain), on_bad_row="refuse", required=required)
         assert "no chosen and rejected image" in str(refused.value)
+
+
+def test_a_reward_that_compares_with_a_target_refuses_rows_without_one_before_training(tmp_path):
+    photos(tmp_path / "plain")
+    reward = 'reward={"kind": "target", "combine": {"closeness": 1}}'
+    recipe = load("recipes/photos.jsonnet", [f"data.path={tmp_path / 'plain'}", reward])
+    with pytest.raises(ValueError, match=r"4 of 4 rows cannot be used") as refused:
+        build_sets(recipe, recipe.data, size=None)
+    assert "no target image for the reward to compare with; add a column `target`" in str(refused.value)
+    photos(tmp_path / "paired", target="0.png")
+    paired = load("recipes/photos.jsonnet", [f"data.path={tmp_path / 'paired'}", reward])
+    assert len(build_sets(paired, paired.data, size=None).heldout) == 1
 
 
 def test_check_5_decodes_5_rows_at_the_start_and_the_others_when_they_are_drawn(tmp_path, decoded):

@@ -77,7 +77,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
 
 def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
     """Return what the rows of ``data`` must contain: the images that the image model takes (any number if the renderer uses none),
-    the text that the reward reads, and the pairs that an objective learns from."""
+    the text and the target image that the reward reads, and the pairs that an objective learns from."""
     model = recipe.image_model
     takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
     return RowRequirements(
@@ -85,6 +85,7 @@ def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
         mask=takes is not None and takes.mask,
         reference=recipe.policy.train.reads_reference,
         text=any(part.reads_text for _, part in rewards_of(recipe)),
+        target=any(part.needs_target for _, part in rewards_of(recipe)),
         pairs=any(phase.objective.needs_pairs for phase in recipe.resolved_phases() if phase.data == data),
         model=model.kind,
         takes=str(takes),

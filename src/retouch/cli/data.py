@@ -67,27 +67,30 @@ def add_data(commands: Commands) -> None:
 
 def _data_check(arguments: argparse.Namespace) -> int:
     from retouch.data.check import check
+    from retouch.data.guard import find_test_sets
 
     failed = False
-    for name, rows in _data_sets(arguments):
+    for name, places, rows in _data_sets(arguments):
         problems = check(rows)
         for line in map(str, problems) if arguments.all else _folded(problems):
             print(line)
         errors = sum(problem.severity == "error" for problem in problems)
         failed |= errors > 0
         print(f"{name}: {len(rows)} rows read, {errors} errors, {len(problems) - errors} notes")
+        for found in find_test_sets(places):
+            print(f"{found}, a test set: for `retouch eval` and `retouch bench`; training on it needs data.allow_test_sets")
     return 1 if failed else 0
 
 
-def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, Rows]]":
-    """Yield the name and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they cannot be
-    read."""
+def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows]]":
+    """Yield the name, the paths and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they
+    cannot be read."""
     from retouch.data.check import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
         if arguments.overrides:
             raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
-        yield arguments.path, read_path(arguments.path)
+        yield arguments.path, (arguments.path,), read_path(arguments.path)
         return
     if not arguments.path.endswith(_RECIPES) and not _is_packaged(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
@@ -104,7 +107,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, Rows]]":
         seen.append(phase.data)
         name = ", ".join(phase.data.paths()) or phase.data.label
         if isinstance(phase.data, StoredData):
-            yield name, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
+            yield name, tuple(phase.data.paths()), RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
 

@@ -1,4 +1,4 @@
-"""What a run requires of every row: the images that its model takes, and the text that its reward reads."""
+"""What a run requires of every row: the images that its model takes, and the text and the target image that its reward reads."""
 
 import sys
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ CheckedShare: TypeAlias = Literal["all", "first"] | int
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequirements:
     """What every row must have. ``images``: the smallest and the largest number of source images. ``mask``, ``reference``,
-    ``text``: whether every row must have one. ``pairs``: whether every row must have a chosen and a rejected image.
+    ``text``, ``target``: whether every row must have one. ``pairs``: whether every row must have a chosen and a rejected image.
 
     ``model`` and ``takes`` are used in the error message: "flux-fill takes one image and a mask".
     """
@@ -22,6 +22,7 @@ class RowRequirements:
     mask: bool = False
     reference: bool = False
     text: bool = False
+    target: bool = False
     pairs: bool = False
     model: str = "the model"
     takes: str = "any number of images"
@@ -51,6 +52,8 @@ class RequiredRows:
             wrong.append("an IP-Adapter reads a reference image, and this row has none")
         if required.text and not (row.text or "").strip():
             wrong.append("no text for the reward to look for; put it between double quotes in the prompt, or in a column `text`")
+        if required.target and row.target is None:
+            wrong.append("no target image for the reward to compare with; add a column `target`, or use another reward")
         if required.pairs and (row.chosen is None or row.rejected is None):
             wrong.append("no chosen and rejected image; DPO on the pairs of the data needs both in every row")
         if wrong:

@@ -109,7 +109,8 @@ class TokenData(DataSource):
         if not self.validation_lists:
             require_training_rows(self.held_out, context)
         rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
-        required = replace(context.required, images=RowRequirements().images)  # source images are decoded from the tokens
+        # Source and target images are decoded from the tokens.
+        required = replace(context.required, images=RowRequirements().images, target=False)
         accepted = accept_rows(rows, on_bad_row=self.on_bad_row, required=required)
         source = dict(zip(accepted.indices, accepted.sources, strict=True))
         found = list(accepted.problems)
