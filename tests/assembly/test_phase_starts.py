@@ -31,6 +31,6 @@ def test_reference_is_the_policy_after_a_warm_up_even_if_a_skipped_phase_follows
     assert first_kl([WARM_UP, *skipped, LEARN], tmp_path) == 0
 
 
-@pytest.mark.parametrize("skipped", [[], [{"name": "skipped", "steps": 0, **IMITATE}]])
+@pytest.mark.parametrize("skipped", [[], pytest.param([{"name": "skipped", "steps": 0, **IMITATE}], marks=pytest.mark.slow)])
 def test_reference_stays_the_initial_policy_if_the_warm_up_is_skipped(skipped: list[dict], tmp_path: Path) -> None:
     assert first_kl([FIRST, *skipped, LEARN], tmp_path) > 0

@@ -62,6 +62,7 @@ def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -
         run("playground", model=tmp_path / "text-to-image.json", subset=2, out=tmp_path / "bench")
 
 
+@pytest.mark.slow
 def test_a_run_and_its_exported_lora_make_the_same_images_with_the_same_scores(tmp_path: Path) -> None:
     recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "learning_rate": 0.05})
     session.run(recipe, fresh=False)
@@ -235,6 +236,7 @@ def test_a_benchmark_stops_when_its_budget_is_spent_and_the_next_call_continues_
         assert "the same command continues" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_judge_faults_cause_no_wrong_score_and_only_missing_answers_are_requested_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def suite() -> Iterator[ModuleType]:
             sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 def test_a_check_that_fails_hangs_or_is_killed_does_not_affect_the_others(
     suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,7 @@ def counted(league: SimpleNamespace, world: Any, contestant: Any, **changes: Any
     return league.budget.evaluations(recipe, 0), sum(calls)
 
 
+@pytest.mark.slow
 def test_computed_network_evaluations_equal_the_counted_calls(league: SimpleNamespace) -> None:
     world = league.worlds.EDITOR
     found = {each.name: counted(league, world, each) for each in world.contestants}

@@ -366,6 +366,7 @@ def test_a_package_in_the_current_folder_does_not_count_as_installed(project: Pr
     assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
 
 
+@pytest.mark.slow
 def test_modules_in_the_current_folder_are_not_imported_in_place_of_packages(project: Project) -> None:
     """Neither in a command nor in a rank of the launcher."""
     for name in ("torch", "wandb", "pydantic", "trackio"):

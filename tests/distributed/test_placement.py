@@ -68,6 +68,7 @@ def test_parts_on_separate_devices_match_parts_on_one_device(tmp_path: Path, wri
     }
 
 
+@pytest.mark.slow
 def test_offloaded_renderer_runs_on_the_policy_device_and_returns_to_the_cpu(tmp_path: Path, writer: Path) -> None:
     shared = step(tmp_path, writer, {**dict.fromkeys(ON_CPU, "pretend:0"), "offload": True})
     assert shared["renderer"] == ["cpu"]

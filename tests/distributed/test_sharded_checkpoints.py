@@ -29,6 +29,7 @@ def run(ranks: int, kind: str, folder: Path, mode: str, dtype: str = "float32") 
     return load_file(folder / f"{ranks}.safetensors")
 
 
+@pytest.mark.slow
 def test_saving_a_sharded_checkpoint_needs_memory_for_less_than_four_tensors(saved: tuple[str, Path]) -> None:
     found: dict[str, Any] = json.loads((saved[1] / "2.json").read_text())
     assert sum(found["state"].values()) > 60 * found["largest"]
@@ -50,6 +51,7 @@ def test_sharded_checkpoint_resumes_on_other_numbers_of_ranks(saved: tuple[str, 
     assert measured["held"] < moments + measured["largest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
 def test_master_weights_are_saved_by_two_ranks_and_continued_by_one(tmp_path: Path, kind: str) -> None:
     wanted = run(2, kind, tmp_path, "begin", "bfloat16")

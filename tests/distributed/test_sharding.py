@@ -27,7 +27,7 @@ from vllm_double import Double, serving
 
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
-STEPPED = [*SHARED, "fsdp2-moments", pytest.param("fsdp2-weights", marks=pytest.mark.slow)]
+STEPPED = [*SHARED, *(pytest.param(kept, marks=pytest.mark.slow) for kept in ("fsdp2-moments", "fsdp2-weights"))]
 
 
 @pytest.fixture(scope="module", params=STEPPED)

@@ -56,6 +56,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_two_ranks_together_draw_the_rows_of_one_process_also_after_resuming(parts: Path) -> None:
     train = stream_ranks.stream().build(DataContext()).train
     assert isinstance(train, UnindexedTasks)

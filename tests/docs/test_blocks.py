@@ -25,6 +25,7 @@ import tiny_pipelines
 from retouch.recipe.recipe import load
 from retouch.rewards.base import RewardSection, close
 from retouch.rewards.loading import LoadedReward
+from slow_params import slow_except
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,7 +99,13 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("page", sorted({*pages_with("python")} - RUN_ELSEWHERE - {*PARSED}))
+@pytest.mark.parametrize(
+    "page",
+    slow_except(
+        {*pages_with("python")} - RUN_ELSEWHERE - {*PARSED} - {"docs/guides/judge-audit.md"},
+        sorted({*pages_with("python")} - RUN_ELSEWHERE - {*PARSED}),
+    ),
+)
 def test_the_python_blocks_of_a_page_run_in_order(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("script_of_the_page")
     monkeypatch.setitem(sys.modules, script.__name__, script)

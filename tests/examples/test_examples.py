@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import retouch
+from slow_params import slow_except
 from warm_python import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -28,7 +29,7 @@ def run_tiny(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: s
     return run
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", slow_except(["custom_objective.py", "emu3_sft_then_rl.py", "prompt_enhancer.py"], SCRIPTS))
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_tiny(name, tmp_path, monkeypatch)
     summary = json.loads((run / "summary.json").read_text())

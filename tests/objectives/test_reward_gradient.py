@@ -19,6 +19,7 @@ from retouch.rewards.combine.several import SeveralRewards
 from retouch.rewards.scorers.pixels import CompressibilityReward, ShareReward, TargetReward
 from retouch.testing import check_objective, playground_policy
 from retouch.types import Conditioning, Sample
+from slow_params import slow_after
 from tiny_recipes import SMALL
 
 TARGET = TargetReward()
@@ -424,7 +425,9 @@ def test_reward_that_returns_scores_without_gradient_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    "objective", [DRAFT["objective"], {"kind": "refl", "reward": {"kind": "target"}, "low": 1}], ids=["draft", "refl"]
+    "objective",
+    slow_after(1, [DRAFT["objective"], {"kind": "refl", "reward": {"kind": "target"}, "low": 1}]),
+    ids=["draft", "refl"],
 )
 def test_a_run_passes_its_preflight_and_resumes_to_the_same_bits(objective: dict[str, Any], tmp_path) -> None:
     file = tmp_path / "small.json"

@@ -28,6 +28,7 @@ def load(path: Path):
     return PlaygroundModel(path=str(path)).build(device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retouch.pretraining.build_editor.HELD_OUT", 8)
     for name in ("one", "two"):
@@ -80,6 +81,7 @@ def test_the_tokenizer_has_the_special_tokens_and_round_trips_unusual_text() -> 
     assert words.tokenize("make the red circle blue") == ["make", "Ġthe", "Ġred", "Ġcircle", "Ġblue"]
 
 
+@pytest.mark.slow
 def test_the_packaged_weights_have_the_scores_in_build_json() -> None:
     kept = read_json(playground_weights() / "build.json")["held_out"]
     found = measure(load(playground_weights()))

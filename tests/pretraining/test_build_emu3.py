@@ -40,6 +40,7 @@ def built(tmp_path_factory):
     return path, build(path)
 
 
+@pytest.mark.slow
 def test_every_start_can_be_loaded_from_the_build_folder(built, monkeypatch):
     path, scores = built
     told = json.loads((path / "build.json").read_text())
@@ -58,6 +59,7 @@ def test_every_start_can_be_loaded_from_the_build_folder(built, monkeypatch):
     assert all(not torch.equal(a, b) for a, b in combinations(heads, 2))
 
 
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_weights(built, tmp_path):
     path, _ = built
     build(tmp_path)

@@ -95,6 +95,7 @@ def test_a_run_that_ran_out_of_memory_resumes_with_the_suggested_changes(
     assert len(folder.read_metrics()) == 2
 
 
+@pytest.mark.slow
 def test_every_memory_key_exists_and_can_be_lowered_when_a_run_resumes(tmp_path: Path) -> None:
     assert {path for paths in places(Recipe).values() for path in paths} >= MEMORY_KEYS
     writer = parse(tiny_writer_runs.recipe(tmp_path, tmp_path, rollout__chunk=64, microbatch=8))

@@ -264,6 +264,7 @@ def test_compatible_values_are_accepted(changes: dict[str, Any]) -> None:
     assert parse(changed(**changes)).name == "try"
 
 
+@pytest.mark.slow
 @given(num_steps=st.integers(1, 8), size=st.integers(1, 8), low=st.integers(0, 8), high=st.integers(1, 8) | st.none())
 def test_a_random_window_is_accepted_if_and_only_if_it_can_be_drawn(num_steps: int, size: int, low: int, high: int | None) -> None:
     def draws() -> bool:

@@ -161,6 +161,7 @@ def test_own_text_encoder_keeps_the_encoder_of_the_editor() -> None:
     assert editor.text.encoder is writer
 
 
+@pytest.mark.slow
 def test_kept_rows_are_rehearsed_again_only_if_the_digest_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "emu3/sft_s"
     calls: list[list[str]] = []

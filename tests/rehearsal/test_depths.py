@@ -22,12 +22,10 @@ STACKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "update"),
-    [
-        ("qwen-image-edit/flow-grpo", "update"),
-        pytest.param("flux-fill/ip-adapter-grpo", "rl: update", marks=pytest.mark.slow),
-    ],
+    [("qwen-image-edit/flow-grpo", "update"), ("flux-fill/ip-adapter-grpo", "rl: update")],
 )
 def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str) -> None:
     done = subprocess.run(

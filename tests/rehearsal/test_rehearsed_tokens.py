@@ -11,6 +11,7 @@ import pytest
 
 from warm_python import python
 
+pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
 STATIC = ("static", "static, long", "static, seldom")
 

@@ -20,11 +20,14 @@ from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, load
 from retouch.rehearsal.inputs import WORDS
 from retouch.rehearsal.machines import MACHINES, find_machine
+from slow_params import slow_except
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "rehearsal" / "table.py"
 KEPT: dict[str, dict[str, Any]] = json.loads((SCRIPT.parent / "rehearsed.json").read_text(encoding="utf-8"))
+CHECKED = ("sd3/ocr-grpo", "flux-kontext/photos", "qwen-image-edit/writer-grpo", "qwen-image-2/flow-grpo")
+"""The recipes that `make test` plans: one of each family whose rehearsal is quick."""
 TABLE = runpy.run_path(str(SCRIPT))
 SHARED = ("qwen-image-edit/writer-grpo-frozen",)
 """The rehearsal takes the editor's text encoder and the writer to have the same weights, which are held once; a plan does not."""
@@ -69,7 +72,7 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("variables")
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", slow_except(CHECKED, KEPT))
 def test_the_peak_of_a_plan_is_within_3_percent_of_the_rehearsed_peak(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in (base, language, emu3, memory):  # a plan assumes longer instructions than a rehearsal
         monkeypatch.setattr(module, "INSTRUCTION_TOKENS", WORDS)
@@ -81,7 +84,7 @@ def test_the_peak_of_a_plan_is_within_3_percent_of_the_rehearsed_peak(monkeypatc
 
 
 @pytest.mark.usefixtures("variables")
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", slow_except(CHECKED, KEPT))
 def test_no_recipe_is_planned_to_fit_a_gpu_on_which_its_rehearsal_does_not_fit(name: str) -> None:
     recipe = load(ROOT / "recipes" / f"{name}.jsonnet")
     check = check_memory if isinstance(recipe.policy, DenoisingPolicyKeys) else check_writer_memory

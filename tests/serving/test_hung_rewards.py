@@ -71,6 +71,7 @@ def test_slow_reward_does_not_make_the_server_reject_requests() -> None:
         assert slow.result().status_code == 200
 
 
+@pytest.mark.slow
 def test_a_replica_that_hangs_is_replaced(tmp_path: Path) -> None:
     section = json.dumps({"kind": "import", "class": "served_rewards:Sleeps"})
     limits = [word for limit in ("stall_seconds=0.2", "deadline_seconds=2") for word in ("--limit", limit)]

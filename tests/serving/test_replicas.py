@@ -156,6 +156,7 @@ def test_sigterm_completes_requests_in_flight(tmp_path: Path) -> None:
     assert serve.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_rolling_restarts_lose_no_sample_and_reload_replaces_the_reward(tmp_path: Path) -> None:
     source = (SUPPORT / "served_rewards.py").read_text()
     (tmp_path / "my_judge.py").write_text(source)

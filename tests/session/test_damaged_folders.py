@@ -38,6 +38,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_resuming_a_damaged_run_folder_has_the_expected_outcome_for_each_fault() -> None:
     assert len(FAULTS) >= 100
     only = "|".join(f"^{re.escape(name)}$" for name in EXPECTED)

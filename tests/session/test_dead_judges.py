@@ -79,7 +79,8 @@ def remote(urls: Sequence[str], **settings: object) -> dict[str, object]:
     return {"kind": "remote", "endpoints": urls, **settings, "combine": {"overall": 1}}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_death_of_all_reward_servers_ends_every_rank_with_a_checkpoint_and_the_run_resumes(tmp_path: Path, ranks: int) -> None:
     folder = RunFolder(tmp_path / "run")
     with ExitStack() as alive:

@@ -58,6 +58,7 @@ def test_a_second_process_is_refused_and_the_first_is_not_disturbed(tmp_path: Pa
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.slow
 def test_run_whose_folder_is_moved_stops_and_writes_nothing_more(tmp_path: Path) -> None:
     made = long_run(tmp_path)
     with training(made, tmp_path) as first:
@@ -70,6 +71,7 @@ def test_run_whose_folder_is_moved_stops_and_writes_nothing_more(tmp_path: Path)
     assert not made.folder.exists()
 
 
+@pytest.mark.slow
 def test_ranks_of_a_killed_launcher_end_and_release_the_run_folder(tmp_path: Path) -> None:
     made = long_run(tmp_path)
     with training(made, tmp_path, "launch", "--nproc", "2") as first:

@@ -34,12 +34,14 @@ def test_run_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 2), 2)
 
 
+@pytest.mark.slow
 def test_run_killed_in_a_warm_up_phase_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 1, "phases")
     check(found, 1)
     assert [place["done"] for place in found] == [1]
 
 
+@pytest.mark.slow
 def test_run_with_staleness_killed_at_one_place_resumes_bitwise(tmp_path: Path) -> None:
     found = killed_and_resumed(tmp_path, 1, "stale")
     check(found, 1)
@@ -58,6 +60,7 @@ def test_run_with_refill_killed_at_two_places_resumes_bitwise(tmp_path: Path) ->
     check(killed_and_resumed(tmp_path, 2, "refill"), 2)
 
 
+@pytest.mark.slow
 def test_writer_run_killed_at_one_place_resumes_bitwise(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 1, str(tmp_path / "writer")), 1)
@@ -83,6 +86,7 @@ def check_random_judge(found: list[dict[str, object]], count: int) -> None:
     assert [place for place in found if place["asked_again"] or place["differing"]] == []
 
 
+@pytest.mark.slow
 def test_run_with_a_random_judge_killed_at_two_places_resumes_bitwise(tmp_path: Path) -> None:
     check_random_judge(killed_and_resumed(tmp_path, 2, program=RANDOM_JUDGE_PROGRAM), 2)
 

@@ -21,6 +21,7 @@ from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_thread
 from retouch.session.interruptions import StopRequest, catch_stop_signals
 from retouch.training import checkpoint
 from retouch.types import Column, Sample, Scores
+from slow_params import slow_after
 from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -100,9 +101,7 @@ def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, rank
     return printed
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))]
-)
+@pytest.mark.parametrize("number", slow_after(1, [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_signal_ends_a_run_whose_reward_hangs_and_keeps_the_last_complete_step(number: signal.Signals, tmp_path: Path) -> None:
     whole, made = hanging_recipe(tmp_path, "whole", calls=100), hanging_recipe(tmp_path, "hung", calls=6)
     printed = stop_while_it_hangs(made, number)
@@ -125,12 +124,14 @@ def test_evaluation_interrupted_by_a_hanging_reward_is_repeated_after_the_resume
     assert file_hashes(made.folder, (*WEIGHTS, "evals.jsonl")) == file_hashes(whole.folder, (*WEIGHTS, "evals.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_whose_first_evaluation_hangs_ends_without_a_checkpoint(tmp_path: Path) -> None:
     made = hanging_recipe(tmp_path, "hung", calls=1)
     assert "there is no checkpoint yet" in stop_while_it_hangs(made, signal.SIGINT)
     assert checkpoint.latest(made.folder / "checkpoints") is None
 
 
+@pytest.mark.slow
 def test_signal_ends_two_ranks_whose_rewards_hang_and_keeps_the_last_complete_step(tmp_path: Path) -> None:
     made = hanging_recipe(tmp_path, "hung", calls=4)
     stop_while_it_hangs(made, signal.SIGTERM, "launch", "--nproc", "2", ranks=2)

@@ -229,6 +229,7 @@ def results(recipe: Recipe) -> list[tuple[int, Any]]:
     return [(line["step"], line["table"]) for line in RunFolder(recipe.folder).read_suites()]
 
 
+@pytest.mark.slow
 def test_run_resumed_after_a_spent_budget_computes_the_missing_suite_result(tmp_path: Path, double: Double) -> None:
     """Six images with two questions each: the budget covers two of three results. The next start first computes the third."""
     recipe, plain = small(tmp_path, judged(double.url, calls=30)), small(tmp_path / "plain", judged(double.url))

@@ -69,6 +69,7 @@ def test_evaluation_and_sampling_are_reproducible(trained: RunFolder, tmp_path: 
     assert capsys.readouterr().out == first != "\n"
 
 
+@pytest.mark.slow
 def test_metrics_of_two_ranks_match_those_of_one_rank(make: Make, tmp_path: Path) -> None:
     whole = parse(make(name="one", steps=1, policy__entropy=False))
     assert run(whole, fresh=False) == 0
@@ -179,6 +180,7 @@ def test_full_training_makes_all_parameters_trainable_and_keeps_a_reference(make
     assert "reference" in parts.copies.copies
 
 
+@pytest.mark.slow
 def test_text_rewards_score_completions_without_changing_the_image_reward(make: Make) -> None:
     """They are combined with an image reward, whose scores stay the same."""
     rewards = {"think": {"kind": "thinking"}, "prompt": {"kind": "prompt_quality"}, "exact": {"kind": "playground"}}

@@ -115,6 +115,7 @@ def test_a_qwen_vl_writer_trains_with_a_frozen_editor_as_response_renderer(tmp_p
     assert made.recipe.document()["renderer"]["kind"] == "response"
 
 
+@pytest.mark.slow
 def test_emu3_trains_on_image_tokens_and_a_second_run_gives_equal_metrics(tmp_path: Path) -> None:
     whole = tiny_emu3.module()
     for name in ("one", "two"):  # as in a notebook; the second run starts from the same weights as the first

@@ -178,6 +178,7 @@ def test_hub_data_sets_with_mapped_column_names_give_pairs(tmp_path: Path) -> No
     assert [task.chosen.size for task in sets.train if task.chosen and task.rejected] == [(16, 16)] * 10
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_matches_training_on_one(tmp_path: Path) -> None:
     def trained(out: Path, *launcher: str) -> RunFolder:
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])

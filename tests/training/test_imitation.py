@@ -20,6 +20,7 @@ from retouch.objectives.presets import REINFORCE
 from retouch.recipe.recipe import load
 from retouch.training.loop import train, weighted_rows
 from retouch.types import Minibatch
+from slow_params import slow_after
 from token_policy import TokenPolicy
 
 OBJECTIVE, BEST = AWM(samples=2, shift=2.0), BestAdvantage()
@@ -187,7 +188,7 @@ def test_best_and_exponential_advantages_work_with_awm_for_images_and_reinforce_
         load("recipes/playground/writer-blind.jsonnet", [advantage, images])
 
 
-@pytest.mark.parametrize("name", ["raft", "rwr", "distill"])
+@pytest.mark.parametrize("name", slow_after(1, ["raft", "rwr", "distill"]))
 def test_imitation_recipes_train_one_step(name, tmp_path):
     settings = [
         *("tasks_per_step=2", "group_size=4", "steps=1", "microbatch=8", "eval.tasks=3", "eval.every=0", "eval.best_of_k=0"),

@@ -59,6 +59,7 @@ def tried(page: TestClient, **changes: Any) -> dict[str, Any]:
     return last
 
 
+@pytest.mark.slow
 def test_try_uses_the_mask_the_reference_and_the_context(page: TestClient, runs: Path) -> None:
     pair, task, made = SideBySide(runs / "signs", device="cpu"), tiny_sign_runs.task(), []
     for context in (None, "reference"):

@@ -67,6 +67,7 @@ def test_stop_alarm_saves_a_checkpoint_and_reports_the_reason(watched):
     assert "<h2>Watched</h2>" in page
 
 
+@pytest.mark.slow
 def test_run_stopped_by_an_alarm_resumes_only_with_a_relaxed_rule(watched, tmp_path):
     recipe, folder, _ = watched
     with pytest.raises(AlarmStop, match="was stopped by an alarm"):

@@ -15,6 +15,7 @@ from retouch.benchmarks.judges.asking import AuditAnswers, JudgeAnswer, ProbeSco
 from retouch.benchmarks.judges.findings import alarms, findings
 from retouch.benchmarks.judges.ladders import Item, playground_ladders
 from retouch.benchmarks.judges.measures import Estimate
+from slow_params import slow_except
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def simulated(items, draw, *, noise: float, repeats: int = 3) -> AuditAnswers:
     return AuditAnswers(scored, [], Spending(), 0)
 
 
-@pytest.mark.parametrize("noise", [0.03, 0.09])
+@pytest.mark.parametrize("noise", slow_except([0.09], [0.03, 0.09]))
 def test_a_clean_but_noisy_judge_raises_few_false_alarms(items, noise) -> None:
     draw, audits = np.random.default_rng(7), 300
     false = sum(bool(alarms(findings(simulated(items, draw, noise=noise)))) for _ in range(audits))

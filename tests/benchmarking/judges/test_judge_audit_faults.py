@@ -22,6 +22,7 @@ from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.ledger.database import decode_scores, open_read_only
 from retouch.rewards.vlm.endpoint_settings import Prices
 from retouch.rewards.vlm.models import Endpoint
+from slow_params import slow_after
 from warm_python import python
 
 QUICK = {"timeout": 30.0, "deadline": 60.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
@@ -60,7 +61,7 @@ def faultless_answers(tmp_path_factory) -> dict[str, dict[str, float]]:
     return ledger_answers(folder)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", slow_after(6, FAULTS))
 def test_faulty_answers_are_not_recorded_and_only_missing_ones_are_requested_again(tmp_path, faultless_answers, fault) -> None:
     """A third of the questions get the fault once. A 429 with Retry-After is retried at once and does not count as an attempt."""
 

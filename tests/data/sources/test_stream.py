@@ -18,6 +18,7 @@ from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import UnindexedTasks, examples
 from retouch.data.sources.stream import IterableData, StreamData
 from retouch.testing import check_data_source
+from slow_params import slow_except
 
 
 def drawn(sets, steps=4, count=3):
@@ -49,7 +50,7 @@ def test_files_are_read_from_a_folder_a_file_or_a_pattern(tmp_path, kind):
         assert dict(task.meta) == ({} if "tar" in kind else {"level": number})
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tar"])
+@pytest.mark.parametrize("kind", slow_except(["tar"], ["parquet", "tar"]))
 def test_hub_files_are_streamed_in_the_same_order_with_and_without_prefetching(tmp_path, kind):
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "hub_dataset.py"), str(tmp_path), kind]

@@ -253,6 +253,7 @@ def test_an_exception_of_a_map_function_is_raised_in_the_run():
         train.close()
 
 
+@pytest.mark.slow
 def test_a_step_with_more_tasks_than_the_stream_has_rows_raises(parquet):
     with pytest.raises(ValueError, match="the stream has 55 rows for training, and a step draws 56 tasks"):
         drawn(opened(parquet).train, [0], count=56)

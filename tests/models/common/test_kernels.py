@@ -171,6 +171,7 @@ def test_identical_blocks_share_a_compiled_graph():
     assert len(made) == 3
 
 
+@pytest.mark.slow
 @COMPILES
 def test_decoder_layers_are_compiled_for_the_update_and_not_for_generation():
     writers = [tiny_writers.writer(checkpointing=True, stop=tiny_writing.STOPS) for _ in range(2)]
@@ -201,6 +202,7 @@ def test_compile_blocks_raises_for_a_model_without_known_blocks():
         kernels.compile_blocks(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 @COMPILES
 def test_a_compiled_module_can_be_copied():
     module = tiny_models.flux_transformer()

@@ -15,6 +15,7 @@ from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.decoders import CodesDecoder, DecodesCodes
 from retouch.testing import check_policy, check_renderer
 from retouch.types import Completion, Kind, Needs, Task
+from slow_params import slow_except
 
 
 def tasks():
@@ -101,8 +102,13 @@ def test_target_ids_contain_the_thought_before_the_image():
     assert made.codes_in(drawn[:-6]) is None
 
 
-@pytest.mark.parametrize(("prefill", "train"), [(DRAW, "lora"), (DRAW, "full"), (THINK, "lora")])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    ("prefill", "train"),
+    [(DRAW, "lora"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((DRAW, "full"), (THINK, "lora")))],
+)
+@pytest.mark.parametrize(
+    "sampling", slow_except([{"temperature": 0.7, "top_p": 0.9}], [{}, {"temperature": 0.7, "top_p": 0.9}]), ids=str
+)
 def test_policy_passes_the_contract_checks(prefill, train, sampling):
     made = tiny_emu3.editor(prefill=prefill, train=train)
     height, width = made.grid

@@ -221,6 +221,7 @@ def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str
     return folder, (folder / "train.log").read_text()
 
 
+@pytest.mark.slow
 def test_tiny_recipe_trains_on_the_valid_item_and_reports_the_invalid_one(tmp_path: Path) -> None:
     pytest.importorskip("rapidocr")
     folder, log = tiny_run(tmp_path, "whole", warm_up=1, rl=1)

@@ -71,7 +71,7 @@ def test_default_output_size_is_that_of_the_first_source_or_512_px(pipe, images,
     assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 8**2
 
 
-@pytest.mark.parametrize("size", [(72, 80), (76, 84), (1200, 1000)])
+@pytest.mark.parametrize("size", [(72, 80), (76, 84), pytest.param((1200, 1000), marks=pytest.mark.slow)])
 def test_a_target_like_the_source_has_the_size_of_the_output(pipe, size):
     model, image = build(pipe, size=None), tiny_models.image(0, *size)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from retouch.pretraining.networks.image_encoder import build_image_encoder
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.recipe import load
 from retouch.session.session import run
+from slow_params import slow_except
 
 FILL = "recipes/flux-fill/ip-adapter-{}.jsonnet"
 QWEN = "recipes/qwen-image-edit/ip-adapter-grpo.jsonnet"
@@ -159,7 +160,7 @@ def untrained_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", slow_except([NFT], ALL))
 def test_playground_twin_runs_warm_up_and_rl(name: str, untrained_image_model: Path, tmp_path: Path) -> None:
     small = [
         "tasks_per_step=2",

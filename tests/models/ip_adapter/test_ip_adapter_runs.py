@@ -69,6 +69,7 @@ def adapter_of(parts: Assembly) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in parts.copies.parameters.items()}
 
 
+@pytest.mark.slow
 def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: Path, tmp_path: Path) -> None:
     whole = recipe(world, out=str(tmp_path / "whole"), checkpoints={"every": 1, "keep": 9})
     assert run(whole, fresh=False) == 0

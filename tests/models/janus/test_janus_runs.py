@@ -56,6 +56,7 @@ def test_run_trains_and_transformers_loads_the_exported_adapter(tmp_path, docume
     assert not torch.equal(whole.model.language_model(ids).last_hidden_state, before)
 
 
+@pytest.mark.slow
 def test_exported_full_weights_generate_the_same_tokens_when_loaded_again(tmp_path, document):
     run, _ = trained(tmp_path, document(policy__train={"kind": "full"}, learning_rate=1e-2))
     exported = tmp_path / "exported"

@@ -58,7 +58,8 @@ def cpu_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return step(tmp_path_factory.mktemp("cpu_step"), "live", "cpu")
 
 
-@pytest.mark.parametrize("way", [pytest.param("cached", marks=pytest.mark.slow), "offloaded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cached", "offloaded"])
 def test_frozen_parts_are_on_the_device_only_while_they_are_used(cpu_step: dict[str, Any], tmp_path: Path, way: str) -> None:
     there = step(tmp_path, way, "pretend:0")
     assert max_level_difference(there["images"], cpu_step["images"]) <= ROUNDING

@@ -18,6 +18,7 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.engines.base import EngineContext
 from retouch.types import Task
+from slow_params import slow_after
 
 READS = ("aten::_local_scalar_dense", "aten::nonzero")
 """The operations for which the host waits for a GPU: they read a value, or a number of elements."""
@@ -96,7 +97,9 @@ def same(one, other):
             assert [each for each in mine if each >= 0] == [each for each in theirs if each >= 0]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"])
+@pytest.mark.parametrize(
+    "sampling", slow_after(2, [{}, {"top_k": 5, "temperature": 1.2}, {"top_p": 0.8}]), ids=["all", "top-k", "top-p"]
+)
 def test_static_decoding_equals_dynamic_decoding(made, sampling):
     same(decode(made, sampling=sampling), decode(made, sampling=sampling, static=True, check_every=4))
 
@@ -116,7 +119,7 @@ def test_static_decoding_uses_the_same_shapes_for_every_token(made):
     assert len(set(growing)) > 6
 
 
-@pytest.mark.parametrize("sampling", [{}, {"top_k": 5}], ids=["all", "top-k"])
+@pytest.mark.parametrize("sampling", slow_after(1, [{}, {"top_k": 5}]), ids=["all", "top-k"])
 def test_check_every_limits_the_host_reads_of_static_decoding(made, sampling):
     model, longest = made[0], made[2]
     stop, model.stop = model.stop, ()  # no row ends early

@@ -169,6 +169,7 @@ def test_an_unavailable_server_stops_the_run_and_the_run_resumes(make: Make, wri
     assert len(folder.read_metrics()) == 2
 
 
+@pytest.mark.slow
 def test_a_run_with_stale_rollouts_resumes_after_a_server_fault(make: Make, writer: Path, tmp_path: Path) -> None:
     with served(writer) as (double, section):
         engine = {**section, "max_mismatch": 1e-3}

@@ -53,6 +53,7 @@ def test_network_has_as_many_weights_as_that_of_keras() -> None:
     assert sum(int(np.prod(shape)) for shape in kernels) == 21_802_784 - 3 * sum(shape[0] for shape in kernels)
 
 
+@pytest.mark.slow
 def test_fid_is_the_frechet_distance_of_the_features(file: Path, network: InceptionFeatures) -> None:
     one, other = images(0, 3), [Image.new("RGB", (20, 30), colour) for colour in ("red", "white")]
     vectors = [torch.stack([network(image) for image in each]) for each in (one, other)]

@@ -54,7 +54,11 @@ def test_a_valid_reply_is_read(judge, open_client):
     assert (answer.input_tokens, answer.output_tokens) == (100, 10)
 
 
-@pytest.mark.parametrize(("lies", "form"), [(SCORES, SCORE), (WIRE, SCORE), (WORDS, WORD)], ids=["scores", "wire", "words"])
+@pytest.mark.parametrize(
+    ("lies", "form"),
+    [(SCORES, SCORE), pytest.param(WIRE, SCORE, marks=pytest.mark.slow), (WORDS, WORD)],
+    ids=["scores", "wire", "words"],
+)
 def test_invalid_replies_give_no_score_and_raise_nothing(judge, open_client, lies, form):
     """One client reads all replies, so state that an invalid reply leaves behind would affect the next one."""
     client = open_client(deadline=ROUND_TRIP, timeout=ROUND_TRIP / 2)
