@@ -36,7 +36,8 @@ def test_saving_a_sharded_checkpoint_needs_memory_for_less_than_four_tensors(sav
     assert found["held"] < 4 * found["largest"]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_sharded_checkpoint_resumes_on_other_numbers_of_ranks(saved: tuple[str, Path], ranks: int) -> None:
     kind, folder = saved
     wanted = load_file(folder / "2.safetensors")

@@ -3,6 +3,8 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from retouch.pretraining import build_writer as building
 from retouch.pretraining.build_writer import build_writer
 from retouch.pretraining.networks.writer import WriterRound, WriterTraining
@@ -12,6 +14,7 @@ ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=
 TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
     for scores in build_three(tmp_path, partial(build_writer, writer=TINY), measured_by=building):
         assert len(scores) == 2 * 2 * 4

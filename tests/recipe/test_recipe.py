@@ -278,6 +278,7 @@ def test_a_random_window_is_accepted_if_and_only_if_it_can_be_drawn(num_steps: i
     assert _taken(rollout__num_steps=num_steps, rollout__window=window) == draws()
 
 
+@pytest.mark.slow
 @given(num_steps=st.integers(1, 8), size=st.integers(1, 8), stride=st.integers(1, 8))
 def test_a_sliding_window_is_accepted_if_and_only_if_it_can_slide(num_steps: int, size: int, stride: int) -> None:
     def slides() -> bool:

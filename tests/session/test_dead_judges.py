@@ -100,7 +100,8 @@ def test_death_of_all_reward_servers_ends_every_rank_with_a_checkpoint_and_the_r
     assert steps_of(folder) == done + 1
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_budget_resumes(tmp_path: Path, ranks: int) -> None:
     """Each rank makes two calls before the first step; a step makes two in total. With seven more calls, the fourth step fails."""
     folder = RunFolder(tmp_path / "run")

@@ -20,7 +20,7 @@ from warm_python import python
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
+@pytest.fixture(scope="module", params=[pytest.param("full", marks=pytest.mark.slow), "lora"])
 def preflight_result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of ``preflight_memory`` on a simulated device."""
     file = tmp_path_factory.mktemp("recipe") / "recipe.json"

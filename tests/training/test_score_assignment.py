@@ -89,6 +89,7 @@ class OcrJudge:
         return future
 
 
+@pytest.mark.slow
 def test_gradient_weights_each_sample_by_its_own_score():
     phase = tiny_loop.phase(CLIPPED, count=len(TASKS), group_size=GROUP, steps=range(1))
     batch = replace(phase.batch(0), tasks=TASKS)

@@ -89,6 +89,7 @@ class CheckedRows:
             or (required.mask and not flags & _MASK)
             or (required.reference and not flags & _REFERENCE)
             or (required.text and not flags & _TEXT)
+            or (required.target and not flags & _TARGET)
             or (required.pairs and not flags & _PAIR)
         )
 

@@ -118,7 +118,8 @@ def run(folder, state, *, rank, world, kill_after, steps=18) -> int:
 
 
 # Several ranks, without kills: test_ranks_share_the_rows_of_a_step.
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_no_row_is_lost_or_repeated_by_kills(tmp_path, tar, world):
     """Each rank is killed, at other steps than those of its checkpoints. 18 steps of 7 tasks are more than two passes."""
     steps = []

@@ -75,6 +75,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
 
 
+@pytest.mark.slow
 def test_cached_and_offloaded_runs_give_bitwise_equal_metrics(tmp_path: Path, prompt_cache: Path) -> None:
     found = {}
     for name, way in [("live", "live"), ("cold", "cached"), ("warm", "both")]:

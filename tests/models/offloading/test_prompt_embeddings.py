@@ -28,6 +28,7 @@ from retouch.models.qwen_image_2.model import QwenImage2
 from retouch.models.sd3.model import SD3
 from retouch.models.z_image.model import ZImage
 from retouch.types import Conditioning, Task
+from slow_params import slow_except
 
 TEXTS = ["a red circle on a green square", "blue", "a red circle", "make it"]
 CPU = torch.device("cpu")
@@ -92,7 +93,7 @@ def assert_equal(one: Conditioning, other: Conditioning) -> None:
         assert torch.equal(tensor, other.tensors[name]), name
 
 
-@every_family
+@pytest.mark.parametrize("family", slow_except({*MODELS} - {"qwen-image-2"}, MODELS))
 def test_cached_embeddings_are_bitwise_equal_to_the_text_encoders(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def test_generation_matches_greedy_decoding_without_a_cache(judge):
         tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_temperature_and_depends_only_on_the_seed(judge):
     inputs = judge._inputs([question(LETTERS)])
     with torch.no_grad():
