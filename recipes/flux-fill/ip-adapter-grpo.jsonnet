@@ -19,5 +19,6 @@
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
-ip_adapter.grpo(worlds.flux_fill, worlds.flux_fill_sizes { name: 'flux-fill-ip-adapter-grpo' })
+// Three steps of each image are trained, so a microbatch of 3 needs no padding.
+ip_adapter.grpo(worlds.flux_fill, worlds.flux_fill_sizes { name: 'flux-fill-ip-adapter-grpo', microbatch: 3 })
 + { policy+: { prompt_embeddings: 'cached' } }

@@ -19,5 +19,6 @@
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
-ip_adapter.ppo(worlds.flux_fill, worlds.flux_fill_sizes { name: 'flux-fill-ip-adapter-ppo' })
+// Three steps of each image are trained, so a microbatch of 3 needs no padding.
+ip_adapter.ppo(worlds.flux_fill, worlds.flux_fill_sizes { name: 'flux-fill-ip-adapter-ppo', microbatch: 3 })
 + { policy+: { prompt_embeddings: 'cached' } }

@@ -64,6 +64,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         made = [one]
         if one.text is not None:
             print(one.text)
+        print(f"image in {arguments.out}")
     if fallbacks := sum(each.fell_back for each in made):
         print(
             f"{fallbacks} of {len(made)} images were made from the instruction itself, because the completion cannot be rendered",
