@@ -349,6 +349,22 @@ def test_unknown_lora_targets_and_missing_initial_adapter_are_failures(tmp_path:
 # Recipes
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ([], []),
+        (["microbatch=4"], ["25% of the rows of the update's forward passes", "of 4 does not divide the 9 steps", "; 3 does"]),
+        (["microbatch=12"], []),
+        (["microbatch=4", "rollout.equal_shapes=false"], []),
+    ],
+)
+def test_check_batch_reports_forward_passes_that_are_filled_with_repeated_rows(changes: list[str], says: list[str]) -> None:
+    recipe = load("recipes/flux2/ocr-grpo.jsonnet", changes)
+    notes = [finding.text for finding in check_batch(recipe, world=8) if finding.status == "note"]
+    assert len(notes) == bool(says)
+    assert all(part in text for text in notes for part in says)
+
+
 def test_check_batch_reports_ranks_that_do_not_divide_the_batch() -> None:
     (good, unmeant) = check_batch(small("ranks=4"), world=2)
     assert good.text == "2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks"

@@ -44,6 +44,27 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
     if (warning := rank_count_warning(recipe, world)) is not None:
         yield note("batch", warning)
+    yield from (note("batch", text) for text in dict.fromkeys(_padding(recipe)))
+
+
+def _padding(recipe: Recipe) -> Iterator[str]:
+    """Describe the forward passes of updates that are filled with repeated rows (``rollout.equal_shapes``)."""
+    microbatch, model = recipe.microbatch, recipe.policy.model
+    if getattr(model, "dtype", None) not in ("bfloat16", "float16"):
+        return
+    for phase in recipe.resolved_phases():
+        rollout = phase.rollout
+        if phase.imitates or not phase.objective.has_ratio or not (isinstance(rollout, DenoisingRollout) and rollout.equal_shapes):
+            continue
+        actions = rollout.longest
+        if microbatch < actions and (rest := actions % microbatch):
+            padded = (microbatch - rest) / (actions + microbatch - rest)
+            fewer = max(each for each in range(1, microbatch) if actions % each == 0)
+            yield (
+                f"{padded:.0%} of the rows of the update's forward passes are repeated, because a microbatch of {microbatch} does "
+                f"not divide the {actions} steps that are trained of an image; {fewer} does, and so does {actions}, which needs more "
+                "memory"
+            )
 
 
 def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
