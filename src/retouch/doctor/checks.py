@@ -62,7 +62,7 @@ def _padding(recipe: Recipe) -> Iterator[str]:
             fewer = max(each for each in range(1, microbatch) if actions % each == 0)
             yield (
                 f"{padded:.0%} of the rows of the update's forward passes are repeated, because a microbatch of {microbatch} does "
-                f"not divide the {actions} steps that are trained of an image; {fewer} does, and so does {actions}, which needs more "
+                f"not divide the {actions} steps that are trained of an image; {fewer} does; {actions} does too, but needs more "
                 "memory"
             )
 
