@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from retouch import cli
+from retouch.cli.arguments import run_folder
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -51,3 +52,13 @@ def test_a_missing_list_of_instructions_is_refused_before_the_recipe_is_read(cap
 )
 def test_wrong_sizes_and_shards_of_tokenize_are_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert says in refusal(capsys, "data", "tokenize", "photos", "--model", "playground", "--out", "codes", *words)
+
+
+def test_a_run_is_found_by_its_name_in_the_folder_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert run_folder("mine") == Path("runs/mine")
+    assert run_folder("runs/mine") == Path("runs/mine")
+    assert run_folder("no-such-run") == Path("no-such-run")
+    (tmp_path / "mine").mkdir()
+    assert run_folder("mine") == Path("mine")

@@ -1,10 +1,12 @@
 """Argument types and option groups that several commands share."""
 
 import argparse
+from pathlib import Path
 from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 LAST_PORT = 65535
+RUN_HELP = "the folder of a run, or the name of a run in the folder runs"
 
 
 def integers(text: str) -> list[int]:
@@ -24,6 +26,12 @@ def port(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= 5 and int(text) <= LAST_PORT):
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; give a number from 0 to {LAST_PORT}")
     return int(text)
+
+
+def run_folder(text: str) -> Path:
+    """The folder of a run: the path itself, or, if it does not exist, the run of this name in the folder ``runs``."""
+    path, named = Path(text), Path("runs", text)
+    return named if not path.exists() and named.is_dir() else path
 
 
 def utf8(text: str) -> str:

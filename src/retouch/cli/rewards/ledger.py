@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, import_option
+from retouch.cli.arguments import RUN_HELP, Commands, debug_option, import_option, run_folder
 
 
 def add_ledger(commands: Commands) -> None:
@@ -13,7 +13,7 @@ def add_ledger(commands: Commands) -> None:
         parents=[debug_option(), import_option()],
         help="show the scores of a run, the judges and the cost; score the images again",
     )
-    ledger.add_argument("ledger_of", type=Path, metavar="RUN", help="the folder of a run")
+    ledger.add_argument("ledger_of", type=run_folder, metavar="RUN", help=RUN_HELP)
     ledger.add_argument("--json", action="store_true")
     ledger.add_argument(
         "--prices", type=_prices, metavar="IN,OUT", help="prices per million input and output tokens, if the recipe has none"

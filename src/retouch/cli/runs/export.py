@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, import_option
+from retouch.cli.arguments import RUN_HELP, Commands, debug_option, import_option, run_folder
 
 
 def add_export(commands: Commands) -> None:
@@ -11,7 +11,7 @@ def add_export(commands: Commands) -> None:
     export = commands.add_parser(
         "export", parents=[debug_option(), import_option()], help="write a run's weights for diffusers, PEFT and ComfyUI"
     )
-    export.add_argument("target", metavar="RUN")
+    export.add_argument("target", type=run_folder, metavar="RUN", help=RUN_HELP)
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     export.add_argument(
         "--weights", choices=("average", "current"), help="which weights to write (default: average, if the run has them)"
@@ -28,7 +28,7 @@ def add_export(commands: Commands) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from retouch.inference.exporting import export_target
 
-    for path in export_target(arguments.target, to=arguments.to, which=arguments.weights, format=arguments.format):
+    for path in export_target(str(arguments.target), to=arguments.to, which=arguments.weights, format=arguments.format):
         print(path)
     return 0
 

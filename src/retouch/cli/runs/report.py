@@ -1,9 +1,8 @@
 """``retouch report``."""
 
 import argparse
-from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import RUN_HELP, Commands, debug_option, run_folder
 
 
 def add_report(commands: Commands) -> None:
@@ -13,7 +12,7 @@ def add_report(commands: Commands) -> None:
         parents=[debug_option()],
         help="write report.html into the folder of a run, also if it was stopped or is still training",
     )
-    report.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    report.add_argument("folder", type=run_folder, metavar="RUN", help=RUN_HELP)
     report.set_defaults(run=_report)
 
 

@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, port
+from retouch.cli.arguments import RUN_HELP, Commands, debug_option, port, run_folder
 
 
 def add_view(commands: Commands) -> None:
@@ -62,7 +62,7 @@ def add_control(commands: Commands) -> None:
     control = commands.add_parser(
         "control", parents=[debug_option()], help="ask a run that is training to stop, to save a checkpoint, or to store samples"
     )
-    control.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    control.add_argument("folder", type=run_folder, metavar="RUN", help=RUN_HELP)
     control.add_argument(
         "request",
         nargs="?",
