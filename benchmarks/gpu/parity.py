@@ -11,7 +11,7 @@ from PIL.Image import Image, fromarray
 from target import Target
 from torch import Tensor
 
-from retouch.assembly.policy_parts import assemble_policy
+from retouch.assembly.assembly import assemble_policy
 from retouch.core.random import generator
 from retouch.distributed.placement import set_numerics
 from retouch.distributed.ranks import Ranks

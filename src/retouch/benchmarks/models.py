@@ -186,7 +186,7 @@ def _playground_maker(
     """
     import diffusers
 
-    from retouch.assembly.policy_parts import PolicyParts
+    from retouch.assembly.assembly import PolicyParts
     from retouch.config.imports import import_class
     from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
     from retouch.policies.weights import WeightCopies

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
-from retouch.assembly.policy_parts import PolicyParts
+from retouch.assembly.assembly import PolicyParts
 from retouch.inference.model_card import write_card
 from retouch.inference.opening import open_policy, read_target
 from retouch.models.train import ExportFiles, Format

@@ -16,7 +16,7 @@ from retouch.models.playground.family import PlaygroundFamily
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
-    from retouch.assembly.policy_parts import PolicyParts
+    from retouch.assembly.assembly import PolicyParts
     from retouch.records.folder import RunFolder
 
 IMAGE = "before-and-after.png"

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.policy_parts import PolicyParts, assemble_policy
+from retouch.assembly.assembly import Assembly, PolicyParts, assemble, assemble_policy
 from retouch.assembly.state import restore_weights
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL.Image import SAVE, Image, registered_extensions
 
-from retouch.assembly.policy_parts import PolicyParts
+from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import fit, fit_mask, load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
 from retouch.data.tasks import require_same_size

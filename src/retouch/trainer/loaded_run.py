@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
     from PIL.Image import Image
 
-    from retouch.assembly.policy_parts import PolicyParts
+    from retouch.assembly.assembly import PolicyParts
     from retouch.data.images import EncodedImage
     from retouch.inference.reference_context import SampleContext
     from retouch.inference.writers import WriterOutput
