@@ -125,6 +125,15 @@ def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path
     assert len(capsys.readouterr().out.splitlines()) == 13
 
 
+@pytest.mark.parametrize("as_recipe", [False, True])
+def test_data_check_names_a_known_test_set(as_recipe: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "gedit-bench"
+    folder_of_images(folder, rows=2, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
+    words = ["photos", "--set", f"data.path={folder}"] if as_recipe else [str(folder)]
+    assert cli.main(["data", "check", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{folder} is GEdit-Bench, a test set")
+
+
 def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of_images(tmp_path / "photos", rows=3, lines='{"file_name": "%d.png", "request": "make it %d times redder"}')
     changes = [f"data.path={tmp_path / 'photos'}", 'data.columns={"instruction": "request"}']

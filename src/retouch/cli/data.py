@@ -105,13 +105,10 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         if phase.data in seen:
             continue
         seen.append(phase.data)
-        name = ", ".join(phase.data.paths()) or phase.data.label
+        places = tuple(phase.data.paths())
+        name = ", ".join(places) or phase.data.label
         if isinstance(phase.data, StoredData):
-            yield (
-                name,
-                tuple(phase.data.paths()),
-                RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data)),
-            )
+            yield name, places, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
 

@@ -64,8 +64,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         made = [one]
         if one.text is not None:
             print(one.text)
-        if arguments.out.is_file():
-            print(f"image in {arguments.out}", file=sys.stderr)
+        print(f"image in {arguments.out}", file=sys.stderr)
     if fallbacks := sum(each.fell_back for each in made):
         print(
             f"{fallbacks} of {len(made)} images were made from the instruction itself, because the completion cannot be rendered",
