@@ -227,6 +227,19 @@ def test_fault_12_a_velocity_that_ignores_its_arguments_fails_the_check(model):
             check_model(changed(model, velocity=each), tasks)
 
 
+def test_fault_12_a_model_that_ignores_only_the_instruction_fails_the_check():
+    """Its velocities of different tasks still differ, because their source images do."""
+    trained = PlaygroundModel().build(device=torch.device("cpu"))
+    tasks = list(PlaygroundData(count=3, complexity=[1]).tasks())
+    encode = trained.encode
+    deaf = changed(trained, encode=lambda given: encode([replace(task, instruction="make it red") for task in given]))
+    with pytest.raises(AssertionError, match="does not change with the instruction alone"):
+        check_model(deaf, tasks)
+    same = [replace(task, instruction="make it red") for task in tasks]
+    with pytest.raises(AssertionError, match="an instruction of its own"):
+        check_model(trained, same)
+
+
 def test_fault_12_with_trained_weights_the_sign_of_the_velocity_is_checked():
     trained = PlaygroundModel().build(device=torch.device("cpu"))
     tasks = list(PlaygroundData(count=3, complexity=[1]).tasks())

@@ -50,7 +50,7 @@ def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int 
     rows = len(next(iter(both.tensors.values())))
     require(rows == 2 * len(tasks), f"both branches of guidance together have {rows} rows for {len(tasks)} tasks")
     _check_velocity(model, tasks, conditioning, x)
-    _check_dependence(model, conditioning, x)
+    _check_dependence(model, tasks, conditioning, x)
     if trained:
         _check_direction(model, tasks, conditioning, x)
     _check_images(model, conditioning, x)
@@ -114,7 +114,7 @@ def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: 
         require(finite and any(gradient is not None for gradient in gradients), "velocity has no finite gradient to the module")
 
 
-def _check_dependence(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
+def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
     rows = len(x)
 
     def velocity(sigma: float, *, module: torch.nn.Module = model.module, told: Conditioning = conditioning) -> Tensor:
@@ -133,6 +133,11 @@ def _check_dependence(model: DenoisingModel, conditioning: Conditioning, x: Tens
     )
     swapped = velocity(0.9, told=conditioning.take(torch.arange(rows, device=x.device).flip(0)))
     require(not torch.equal(swapped, noisy), "velocity does not change with the instruction and the source images")
+    instructions = [task.instruction for task in tasks]
+    require(len(set(instructions)) == rows, "every task needs an instruction of its own")
+    # Only the instructions change, because a model that ignores them could still depend on the source images.
+    retold = model.encode([replace(task, instruction=text) for task, text in zip(tasks, reversed(instructions), strict=True)])
+    require(not torch.equal(velocity(0.9, told=retold), noisy), "velocity does not change with the instruction alone")
     range_ = (velocity(0.3) - noisy).double().norm()
     require(bool(range_ > 0), "velocity does not change with sigma")
     jump = float((velocity(0.9 - _SMALL_STEP) - noisy).double().norm() / range_)
