@@ -19,6 +19,14 @@ def test_fault_8_images_are_resized_as_in_training(tmp_path: Path) -> None:
         assert made.size == (24, 24)
 
 
+def test_fault_8_a_photograph_is_resized_to_the_size_of_generated_training_images(tmp_path: Path) -> None:
+    Image.new("RGB", (466, 426), (90, 120, 30)).save(tmp_path / "photo.png")
+    words = ["--instruction", "remove the circle", "--image", str(tmp_path / "photo.png"), "--out", str(tmp_path / "out.png")]
+    assert main(["sample", "quickstart", *words]) == 0
+    with Image.open(tmp_path / "out.png") as made:
+        assert made.size == (24, 24)
+
+
 def test_fault_8_sampling_image_tokens_prints_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (24, 24), (90, 120, 30)).save(tmp_path / "scene.png")
     words = [

@@ -173,6 +173,11 @@ class DataSource(Section):
         """(height, width) in px to which this section resizes images; None uses the size of the model."""
         return None
 
+    @property
+    def generated_size(self) -> Pixels | None:
+        """(height, width) in px of the source images that this section generates; None if they are stored, or if it has none."""
+        return None
+
     def paths(self, *keys: str) -> list[str]:
         """The paths in the given ``keys``, by default in all ``path_keys``. A key that this class does not have is left out."""
         values = [getattr(self, key) for key in keys or self.path_keys if key in type(self).model_fields]

@@ -152,7 +152,8 @@ def sample_tasks(
     """
     if context not in (None, "reference"):
         raise ValueError(f"context: {context!r} is not known; use 'reference' or None")
-    tasks = _sized(tasks, parts.recipe.data.image_size or parts.recipe.image_size)
+    data = parts.recipe.data
+    tasks = _sized(tasks, data.image_size or parts.recipe.image_size or data.generated_size)
     canvases = None if context is None else [reference_canvas(task) for task in tasks]
     shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers

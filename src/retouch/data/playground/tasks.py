@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.config.section import Share
+from retouch.config.section import Pixels, Share
 from retouch.core.random import generator
 from retouch.data.base import Mixture
 from retouch.data.playground.generated import GeneratedData, GeneratedTasks, taking_turns
@@ -24,7 +24,7 @@ from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.demonstrations import with_thought, with_unfinished_target
 from retouch.playground.world.edits import MOST_EDITS, Edit, apply, edits_of_kinds, impossible_edit, random_kinds, things_needed
 from retouch.playground.world.instructions import content, instruction, untouched
-from retouch.playground.world.scenes import Scene, random_scene
+from retouch.playground.world.scenes import SIZE, Scene, random_scene
 from retouch.types import SplitName, Task, TaskContents
 
 if TYPE_CHECKING:
@@ -67,6 +67,10 @@ class PlaygroundData(GeneratedData):
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)
+
+    @property
+    def generated_size(self) -> Pixels | None:
+        return SIZE, SIZE
 
     def tasks(self, *, in_turn: bool = False) -> Sequence[Task]:
         tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)

@@ -12,12 +12,13 @@ from PIL.Image import new as new_image
 from PIL.ImageDraw import Draw
 from pydantic import Field
 
-from retouch.config.section import Share
+from retouch.config.section import Pixels, Share
 from retouch.core.random import generator
 from retouch.data.playground.generated import GeneratedData, GeneratedTasks
 from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.words import (
     CELL,
+    HEIGHT,
     LETTERS,
     LONGEST,
     SHORTEST,
@@ -51,6 +52,10 @@ class WordData(GeneratedData):
 
     def contents(self) -> TaskContents:
         return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
+
+    @property
+    def generated_size(self) -> Pixels | None:
+        return HEIGHT, WIDTH
 
     def tasks(self, *, in_turn: bool = False) -> "WordTasks":
         return WordTasks(self)
