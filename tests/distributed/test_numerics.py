@@ -37,14 +37,18 @@ def record_settings(forward: Callable[..., Any], seen: list[list[bool]]) -> Call
 
 def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
-    environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
+        environment.pop(name, None)
     command = [python(), str(SUPPORT / "numerics_run.py"), str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    off = {"deterministic": False, "warns": False, "workspace": None, "cudnn_attention": True, "tf32": [False, False]}
+    off = {
+        **{"deterministic": False, "warns": False, "workspace": None, "flash_attention": None},
+        **{"cudnn_attention": True, "tf32": [False, False]},
+    }
     assert found["plain"]["settings"] == off
-    on = {**off, "deterministic": True, "workspace": ":4096:8", "cudnn_attention": False}
+    on = {**off, "deterministic": True, "workspace": ":4096:8", "flash_attention": "1", "cudnn_attention": False}
     assert found["exact"]["settings"] == on
     assert len(found["plain"]["metrics"]) == 2
     assert found["exact"]["metrics"] == found["plain"]["metrics"]

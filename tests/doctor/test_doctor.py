@@ -365,6 +365,14 @@ def test_check_batch_reports_forward_passes_that_are_filled_with_repeated_rows(c
     assert all(part in text for text in notes for part in says)
 
 
+@pytest.mark.parametrize(("chunk", "says"), [(64, []), (12, ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"])])
+def test_check_batch_reports_chunks_that_do_not_fit_the_microbatch_of_a_writer_in_16_bits(chunk: int, says: list[str]) -> None:
+    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", ["microbatch=8", f"rollout.chunk={chunk}"])
+    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
+    assert len(notes) == bool(says)
+    assert all(part in text for text in notes for part in says)
+
+
 def test_check_batch_reports_ranks_that_do_not_divide_the_batch() -> None:
     (good, unmeant) = check_batch(small("ranks=4"), world=2)
     assert good.text == "2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks"

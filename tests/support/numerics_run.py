@@ -23,6 +23,7 @@ def settings() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "flash_attention": os.environ.get("FLASH_ATTENTION_DETERMINISTIC"),
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "tf32": [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32],
     }

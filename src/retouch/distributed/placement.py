@@ -79,6 +79,7 @@ def set_numerics(recipe: Recipe) -> None:
     torch.backends.cudnn.allow_tf32 = recipe.tf32
     if recipe.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # transformers passes it to FlashAttention's backward pass
         # Do not set warn_only: with it, memory-efficient attention would keep its non-deterministic atomic sums.
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

@@ -124,11 +124,10 @@ def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryP
     share = setup.ranks if setup.sharding == "fsdp" else 1
     frozen = stored_count(transformer)
     trained = 0 if setup.lora is None else lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
-    casts = trained  # an IP-Adapter computes in the type of its weights, without autocast
     if setup.adapter is not None:
         trained += setup.adapter
     elif setup.lora is None:
-        trained = casts = parameter_count(transformer)
+        trained = parameter_count(transformer)
         frozen -= trained
     whole = setup.projection if setup.sharding == "fsdp" else 0
     here = 0 if setup.weights_on_cpu else 1
@@ -156,8 +155,6 @@ def plan_parts(described: PartConfigs, setup: Setup, *, shape: Shape) -> MemoryP
         rows.append(MemoryRow("fp32 gradients of the master weights", of_trained(4), in_update=True))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
-    elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
-        rows.append(MemoryRow("autocast's copy of the trained weights", casts * setup.dtype.itemsize))
     for part, description in described.items():
         if part != "transformer" and part not in setup.without:
             rows.append(MemoryRow(part, stored_count(description) * setup.dtype.itemsize))

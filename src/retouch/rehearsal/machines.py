@@ -13,6 +13,7 @@ from retouch.records.files import read_json
 
 _GIB = 2**30
 TFLOPS = 10**12
+_PUBLISHED = "published rates, scaled to what kernels reach"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +37,7 @@ class Machine:
     copy: float = 10e9
     pinned_copy: float = 50e9
     link: float = 300e9
-    measured: str = "published rates, scaled to what kernels reach"
+    measured: str = _PUBLISHED
 
     def rate(self, kind: str, dtype: torch.dtype) -> float:
         """Return the FLOP/s of a kind of work: "matmul", "attention" or "masked attention"."""
@@ -45,9 +46,9 @@ class Machine:
         return self.attention if kind == "attention" else self.masked_attention
 
 
-# H100 and H200: measured on single machines with products of 8192 x 8192 matrices and device copies (788 to 798 TFLOP/s in bf16,
-# 3.0 and 4.3 TB/s). Other GPUs: 80 % of the published dense rate and 90 % of the published bandwidth. Attention: 60 % (without a
-# mask) and 30 % (with a mask) of the rate of matrix products.
+# H100 and H200: products of 8192 x 8192 matrices and device copies with PyTorch alone, measured on one GPU of each kind (788 to 798
+# TFLOP/s in bf16, 3.0 and 4.3 TB/s); nothing of this package was involved. Other GPUs: 80 % of the published dense rate and 90 % of
+# the published bandwidth. Attention: 60 % (without a mask) and 30 % (with a mask) of the rate of matrix products.
 _H100 = Machine(
     name="h100",
     memory=int(79.1 * _GIB),
@@ -56,6 +57,7 @@ _H100 = Machine(
     attention=470 * TFLOPS,
     masked_attention=240 * TFLOPS,
     bandwidth=3.0e12,
+    measured="16-bit matrix products and device copies measured on one GPU of this kind, the other rates estimated",
 )
 _A100 = replace(
     _H100,
@@ -68,6 +70,7 @@ _A100 = replace(
     copy=8e9,
     pinned_copy=24e9,
     link=200e9,
+    measured=_PUBLISHED,
 )
 _CONSUMER = replace(
     _A100,

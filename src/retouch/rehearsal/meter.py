@@ -236,10 +236,13 @@ class Meter:
         tensors = {id(each): each for each in (*given, *made)}.values()
         moved = sum(each.numel() * each.element_size() for each in tensors if each.device.type == DEVICE)
         if packet in (_aten._to_copy, _aten.copy_) and len({each.device.type for each in tensors}) + (len(given) == 0) > 1:
-            if not kwargs.get("non_blocking", False):
+            # ``to_device`` and the offloading of models copy without blocking only from page-locked memory.
+            page_locked = kwargs.get("non_blocking", False)
+            if not page_locked:
                 self.wait("copy from the host")
             work.counts["copied"] += moved
-            work.add_seconds("copies from and to the host", moved / self.machine.copy)
+            rate = self.machine.pinned_copy if page_locked else self.machine.copy
+            work.add_seconds("copies from and to the host", moved / rate)
             return
         if self.compiled and is_fusible(func, tensors):
             self._fused = self._fused or FusedKernel()

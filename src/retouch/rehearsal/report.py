@@ -10,6 +10,7 @@ from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import Rehearsed
 
 _HOLDERS = 8
+_HOLDERS_OF_OTHER_STAGES = 3
 _WAITS = 6
 
 
@@ -89,7 +90,14 @@ def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
     yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
     for holder, held in _largest(found.stages[name], place):
         yield f"  {held / 1e9:>8.2f} GB  {holder}"
-    yield f"  {found.checkpoint / 1e9:>8.2f} GB  a checkpoint, in host memory at most {found.host_peak / 1e9:.2f} GB"
+    others = {other: stage for other, stage in found.stages.items() if other != name and stage.peak}
+    if others:
+        yield "largest tensors at the peaks of the other stages:"
+    for other, stage in others.items():
+        at_peak = stage.held[max(stage.peaks, key=stage.peaks.__getitem__)]
+        named = ", ".join(f"{size / 1e9:.2f} GB {holder}" for holder, size in at_peak.most_common(_HOLDERS_OF_OTHER_STAGES))
+        yield f"  {other:<24}{named}"
+    yield f"checkpoint: {found.checkpoint / 1e9:.2f} GB, in host memory at most {found.host_peak / 1e9:.2f} GB"
 
 
 def _largest(stage: Stage, place: int) -> list[tuple[str, int]]:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
 from retouch.objectives.base import Objective
@@ -58,7 +59,7 @@ class PreflightFailed(ValueError):
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks must call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
-    before = {name: local_shard(p).to("cpu", copy=True) for name, p in trained.items()}
+    before = {name: _saved(p) for name, p in trained.items()}
     frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
     if isinstance(phase.objective, Objective) and phase.objective.differentiates_reward:
         phase = replace(phase, objective=phase.objective.for_trial())
@@ -122,8 +123,9 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
 def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
     actor = getattr(phase.objective, "actor", phase.objective)  # of an actor-critic
     has_ratio = isinstance(actor, Objective) and actor.has_ratio
+    per_row = isinstance(actor, Objective) and actor.one_ratio_per_row
     if has_ratio:
-        deviation, limit = _max_ratio_deviation(run, minibatch), _ratio_limit(run, actor, minibatch)
+        deviation, limit = _max_ratio_deviation(run, minibatch, per_row=per_row), _ratio_limit(run, actor, minibatch)
         yield Check(
             "ratio_before",
             deviation <= limit,
@@ -143,7 +145,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
     moved = _count_moved(run, before)
     yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
     if has_ratio:
-        deviation = _max_ratio_deviation(run, minibatch)
+        deviation = _max_ratio_deviation(run, minibatch, per_row=per_row)
         changed = f"the largest |ratio - 1| after the step is {deviation:.1e}"
         yield Check(
             "ratio_after",
@@ -163,6 +165,11 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
         )
 
 
+def _saved(parameter: Tensor) -> Tensor:
+    """Return a copy of this rank's shard in CPU memory."""
+    return local_shard(parameter).to("cpu", copy=True)
+
+
 def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
     """Count the trained tensors that changed on at least one rank. Compares one tensor at a time, in CPU memory."""
     trained = (p for name, p in run.policy.module.named_parameters() if name in before)
@@ -171,14 +178,15 @@ def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
     return int(run.ranks.max(changed).sum())
 
 
-def _max_ratio_deviation(run: Run, minibatch: Minibatch) -> float:
-    """Return the largest |ratio - 1| over all actions and ranks."""
+def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> float:
+    """Return the largest |ratio - 1| over all actions and ranks. ``per_row``: all actions of a row share its mean log-ratio."""
     largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
         with torch.no_grad():
             evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs())
         mask = minibatch.trajectory.mask[part.rows, part.actions]
-        ratio = torch.where(mask, evaluation.log_ratio, 0.0).exp()
+        log_ratio = sequence_log_ratio(evaluation.log_ratio, mask) if per_row else evaluation.log_ratio
+        ratio = torch.where(mask, log_ratio, 0.0).exp()
         largest = torch.maximum(largest, (ratio - 1).abs().max().cpu())
     return run.ranks.max(largest).item()
 
@@ -187,16 +195,21 @@ def _ratio_limit(run: Run, objective: object, minibatch: Minibatch) -> float:
     if all(parameter.dtype == torch.float32 for parameter in run.policy.module.parameters()):
         transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
         return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
-    if isinstance(objective, PolicyGradient) and not objective.one_ratio_per_row:
+    if isinstance(objective, PolicyGradient):
         bounds = [bound for bound in (objective.clip_low, objective.clip_high) if bound]
         return min([HALF_PRECISION_LIMIT, *(CLIP_SHARE * bound for bound in bounds)])
     return HALF_PRECISION_LIMIT
 
 
 def _advice(run: Run, deviation: float, limit: float) -> str:
-    if deviation <= limit or getattr(run.policy.sampling, "equal_shapes", True):
+    if deviation <= limit:
         return ""
-    return "; in 16 bits it depends on the shapes of forward passes: set rollout.equal_shapes to true"
+    policy = run.policy
+    if not getattr(policy.sampling, "equal_shapes", True):
+        return "; in 16 bits it depends on the shapes of forward passes: set rollout.equal_shapes to true"
+    if policy.sampling.is_autoregressive and run.chunk % policy.microbatch:
+        return "; in 16 bits it depends on the rows of a forward pass: set rollout.chunk to a multiple of microbatch"
+    return ""
 
 
 def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:

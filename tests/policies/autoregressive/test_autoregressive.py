@@ -284,6 +284,22 @@ def test_log_probs_of_bf16_models_come_from_the_evaluation_in_fp32(kind):
         assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("chunk", [2, 4, 12])
+def test_ratios_of_bf16_models_are_1_if_chunks_are_multiples_of_the_microbatch(chunk):
+    """Log-probabilities are computed chunk by chunk, and the update's forward passes then have the same rows."""
+    writer = tiny_writers.writer("qwen2.5-vl", stop=tiny_writing.STOPS)
+    for name, parameter in writer.module.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    policy = tiny_writing.policy(writer=writer, microbatch=2)
+    batch = tiny_writing.batch(tasks_for("qwen2.5-vl"), group_size=4)
+    parts = [policy.rollout(batch.take(slice(first, first + chunk))) for first in range(0, len(batch), chunk)]
+    trajectory = type(parts[0]).concat(parts)
+    assert len(set(trajectory.lengths.tolist())) > 1
+    for part in policy.microbatches(trajectory):
+        assert (policy.evaluate(trajectory, part, Needs()).log_ratio == 0).all()
+
+
 def test_an_update_moves_log_probs_in_the_direction_of_the_advantages():
     policy = tiny_writing.policy()
     batch = tiny_writing.batch(group_size=4)
