@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from retouch.core.surrogates import sequence_log_ratio
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
 from retouch.objectives.base import Objective
@@ -180,6 +179,8 @@ def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
 
 def _max_ratio_deviation(run: Run, minibatch: Minibatch, *, per_row: bool) -> float:
     """Return the largest |ratio - 1| over all actions and ranks. ``per_row``: all actions of a row share its mean log-ratio."""
+    from retouch.core.surrogates import sequence_log_ratio
+
     largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
         with torch.no_grad():
