@@ -17,7 +17,7 @@ from typing import Any
 
 import table
 from improvements import IMPROVEMENTS, improvements_of, settings_of, turned_off
-from table import PAGE, figures, groups, in_own_process, insert, machine_of, names, recipe_of
+from table import PAGE, STAGES, figures, groups, in_own_process, insert, machine_of, names, recipe_of
 
 KEPT = Path(__file__).with_name("before_after.json")
 MARK = "<!-- before and after -->"
@@ -26,7 +26,8 @@ HEADER = (
     "| recipe | GPUs | turned off | peak GB before | peak GB | s per image before | s per image | times faster | "
     "TFLOP per image before | TFLOP per image |\n| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
-FIGURES = ("peak", "in", "flops", "modelled", "cpu_seconds")
+PEAKS = f"| peak GB | {' | '.join(STAGES)} |\n| --- |{' --- |' * len(STAGES)}"
+FIGURES = ("peak", "in", "peaks", "flops", "modelled", "cpu_seconds")
 
 
 def rehearse_one(name: str, off: list[str]) -> dict[str, Any]:
@@ -49,12 +50,14 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 def tables(without: dict[str, dict[str, Any]], rows: dict[str, dict[str, Any]]) -> str:
-    """Both tables: a row for each improvement, and a row for each group of recipes.
+    """All tables: a row for each improvement, a row for each group of recipes, and the peaks of each group in each stage.
 
     ``without``: the figures without the improvements. ``rows``: those of `table.py`.
     """
     legend = [f"| {' | '.join([f'`{name}`', each.title, each.without, _how(name)])} |" for name, each in IMPROVEMENTS.items()]
-    return "\n".join([LEGEND, *legend, "", HEADER, *(_row(name, found, rows[name]) for name, found in without.items())])
+    whole = [_row(name, found, rows[name]) for name, found in without.items()]
+    stages = [_peaks(name, found["peaks"], rows[name]["peaks"]) for name, found in without.items()]
+    return "\n".join([LEGEND, *legend, "", HEADER, *whole, "", PEAKS, *stages])
 
 
 def _how(name: str) -> str:
@@ -82,6 +85,11 @@ def _peak(name: str, found: dict[str, Any]) -> str:
 
     size = f"{found['peak'] / 1e9:.1f}, {found['in']}"
     return size if fits(found["peak"], MACHINES[machine_of(name)].memory) else f"{size} (does not fit)"
+
+
+def _peaks(name: str, before: dict[str, int], after: dict[str, int]) -> str:
+    cells = [f"{before[stage] / 1e9:.1f} → {after[stage] / 1e9:.1f}" if stage in after else "" for stage in STAGES]
+    return f"| {' | '.join([f'`{name}`', *cells])} |"
 
 
 def main(chosen: list[str]) -> None:

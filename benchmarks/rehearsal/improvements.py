@@ -70,6 +70,32 @@ def concatenated_cache() -> AbstractContextManager[Any]:
     return patch.object(PreallocatedCacheLayer, "update", DynamicLayer.update)
 
 
+def preflight_on_device() -> AbstractContextManager[Any]:
+    """Keep the preflight's copies of the trained weights on their device, inside this context."""
+    from retouch.distributed.stepper import local_shard
+
+    return patch("retouch.training.preflight._saved", lambda parameter: local_shard(parameter).detach().clone())
+
+
+@contextmanager
+def gathered_on_device() -> Iterator[None]:
+    """Gather all sharded tensors of a checkpoint on the device before the first one is copied to the host, inside this context."""
+    import torch
+
+    from retouch.distributed.gathering import GatheredTensors, TensorShard
+
+    init, whole = GatheredTensors.__init__, dict[TensorShard, Any]()
+
+    def gather_all(state: Any, tensors: Any) -> None:
+        init(state, tensors)
+        for shard in tensors.values():
+            if isinstance(shard, TensorShard) and shard not in whole:
+                whole[shard] = torch.cat([piece.clone() for piece in shard.ranks.parts(shard.local, shard.counts)])
+
+    with patch.object(GatheredTensors, "__init__", gather_all):
+        yield
+
+
 def own_text_encoder() -> AbstractContextManager[Any]:
     """Let an editor behind a writer keep its own text encoder on the device, inside this context."""
     return patch("retouch.models.qwen_image.encoder.share_encoder", lambda *_, **__: None)
@@ -189,6 +215,18 @@ IMPROVEMENTS = {
         without="all keys and values are copied for every new token, as in transformers' DynamicCache",
         patch=concatenated_cache,
         applies=lambda recipe: isinstance(recipe.rollout, TokenRollout),
+    ),
+    "preflight": Improvement(
+        title="preflight's copies in CPU memory",
+        without="the preflight keeps a copy of the trained weights on the GPU",
+        patch=preflight_on_device,
+        applies=lambda recipe: True,
+    ),
+    "checkpoint": Improvement(
+        title="checkpoints gathered one tensor at a time",
+        without="all sharded tensors of a checkpoint are gathered on the GPU at once",
+        patch=gathered_on_device,
+        applies=lambda recipe: recipe.sharding is not None,
     ),
     "logits": Improvement(
         title="logits of few tokens at once",
