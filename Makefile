@@ -29,7 +29,9 @@ lint: install
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
+# The imports fail where a broken installation would only skip tests.
 test-all: lint .venv-all/.installed
+	DS_ACCELERATOR=cpu .venv-all/bin/python -c 'import deepspeed, optuna, ray'
 	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not engines"
 	$(MAKE) trackers
 	$(MAKE) engines
@@ -49,6 +51,7 @@ test-all: lint .venv-all/.installed
 # Tests of W&B and Trackio, without a network, in an environment of their own: Trackio conflicts with the constraints
 # (docs/dependencies.md).
 trackers: .venv-track/.installed
+	.venv-track/bin/python -c 'import trackio, wandb'
 	.venv-track/bin/pytest tests/records/test_trackers.py
 
 .venv-track/.installed: pyproject.toml
