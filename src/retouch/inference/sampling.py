@@ -146,6 +146,8 @@ def sample_tasks(
 ) -> Iterator[UserSample]:
     """Yield an image for each task, whose source images are resized as in training. Raises ValueError if an image is not usable.
 
+    A source image that does not divide into the model's tokens gets the size of the training images, if these are generated.
+
     ``seed``, ``numbers`` and ``slot`` key the noise of each task's image; by default ``numbers`` counts the tasks from 0.
     ``context``: "reference" shows the reference image of each task to an inpainting model as a part of its canvas
     (``reference_canvas``, with its errors); the image is the rest of the canvas.
@@ -153,7 +155,10 @@ def sample_tasks(
     if context not in (None, "reference"):
         raise ValueError(f"context: {context!r} is not known; use 'reference' or None")
     data = parts.recipe.data
-    tasks = _sized(tasks, data.image_size or parts.recipe.image_size or data.generated_size)
+    tasks = _sized(tasks, data.image_size or parts.recipe.image_size)
+    if data.generated_size is not None:
+        side = getattr(getattr(parts.image_model, "latents", None), "token_pixels", 1)
+        tasks = [task if _divides(task, side) else _sized([task], data.generated_size)[0] for task in tasks]
     canvases = None if context is None else [reference_canvas(task) for task in tasks]
     shown = tasks if canvases is None else [canvas.task for canvas in canvases]
     ids = range(len(tasks)) if numbers is None else numbers
@@ -188,6 +193,11 @@ def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task
         )
         for task in tasks
     ]
+
+
+def _divides(task: Task, side: int) -> bool:
+    """Whether the sides of all source images are multiples of ``side`` px."""
+    return not any(length % side for image in task.images for length in image.size)
 
 
 def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
