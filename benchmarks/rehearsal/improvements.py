@@ -74,7 +74,7 @@ def preflight_on_device() -> AbstractContextManager[Any]:
     """Keep the preflight's copies of the trained weights on their device, inside this context."""
     from retouch.distributed.stepper import local_shard
 
-    return patch("retouch.training.preflight._saved", lambda parameter: local_shard(parameter).detach().clone())
+    return patch("retouch.training.preflight._copy_in_cpu_memory", lambda parameter: local_shard(parameter).detach().clone())
 
 
 @contextmanager

@@ -232,9 +232,9 @@ def test_fault_12_a_model_that_ignores_only_the_instruction_fails_the_check():
     trained = PlaygroundModel().build(device=torch.device("cpu"))
     tasks = list(PlaygroundData(count=3, complexity=[1]).tasks())
     encode = trained.encode
-    deaf = changed(trained, encode=lambda given: encode([replace(task, instruction="make it red") for task in given]))
+    ignoring = changed(trained, encode=lambda given: encode([replace(task, instruction="make it red") for task in given]))
     with pytest.raises(AssertionError, match="does not change with the instruction alone"):
-        check_model(deaf, tasks)
+        check_model(ignoring, tasks)
     same = [replace(task, instruction="make it red") for task in tasks]
     with pytest.raises(AssertionError, match="an instruction of its own"):
         check_model(trained, same)

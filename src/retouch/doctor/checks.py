@@ -44,17 +44,30 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
     if (warning := rank_count_warning(recipe, world)) is not None:
         yield note("batch", warning)
-    yield from (note("batch", text) for text in dict.fromkeys((*_padding(recipe), *_other_rows(recipe))))
+    yield from (note("batch", text) for text in dict.fromkeys(_forward_shapes(recipe)))
 
 
-def _padding(recipe: Recipe) -> Iterator[str]:
-    """Describe the forward passes of updates that are filled with repeated rows (``rollout.equal_shapes``)."""
-    microbatch, model = recipe.microbatch, recipe.policy.model
-    if getattr(model, "dtype", None) not in ("bfloat16", "float16"):
+def _forward_shapes(recipe: Recipe) -> Iterator[str]:
+    """Describe what makes forward passes of rollout and update equal, or unequal, in phases whose ratios need equal ones.
+
+    In 16 bits, a forward pass with other rows rounds differently. Denoising policies repeat rows (``rollout.equal_shapes``).
+    Policies that generate tokens need chunks of whole microbatches.
+    """
+    microbatch = recipe.microbatch
+    if getattr(recipe.policy.model, "dtype", None) not in ("bfloat16", "float16"):
         return
     for phase in recipe.resolved_phases():
         rollout = phase.rollout
-        if phase.imitates or not phase.objective.has_ratio or not (isinstance(rollout, DenoisingRollout) and rollout.equal_shapes):
+        if phase.imitates or not phase.objective.has_ratio:
+            continue
+        if not isinstance(rollout, DenoisingRollout):
+            if rollout.chunk % microbatch:
+                yield (
+                    f"rollout.chunk {rollout.chunk} is not a multiple of microbatch {microbatch}, so in 16 bits the ratios before "
+                    f"the first update differ from 1 by rounding; use {-(-rollout.chunk // microbatch) * microbatch}"
+                )
+            continue
+        if not rollout.equal_shapes:
             continue
         actions = rollout.longest
         if microbatch < actions and (rest := actions % microbatch):
@@ -64,19 +77,6 @@ def _padding(recipe: Recipe) -> Iterator[str]:
                 f"{padded:.0%} of the rows of the update's forward passes are repeated, because a microbatch of {microbatch} does "
                 f"not divide the {actions} steps that are trained of an image; {fewer} does; {actions} does too, but needs more "
                 "memory"
-            )
-
-
-def _other_rows(recipe: Recipe) -> Iterator[str]:
-    """Describe rollouts of tokens whose log-probabilities are computed in forward passes with other rows than the update's."""
-    if getattr(recipe.policy.model, "dtype", None) not in ("bfloat16", "float16"):
-        return
-    for phase in recipe.resolved_phases():
-        chunk, microbatch = phase.rollout.chunk, recipe.microbatch
-        if phase.rollout.is_autoregressive and not phase.imitates and phase.objective.has_ratio and chunk % microbatch:
-            yield (
-                f"rollout.chunk {chunk} is not a multiple of microbatch {microbatch}, so in 16 bits the ratios before the first "
-                f"update differ from 1 by rounding; use {-(-chunk // microbatch) * microbatch}"
             )
 
 

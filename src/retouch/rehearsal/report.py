@@ -88,14 +88,14 @@ def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
     verdict = "fits" if plan.fits(size, machine.memory) else "does not fit"
     of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB, of which a tenth must stay free"
     yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
-    for holder, held in _largest(found.stages[name], place):
-        yield f"  {held / 1e9:>8.2f} GB  {holder}"
+    for holder, of_holder in _largest(found.stages[name], place):
+        yield f"  {of_holder / 1e9:>8.2f} GB  {holder}"
     others = {other: stage for other, stage in found.stages.items() if other != name and stage.peak}
     if others:
         yield "largest tensors at the peaks of the other stages:"
     for other, stage in others.items():
-        at_peak = stage.held[max(stage.peaks, key=stage.peaks.__getitem__)]
-        named = ", ".join(f"{size / 1e9:.2f} GB {holder}" for holder, size in at_peak.most_common(_HOLDERS_OF_OTHER_STAGES))
+        held = _largest(stage, max(stage.peaks, key=stage.peaks.__getitem__))[:_HOLDERS_OF_OTHER_STAGES]
+        named = ", ".join(f"{size / 1e9:.2f} GB {holder}" for holder, size in held)
         yield f"  {other:<24}{named}"
     yield f"checkpoint: {found.checkpoint / 1e9:.2f} GB, in host memory at most {found.host_peak / 1e9:.2f} GB"
 

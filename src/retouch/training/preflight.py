@@ -58,7 +58,7 @@ class PreflightFailed(ValueError):
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks must call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
-    before = {name: _saved(p) for name, p in trained.items()}
+    before = {name: _copy_in_cpu_memory(p) for name, p in trained.items()}
     frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
     if isinstance(phase.objective, Objective) and phase.objective.differentiates_reward:
         phase = replace(phase, objective=phase.objective.for_trial())
@@ -121,8 +121,7 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
 
 def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
     actor = getattr(phase.objective, "actor", phase.objective)  # of an actor-critic
-    has_ratio = isinstance(actor, Objective) and actor.has_ratio
-    per_row = isinstance(actor, Objective) and actor.one_ratio_per_row
+    has_ratio, per_row = (actor.has_ratio, actor.one_ratio_per_row) if isinstance(actor, Objective) else (False, False)
     if has_ratio:
         deviation, limit = _max_ratio_deviation(run, minibatch, per_row=per_row), _ratio_limit(run, actor, minibatch)
         yield Check(
@@ -164,7 +163,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
         )
 
 
-def _saved(parameter: Tensor) -> Tensor:
+def _copy_in_cpu_memory(parameter: Tensor) -> Tensor:
     """Return a copy of this rank's shard in CPU memory."""
     return local_shard(parameter).to("cpu", copy=True)
 
