@@ -26,10 +26,13 @@ INSTRUCTIONS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to write the photographs and their metadata.jsonl")
-    folder = parser.parse_args().folder
+    parser.add_argument("--prefix", default="", help="the first characters of every file name; other names are held out by a seed")
+    chosen = parser.parse_args()
+    folder = chosen.folder
     folder.mkdir(parents=True)
     for package, name in PHOTOGRAPHS:
-        shutil.copy(package_folder(package) / name, folder)
+        source = package_folder(package) / name
+        shutil.copy(source, folder / f"{chosen.prefix}{source.name}")
     files = sorted(file.name for file in folder.iterdir())
     rows = [{"file_name": name, "instruction": instruction} for name in files for instruction in INSTRUCTIONS]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

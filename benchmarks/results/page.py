@@ -189,8 +189,9 @@ and decoded. Three photographs with four instructions each are held out. Seed 0.
 The same with GRPO instead of DiffusionNFT (all weights, 80 steps, 213 CPU seconds) gains +0.056 (+0.011 to +0.101).
 
 Another seed holds out other photographs, and then the result differs: with seven photographs to train on, what is learned does not
-always carry over. First and last ten: the mean training reward of the first and the last ten steps. In rows of all weights, also
-`--set 'policy.train={"kind":"full"}' --set learning_rate=5e-4`. The photographs of seed 100 are the same, under other file names.
+always carry over. First and last ten: the mean training reward of the first and the last ten steps. The rows with all weights also
+have `--set 'policy.train={"kind":"full"}' --set learning_rate=5e-4`. The rows with seed 100 use a folder that
+`photographs.py` wrote with `--prefix tune_`, because the file names also decide which photographs are held out.
 
 | what is trained | seed | steps | first ten | last ten | held out, before | after |
 | --- | --- | --- | --- | --- | --- | --- |
