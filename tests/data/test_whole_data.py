@@ -60,6 +60,12 @@ def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path: Path, capsys: pytes
     own, other = folder(tmp_path, "own"), folder(tmp_path, "geneval-like")
     file = photos_recipe(tmp_path, own)
     assert evaluated(capsys, str(file), "--set", "data.held_out=all")["table"]["all"]["n"] == ROWS
+    few = ["--set", "data.held_out=all", "--set", "eval.tasks=2"]
+    assert evaluated(capsys, str(file), *few)["table"]["all"]["n"] == 2
+    document = json.loads(file.read_text())
+    limited = tmp_path / "limited.json"
+    limited.write_text(json.dumps({**document, "data": {**document["data"], "held_out": "all"}, "eval": {"tasks": 2}}))
+    assert evaluated(capsys, str(limited))["table"]["all"]["n"] == ROWS
     assert evaluated(capsys, str(file), "--data", str(other))["table"]["all"]["n"] == ROWS
     assert main(["train", str(file), "--set", "data.held_out=all"]) == 2
     assert 'data.held_out: "all" leaves nothing to train on' in capsys.readouterr().err

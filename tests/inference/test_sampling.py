@@ -41,7 +41,27 @@ def test_fault_8_sampling_image_tokens_prints_no_text(tmp_path: Path, capsys: py
     assert main(["sample", "emu3/sft_sc__rl_sc-playground", *words]) == 0
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert (tmp_path / "out.png").is_file() or "made from the instruction" in printed.err
+    assert "made from the instruction" not in printed.err
+    with Image.open(tmp_path / "out.png") as made:
+        assert made.size == (24, 24)
+
+
+def test_sampling_takes_changes_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (24, 24), (90, 120, 30)).save(tmp_path / "scene.png")
+    (tmp_path / "list.txt").write_text("a red circle\n")
+    words = ["--instruction", "remove the circle", "--image", str(tmp_path / "scene.png")]
+    pixels = {}
+    for steps in (None, 2):
+        out = tmp_path / f"{steps}.png"
+        change = [] if steps is None else ["--set", f"eval.num_steps={steps}"]
+        assert main(["sample", "quickstart", *words, "--out", str(out), *change]) == 0
+        with Image.open(out) as made:
+            pixels[steps] = made.tobytes()
+    assert pixels[None] != pixels[2]
+    capsys.readouterr()
+    for given in (words, ["--instructions", str(tmp_path / "list.txt")]):
+        assert main(["sample", "quickstart", *given, "--out", str(tmp_path / "more.png"), "--set", "no_such=1"]) == 2
+        assert "no_such" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ _NAMES = {
     "I2EBench": r"(^|/)i2e?bench",
     "AURORA-Bench": r"aurorabench",
     "OmniEdit's split dev": r"omniedit[^\[]*[\[/]dev(\W|\d|$)",
-    "EARL's evaluation sets": r"(^|/)(omniedit|emuedit|aurora|vismin)(eval|test)(/|\.|\[|$)|eschervismindev",
+    "EARL's evaluation sets": r"(^|/)(omniedit|emuedit|aurora|vismin)(eval|test)(/|\.|\[|$)|eschervismindev"
+    r"|(^|/)benchmarks/(emuedit|aurora|omniedit|vismin)\w*\.(parquet|jsonl?)$",
+    "EARL's validation lists": r"(^|/)earldatasets/\w+/validation(/|\.|$)",
     "KontextBench": r"(^|/)kontextbench",
     "RISEBench": r"(^|/)risebench|(^|/)datav2totalwsubtask\.json$",
     "KRIS-Bench": r"(^|/)krisbench",

@@ -15,10 +15,13 @@ _ALL = 10**9  # tasks: more than any data set has
 def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None = None) -> dict[str, object]:
     """Return the column means and their 95 % confidence intervals, by row of the held-out table, and the step of the weights.
 
-    ``data``: a path or Hub id whose rows are all evaluated in place of the held-out tasks; ``overrides`` are applied after it.
+    ``data``: a path or Hub id whose rows are all evaluated in place of the held-out tasks; ``overrides`` are applied after it. A
+    recipe with ``data.held_out: "all"`` is evaluated on all rows too, unless ``overrides`` limit them by ``eval.tasks``.
     """
     if data is not None:
         overrides = [*whole_data(data, read_target(target)[0].data), *overrides]
+    elif getattr(read_target(target, overrides)[0].data, "held_out", None) == "all":
+        overrides = [f"eval.tasks={_ALL}", *overrides]
     parts, step = open_target(target, overrides)
     try:
         evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))

@@ -43,8 +43,10 @@ def sample_target(
     context: SampleContext | None = None,
     out: Path,
     seed: int,
+    overrides: Sequence[str] = (),
 ) -> UserSample:
     """Make one image from the instruction and its source images, and write it to ``out``. ``context``: see ``sample_tasks``.
+    ``overrides``: changes of the recipe, as for ``--set``.
 
     Raises ValueError if an image cannot be read, if ``out`` is no file of a known image format, if the model does not take the
     images or needs others, or if the policy makes no usable image.
@@ -60,7 +62,7 @@ def sample_target(
         mask=None if mask is None else load_mask(mask),
         reference=None if reference is None else load_image(reference),
     )
-    recipe, folder = read_target(target)
+    recipe, folder = read_target(target, overrides)
     _require_inputs(recipe, task, context)
     (sample,) = _samples(recipe, folder, [task], seed, context)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -78,16 +80,24 @@ def _require_image_file(out: Path) -> None:
         raise ValueError(f"--out {out}: {above} is a file, not a folder; give another name")
 
 
-def sample_list(target: str, *, instructions: Path, context: SampleContext | None = None, out: Path, seed: int) -> list[UserSample]:
+def sample_list(
+    target: str,
+    *,
+    instructions: Path,
+    context: SampleContext | None = None,
+    out: Path,
+    seed: int,
+    overrides: Sequence[str] = (),
+) -> list[UserSample]:
     """Make an image for each line of a list (see ``read_instructions``), in the new folder ``out`` with ``samples.jsonl``.
 
-    Each line has its own noise. ``context``: see ``sample_tasks``. Raises ValueError in the cases of ``sample_target``, and before
-    sampling if the list is invalid or ``out`` is not empty.
+    Each line has its own noise. ``context`` and ``overrides``: see ``sample_target``. Raises ValueError in the cases of
+    ``sample_target``, and before sampling if the list is invalid or ``out`` is not empty.
     """
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} already exists and is not empty; give a new folder")
-    recipe, folder = read_target(target)
+    recipe, folder = read_target(target, overrides)
     if context is not None:
         check_context(recipe)
         for task in tasks:

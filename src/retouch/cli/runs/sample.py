@@ -4,12 +4,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, import_option, utf8
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option, utf8
 
 
 def add_sample(commands: Commands) -> None:
     """Add the command."""
-    sample = commands.add_parser("sample", parents=[debug_option(), import_option()], help="generate or edit images with a policy")
+    sample = commands.add_parser(
+        "sample", parents=[debug_option(), set_option(), import_option()], help="generate or edit images with a policy"
+    )
     sample.add_argument("target", metavar="RECIPE_OR_RUN")
     instructions = sample.add_mutually_exclusive_group(required=True)
     instructions.add_argument("--instruction", type=utf8, help="what to generate or to change")
@@ -48,6 +50,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             context=arguments.context,
             out=arguments.out,
             seed=arguments.seed,
+            overrides=arguments.overrides,
         )
         print(f"{len(made)} images in {arguments.out}")
     else:
@@ -60,6 +63,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             context=arguments.context,
             out=arguments.out,
             seed=arguments.seed,
+            overrides=arguments.overrides,
         )
         made = [one]
         if one.text is not None:

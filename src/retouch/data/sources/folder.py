@@ -71,7 +71,7 @@ def read_folder(
     if root.name in METADATA and root.is_file():
         raise ValueError(f"{folder}: give the folder, not its metadata file: {root.parent}")
     if not root.is_dir():
-        raise ValueError(f"{folder}: no such folder")
+        raise ValueError(f"{folder}: no such folder; give the folder of your data set (in a recipe: data.path)")
     there = [file for file in METADATA if (root / file).is_file()]
     if len(there) != 1:
         raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
