@@ -26,6 +26,8 @@ local playground = import 'playground.libsonnet';
     samples: { every: 60, tasks: 8 },
     checkpoints: { every: 40, keep: 2 },
   },
+  // Steps of supervised learning. A model that learns to think has longer completions to learn, and needs more of them.
+  taught(think):: if think then 500 else 200,
   // EARL's objective: no ratio, one update per rollout, a mean over tokens, and a KL to the base model.
   earl:: {
     kind: 'policy_gradient',
@@ -41,7 +43,7 @@ local playground = import 'playground.libsonnet';
     objective: $.earl,
   },
   supervised(name, start, mixture, think=false):: $.base(name, start, mixture, think) {
-    steps: 200,
+    steps: $.taught(think),
     tasks_per_step: 64,
     group_size: 1,
     learning_rate: 5e-4,
@@ -53,7 +55,7 @@ local playground = import 'playground.libsonnet';
     phases: [
       {
         name: 'supervised',
-        steps: 200,
+        steps: $.taught(think),
         tasks_per_step: 64,
         group_size: 1,
         learning_rate: 5e-4,

@@ -1,8 +1,10 @@
 """The stored runs of docs/results.md: each belongs to a row of the page, and the lists of modules name files that exist."""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +31,17 @@ def test_every_row_has_its_stored_runs_and_every_file_belongs_to_a_row(kept: Mod
     assert len({kept.place(*row) for row in rows}) == len(rows)
     for entry, seed in rows:
         assert kept.read(entry, seed)["result"]["seed"] == seed
+
+
+def test_fault_7_every_twin_of_a_full_size_recipe_has_a_row_or_a_statement(kept: ModuleType) -> None:
+    page = sys.modules["page"]
+    rows = {entry.recipe for section in page.SECTIONS for entry in section.entries}
+    written = [name for name, _ in page.WITHOUT_RESULT] + [section.about for section in page.SECTIONS]
+    patterns = [pattern for text in written for pattern in re.findall(r"`([\w*/-]+-playground)`", text)]
+    twins = [file.relative_to(kept.ROOT).as_posix() for file in (kept.ROOT / "recipes").glob("*/*-playground.jsonnet")]
+    assert len(twins) > 20
+    names = {twin: twin.removeprefix("recipes/").removesuffix(".jsonnet") for twin in twins}
+    assert [twin for twin in twins if twin not in rows and not any(fnmatch(names[twin], pattern) for pattern in patterns)] == []
 
 
 def test_the_listed_modules_exist(kept: ModuleType) -> None:

@@ -155,7 +155,8 @@ def test_full_size_recipe_is_ready_before_its_weights_are_downloaded(
     assert sizes["total"] == pytest.approx(sum(parts) - sum(in_turn), abs=0.05)  # of which the update is the largest
     assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(GPUS["h100"] / 1e9, abs=0.02)
     there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they will be downloaded when training starts"
-    assert lines[-4] == f"note    weights       {there}"
+    assert lines[-5] == f"note    weights       {there}"
+    assert lines[-4].startswith("note    time          not estimated; --estimate rehearses a step")
     next_words = shlex.join(words[:-2])
     assert lines[-2:] == ["ready", f"next: retouch launch --nproc 8 {next_words}"]
     assert not (tmp_path / "my runs").exists()
@@ -169,7 +170,7 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     assert code == 1
     assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 76.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
-    assert "FAILED  data          nowhere: no such folder" in lines
+    assert "FAILED  data          nowhere: no such folder; give the folder of your data set (in a recipe: data.path)" in lines
     assert lines[-3] == "not ready: data, reward, memory"
     assert lines[-2].startswith("next: hf download yuvalkirstain/PickScore_v1 config.json ")
     assert lines[-2].endswith(" --local-dir weights/pickscore  (reward)")
@@ -368,6 +369,17 @@ def test_check_batch_reports_forward_passes_that_are_filled_with_repeated_rows(c
 @pytest.mark.parametrize(("chunk", "says"), [(64, []), (12, ["rollout.chunk 12 is not a multiple of microbatch 8", "use 16"])])
 def test_check_batch_reports_chunks_that_do_not_fit_the_microbatch_of_a_writer_in_16_bits(chunk: int, says: list[str]) -> None:
     recipe = load("recipes/sd3/prompt-enhancer.jsonnet", ["microbatch=8", f"rollout.chunk={chunk}"])
+    notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
+    assert len(notes) == bool(says)
+    assert all(part in text for text in notes for part in says)
+
+
+@pytest.mark.parametrize(("minibatches", "microbatch", "says"), [(1, 5, []), (2, 8, []), (2, 12, ["32 rows", "use microbatch 4"])])
+def test_check_batch_reports_minibatches_that_do_not_fit_the_microbatch_of_a_writer(
+    minibatches: int, microbatch: int, says: list[str]
+) -> None:
+    changes = ["tasks_per_step=8", "group_size=8", f"minibatches={minibatches}", f"microbatch={microbatch}"]
+    recipe = load("recipes/sd3/prompt-enhancer.jsonnet", [*changes, f"rollout.chunk={microbatch * 8}"])
     notes = [finding.text for finding in check_batch(recipe, world=1) if finding.status == "note"]
     assert len(notes) == bool(says)
     assert all(part in text for text in notes for part in says)
@@ -744,6 +756,6 @@ def test_launched_ranks_report_agreement_and_differences(tmp_path: Path, photos:
     assert f"ready\nnext: retouch launch --nproc 2 {recipe}\n" in agreed
     assert "FAILED  recipe        the ranks differ:" in differing
     assert "not ready: recipe" in differing
-    assert "FAILED  data          rank 1: photos: no such folder" in lacking
+    assert any(line.startswith("FAILED  data          rank 1: photos: no such folder; give") for line in lacking)
     assert "trial step" not in lacking
     assert "not ready: data" in lacking

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,14 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
     if (warning := rank_count_warning(recipe, world)) is not None:
         yield note("batch", warning)
-    yield from (note("batch", text) for text in dict.fromkeys(_forward_shapes(recipe)))
+    yield from (note("batch", text) for text in dict.fromkeys(_forward_shapes(recipe, world)))
 
 
-def _forward_shapes(recipe: Recipe) -> Iterator[str]:
+def _forward_shapes(recipe: Recipe, world: int) -> Iterator[str]:
     """Describe what makes forward passes of rollout and update equal, or unequal, in phases whose ratios need equal ones.
 
     In 16 bits, a forward pass with other rows rounds differently. Denoising policies repeat rows (``rollout.equal_shapes``).
-    Policies that generate tokens need chunks of whole microbatches.
+    Policies that generate tokens need chunks, and minibatches of a rank, of whole microbatches.
     """
     microbatch = recipe.microbatch
     if getattr(recipe.policy.model, "dtype", None) not in ("bfloat16", "float16"):
@@ -65,6 +66,13 @@ def _forward_shapes(recipe: Recipe) -> Iterator[str]:
                 yield (
                     f"rollout.chunk {rollout.chunk} is not a multiple of microbatch {microbatch}, so in 16 bits the ratios before "
                     f"the first update differ from 1 by rounding; use {-(-rollout.chunk // microbatch) * microbatch}"
+                )
+            minibatch = phase.rows // world // recipe.minibatches
+            if recipe.minibatches > 1 and minibatch % microbatch:
+                fitting = gcd(minibatch, microbatch)
+                yield (
+                    f"a minibatch has {minibatch} rows on each rank, which is not a multiple of microbatch {microbatch}, so in 16 "
+                    f"bits the ratios before the first update differ from 1 by rounding; use microbatch {fitting}"
                 )
             continue
         if not rollout.equal_shapes:

@@ -194,6 +194,16 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
     if not group.gather_failures(report.found) and "" not in devices:
         assert device is not None
         report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
+    if not doctor_options.estimate and (checked.device is None or checked.device.type != "cpu"):
+        report.add(
+            [
+                note(
+                    "time",
+                    "not estimated; --estimate rehearses a step to estimate it, in one or two minutes of CPU time, and "
+                    "--price-per-hour DOLLARS adds the cost",
+                )
+            ]
+        )
     if doctor_options.estimate and report.is_main:
         from retouch.doctor.estimate import check_estimate
 

@@ -19,6 +19,7 @@ from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward
+from retouch.rewards.function import range_text
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.vlm.endpoint_settings import without_waiting
 from retouch.rewards.weights import MissingWeights
@@ -75,7 +76,7 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
         with without_waiting():
             judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
-            text = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
+            text = f"{recipe.reward.name}, {judge.combination} ({range_text(judge.combination.low, judge.combination.high)})"
             if sets is None or not len(examples(sets.train)):
                 return ok("reward", f"{text}; not tested, because there is no task")
             task = examples(sets.train)[0]

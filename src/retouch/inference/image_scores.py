@@ -13,6 +13,7 @@ from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, r
 from retouch.records.files import jsonable
 from retouch.rewards.base import close
 from retouch.rewards.combine.combination import Combination, combination
+from retouch.rewards.function import range_text
 from retouch.rewards.scoring import score
 from retouch.types import Column, Json
 
@@ -48,7 +49,7 @@ class ImageScores:
             placeholder = "missing" if name in self.missing or name == "reward" else "none"
             text = placeholder if math.isnan(value) else f"{value:.4f}"
             formula = f" = {self.combined}" if name == "reward" and self.combined is not None else ""
-            lines.append(f"{name:<{width}}  {text:>8}  ({low:g} to {high:g}){formula}")
+            lines.append(f"{name:<{width}}  {text:>8}  ({range_text(low, high)}){formula}")
         return "\n".join(lines)
 
 

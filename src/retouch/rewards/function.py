@@ -32,6 +32,11 @@ OWN_ARGUMENTS = ("images", "prompts", "sources", "completions", "targets", "mask
 _DECLARED = "__retouch_reward__"
 
 
+def range_text(low: float, high: float) -> str:
+    """The range of a column or of a combined reward in words. A function without a declared range makes it unlimited."""
+    return "no declared range" if max(-low, high) >= UNBOUNDED else f"{low:g} to {high:g}"
+
+
 class DeclaredRange(Section):
     """The range of a function's scores."""
 
