@@ -12,5 +12,12 @@ local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
 ip_adapter.grpo(
   worlds.qwen,
-  worlds.flux_fill_sizes { name: 'qwen-image-edit-ip-adapter-grpo', num_steps: 10, window: 2, high: 5, eval_steps: 50 },
+  worlds.flux_fill_sizes {
+    name: 'qwen-image-edit-ip-adapter-grpo',
+    num_steps: 10,
+    window: 2,
+    high: 5,
+    eval_steps: 50,
+    ema: ip_adapter.ema,
+  },
 )

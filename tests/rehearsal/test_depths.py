@@ -42,6 +42,7 @@ def test_two_depths_agree_with_full_depth(tmp_path: Path, name: str, update: str
     for kind, figures in found["full"].items():
         assert found["two"][kind] == pytest.approx(figures, rel=AGREEMENT), kind
     assert found["full"]["flops"][update] > 1e15
+    assert found["parallel"] == found["two"]
 
 
 @pytest.mark.parametrize("stacks", STACKS)

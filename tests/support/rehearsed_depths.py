@@ -1,8 +1,8 @@
-"""Rehearses published models with fewer layers, once at full depth and once extrapolated from two smaller depths.
+"""Rehearses published models with fewer layers, once at full depth, and twice extrapolated from two smaller depths.
 
     python rehearsed_depths.py FOLDER NAME
 
-Prints a JSON line with the figures of a recipe by stage, from both rehearsals.
+Prints a JSON line with the figures of a recipe by stage. "parallel": the two depths were rehearsed at the same time.
 """
 
 import json
@@ -12,9 +12,11 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from retouch.models.base import DiffusersModel
 from retouch.recipe.recipe import load
+from retouch.rehearsal import parallel
 from retouch.rehearsal.loading import write_folder, write_single
 from retouch.rehearsal.machines import MACHINES
 from retouch.rehearsal.step import Rehearsed, rehearse
@@ -71,7 +73,10 @@ def main(folder: Path, name: str) -> None:
         write_single(folder, {**writer, "config": shallow(writer["config"], SHALLOW["writer"])})
     changed = load(ROOT / "recipes" / f"{name}.jsonnet", ["ranks=2", f"{key}.path={folder}"])
     machine = MACHINES["h100"]
+    with patch.object(parallel._log, "warning", side_effect=AssertionError("the second process failed")):
+        at_once = figures(rehearse(changed, machine, processes=2))
     line = {
+        "parallel": at_once,
         "two": figures(rehearse(changed, machine)),
         "full": figures(rehearse(changed, machine, full_depth=True)),
     }

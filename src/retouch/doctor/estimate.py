@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -18,6 +16,7 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.command import ERRORS, smallest_changes
 from retouch.rehearsal.machines import Machine
+from retouch.rehearsal.parallel import cores, quiet
 from retouch.rehearsal.report import error_line, fits, hours, peak, seconds, step_work
 from retouch.rehearsal.step import Rehearsed, rehearse
 
@@ -44,10 +43,9 @@ def _findings(recipe: Recipe, machine: Machine, given: Mapping[str, Any]) -> lis
 def _estimate(
     recipe: Recipe, machine: Machine, *, world: int, price: float | None, calls: Sequence[Calls], planned_to_fit: bool
 ) -> Iterator[Finding]:
-    warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    quiet()
     try:
-        found = rehearse(recipe, machine, world=world)
+        found = rehearse(recipe, machine, world=world, processes=cores())
     except ERRORS as error:
         yield note("time", f"not estimated, because the step cannot be rehearsed: {error_line(error)}")
         return

@@ -1,15 +1,13 @@
 """``retouch doctor RECIPE --rehearse``: rehearses a step, prints the report, and suggests changes that make a recipe fit."""
 
-import logging
 import time
-import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
 from retouch.recipe.recipe import Recipe, parse
-from retouch.records.libraries import silence_libraries
 from retouch.rehearsal.changes import LEAST_GAIN, changes
 from retouch.rehearsal.machines import Machine, find_machine
+from retouch.rehearsal.parallel import cores, quiet
 from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse
 
@@ -25,13 +23,11 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     ``machine``: a GPU's name, or the path of a profile; None: an H100. ``world``: the number of ranks; None: the recipe's.
     ``full_depth``: run all blocks of the models. Raises ValueError for an unknown machine.
     """
-    silence_libraries()
-    warnings.filterwarnings("ignore")
-    logging.getLogger("torch").setLevel(logging.ERROR)
+    quiet()
     target = find_machine(machine or DEFAULT)
     started = time.perf_counter()
     try:
-        found = rehearse(recipe, target, world=world, full_depth=full_depth)
+        found = rehearse(recipe, target, world=world, full_depth=full_depth, processes=cores())
     except ERRORS as error:
         out.write(f"FAILED rehearsal: {error_line(error)}\n")
         return 1
@@ -60,7 +56,8 @@ def smallest_changes(
 
     def tried(options: Sequence[str]) -> Rehearsed | None:
         try:
-            return rehearse(parse(recipe.document(), options, allow_imports=allow_imports), machine, world=world)
+            changed = parse(recipe.document(), options, allow_imports=allow_imports)
+            return rehearse(changed, machine, world=world, processes=cores())
         except ERRORS:
             return None  # for example, the smaller chunk does not divide the groups
 

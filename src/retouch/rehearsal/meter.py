@@ -186,7 +186,7 @@ class Meter:
             return
         self._held.setdefault(where, Counter())[label] += size
         self._sizes[where] += size
-        self._note(where, (func, size, torch._C._current_graph_task_id() != -1), self._sizes[where])
+        self._note(where, (str(func), size, torch._C._current_graph_task_id() != -1), self._sizes[where])
 
     def resize(self, tensor: FakeTensor, size: int) -> None:
         """Count that the storage of a tensor is freed or allocated again, as FSDP does between uses."""

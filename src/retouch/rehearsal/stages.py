@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-Event: TypeAlias = tuple[Any, int, bool]
-"""A kind of allocation: the operation, its bytes, and whether it is in a backward pass."""
+Event: TypeAlias = tuple[str, int, bool]
+"""A kind of allocation: the name of the operation, its bytes, and whether it is in a backward pass."""
 Peaks: TypeAlias = dict[tuple[int, Event], tuple[int, Counter[str]]]
 """By device and kind of allocation, the most bytes held at such an allocation, and the bytes of each holder."""
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,6 +36,7 @@ from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, 
 from retouch.rehearsal.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.parallel import both, each_in_turn
 from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
 from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.zero import fake_deepspeed
@@ -76,11 +78,13 @@ class Rehearsed:
     units: Mapping[str, Work]
 
 
-def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full_depth: bool = False) -> Rehearsed:
+def rehearse(
+    recipe: Recipe, machine: Machine, *, world: int | None = None, full_depth: bool = False, processes: int = 1
+) -> Rehearsed:
     """Rehearse a recipe's step as rank 0 of ``world`` ranks. None: the recipe's number of ranks.
 
-    ``full_depth``: run all blocks of the models once, instead of two rehearsals with few blocks. Raises the errors that the run
-    would raise.
+    ``full_depth``: run all blocks of the models once, instead of two rehearsals with few blocks. ``processes``: with 2 or more,
+    these two rehearsals run at the same time, the second one in a process of its own. Raises the errors that the run would raise.
     """
     register()
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +93,9 @@ def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full
         depths = None if full_depth else choose_depths(stacks_of(recipe))
         if depths is None:
             return _rehearse(recipe, machine, world, {}, compiled=compiled)
-        first, second = (_rehearse(recipe, machine, world, blocks, compiled=compiled) for blocks in (depths.first, depths.second))
+        rehearsal = partial(_rehearse, recipe, machine, world, compiled=compiled)
+        run = both if processes > 1 else each_in_turn
+        first, second = run(rehearsal, depths.first, depths.second)
         times = depths.times
         return replace(
             first,
@@ -101,6 +107,7 @@ def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None, full
 
 
 def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Counts, *, compiled: bool) -> Rehearsed:
+    register()
     meter = Meter(machine)
     repeats = Repeats(meter)
     count = world or recipe.ranks or 1
