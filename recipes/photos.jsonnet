@@ -28,7 +28,7 @@ local sampling = import 'lib/sampling.libsonnet';
     ema: { decay: 0.9, every: 1 },
   },
   rollout: sampling.pictures(6),
-  data: photos.tasks('photos', held_out=3),
+  data: photos.tasks('photos', held_out=3) { crops: 24 },
   reward: photos.judge(colour=[200, 60, 40], side=8),
   objective: objectives.nft { shift: 3 },
   optimizer: { schedule: 'cosine' },

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
+from PIL.Image import Image
+
 from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
 from retouch.data.sampler import LoadedTasks
@@ -40,21 +42,25 @@ class Tasks(LoadedTasks):
         return load_task(self.rows[index], resize=self._resize)
 
 
-def load_task(row: Row, *, resize: Resize | None) -> Task:
-    """The task of a row, with its images decoded and resized as in ``Tasks``. Raises ValueError, with file and line, if an image is
-    unusable."""
+def load_task(row: Row, *, resize: Resize | None, crop: Callable[[Image], Image] | None = None) -> Task:
+    """The task of a row, with its images decoded and resized as in ``Tasks``. ``crop`` is applied to the images before they are
+    resized, except to the reference. Raises ValueError, with file and line, if an image is unusable."""
     try:
-        return _load(row, resize)
+        return _load(row, resize, crop or _whole)
     except ValueError as error:
         raise ValueError(f"{row.file}:{row.line}: {error}") from error
 
 
-def _load(row: Row, resize: Resize | None) -> Task:
-    images = [load_image(image) for image in row.images]
-    target = None if row.target is None else load_image(row.target)
+def _whole(image: Image) -> Image:
+    return image
+
+
+def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Task:
+    images = [crop(load_image(image)) for image in row.images]
+    target = None if row.target is None else crop(load_image(row.target))
     reference = None if row.reference is None else load_image(row.reference)
-    mask = None if row.mask is None else load_mask(row.mask)
-    pair = [None if image is None else load_image(image) for image in (row.chosen, row.rejected)]
+    mask = None if row.mask is None else crop(load_mask(row.mask))
+    pair = [None if image is None else crop(load_image(image)) for image in (row.chosen, row.rejected)]
     canvas = images[0] if images else target or pair[0]
     if mask is not None and canvas is not None:
         require_same_size(mask.size, canvas.size)

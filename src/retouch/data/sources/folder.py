@@ -6,18 +6,19 @@ A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instru
 image, the tasks are text-to-image tasks. All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from pydantic import Field
 
-from retouch.config.section import NonEmpty
+from retouch.config.section import Count, NonEmpty
 from retouch.data.base import ImageData
-from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout, find_columns
+from retouch.data.images import EncodedImage, Resize
+from retouch.data.rows import Layout, Rows, find_columns
 from retouch.data.tables import TableRows, read_table
+from retouch.types import Task
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 _COLUMNS = {
@@ -43,9 +44,20 @@ class FolderData(ImageData):
     """The folder."""
     columns: dict[str, str] = Field(default={})
     """Map from a field (``instruction``, ``target``, ...) to its key in the metadata file, if their names differ."""
+    crops: Count = Field(default=1, exclude_if=lambda crops: crops == 1)
+    """Number of versions of each training row: its images as they are, and random crops of them with their aspect ratio and at
+    least 0.4 of their width and height. With few photographs, a model then learns less about these photographs and more that
+    carries over to others. Held-out images are not cropped. Not for instructions that name a position, such as "on the left"."""
 
     def rows(self, *, seed: int) -> TableRows:
         return read_folder(self.path, columns=self.columns, tag_keys=self.tags, thought_keys=self.thought_keys)
+
+    def training_tasks(self, rows: Rows, train: Sequence[int], *, seed: int, resize: Resize | None) -> Sequence[Task] | None:
+        if self.crops == 1:
+            return None
+        from retouch.data.crops import CroppedTasks
+
+        return CroppedTasks(rows, train, count=self.crops, seed=seed, resize=resize)
 
     @classmethod
     def rows_at(cls, path: Path) -> TableRows | None:
