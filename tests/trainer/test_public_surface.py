@@ -58,6 +58,19 @@ def test_public_names_equal_the_expected_lists() -> None:
         retouch.core.grpo  # noqa: B018
 
 
+def test_dir_lists_the_names_that_a_package_imports_on_use() -> None:
+    expected = {
+        "benchmarks": {"Suite", "compare", "run"},
+        "core": CORE,
+        "models": {"SD3", "SD3Model", "QwenImage", "QwenLanguage", "Janus"},
+        "rewards": {"load", "Ocr", "OcrReward", "PickScore", "PickScoreReward", "VieScore"},
+    }
+    for package, names in expected.items():
+        module = getattr(retouch, package)
+        assert set(dir(module)) >= names, package
+        assert not [name for name in dir(module) if not hasattr(module, name)], package
+
+
 def test_the_import_is_fast_and_imports_no_torch() -> None:
     code = (
         "import time; start = time.process_time(); import retouch, sys; print(time.process_time() - start, 'torch' in sys.modules)"

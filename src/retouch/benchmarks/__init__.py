@@ -30,3 +30,7 @@ def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module 'retouch.benchmarks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -43,3 +43,7 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(import_module(f"retouch.core.{module}"), name)
     raise AttributeError(f"module 'retouch.core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

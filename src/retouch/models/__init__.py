@@ -14,9 +14,18 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    kinds = import_module("retouch.models.kinds")
-    for path in (*kinds.IMAGE_MODELS.paths.values(), *kinds.LANGUAGE_MODELS.paths.values()):
+    for path in _class_paths():
         module, _, found = path.partition(":")
         if name in (found, found.removesuffix("Model")):
             return getattr(import_module(module), found)
     raise AttributeError(f"module 'retouch.models' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    names = [path.partition(":")[2] for path in _class_paths()]
+    return sorted({*globals(), *names, *(name.removesuffix("Model") for name in names)})
+
+
+def _class_paths() -> list[str]:
+    kinds = import_module("retouch.models.kinds")
+    return [*kinds.IMAGE_MODELS.paths.values(), *kinds.LANGUAGE_MODELS.paths.values()]

@@ -22,3 +22,8 @@ def __getattr__(name: str) -> Any:
         if name in (found, found.removesuffix("Reward")):
             return getattr(import_module(module), found)
     raise AttributeError(f"module 'retouch.rewards' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    names = [path.partition(":")[2] for path in import_module("retouch.rewards.parts").SINGLE.values()]
+    return sorted({*globals(), "load", *names, *(name.removesuffix("Reward") for name in names)})
