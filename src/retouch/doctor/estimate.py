@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from retouch.distributed.placement import gpus_per_rank
-from retouch.doctor.findings import Finding, duration, failed, gigabytes, note
+from retouch.doctor.findings import Finding, duration, failed, gigabytes, note, ok
 from retouch.doctor.forecast import forecast_of
 from retouch.doctor.memory import FREE
 from retouch.recipe.derived.judge_calls import Calls
@@ -49,9 +49,11 @@ def _estimate(
     except ERRORS as error:
         yield note("time", f"not estimated, because the step cannot be rehearsed: {error_line(error)}")
         return
-    if planned_to_fit and not fits(found, machine):
+    needed = f"the rehearsed step needs {gigabytes(peak(found))} of the {gigabytes(machine.memory)} of {machine.name}"
+    if fits(found, machine):
+        yield ok("memory", f"{needed}, so it fits")
+    elif planned_to_fit:
         changes = smallest_changes(recipe, machine, found, world=world)
-        needed = f"the rehearsed step needs {gigabytes(peak(found))} of the {gigabytes(machine.memory)} of {machine.name}"
         fix = "use a GPU with more memory, or more ranks" if changes is None else " ".join(f"--set {each}" for each in changes[0])
         yield failed("memory", f"{needed}{FREE}", fix=fix)
     yield time_of(found, machine)
