@@ -102,6 +102,18 @@ def test_target_ids_contain_the_thought_before_the_image():
     assert made.codes_in(drawn[:-6]) is None
 
 
+@pytest.mark.parametrize("prefill", [DRAW, THINK])
+def test_text_of_a_completion_has_no_size_of_its_image(prefill):
+    made = tiny_emu3.editor(prefill=prefill)
+    meta = {"thought": "3*3 circles, so 2*3"}
+    (drawn,) = made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.image(7, 16, 24), meta=meta)])
+    thought = meta["thought"] if prefill == THINK else ""
+    assert made.decode(drawn) == thought
+    cut = drawn.index(made.words.img) - 1  # the last digit of the size is missing
+    assert made.decode(drawn[:cut]) == thought
+    assert made.decode([made.words.boi, *made.words.text_ids("no picture")]) == "no picture"
+
+
 @pytest.mark.parametrize(
     ("prefill", "train"),
     [(DRAW, "lora"), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((DRAW, "full"), (THINK, "lora")))],

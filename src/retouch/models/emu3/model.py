@@ -148,7 +148,16 @@ class Emu3Editor(CausalText):
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of a completion, without the image."""
-        structure = set(self.words.visual.tolist()) | {self.words.eol, self.words.img}
-        text: str = self.words.tokenizer.decode([each for each in ids if each not in structure], skip_special_tokens=True)
-        return text
+        """The text of a completion, without the image and the tokens that give its size."""
+        structure = {*self.words.visual.tolist(), self.words.eol, self.words.img}
+        header = self.words.header(*self.grid)
+        text: list[int] = []
+        size = iter(() if self.thinks else header)  # the ids of the header that are still expected
+        for each in ids:
+            if each == self.words.boi:
+                size = iter(header)
+            elif each != next(size, None):
+                size = iter(())
+                text += [] if each in structure else [each]
+        decoded: str = self.words.tokenizer.decode(text, skip_special_tokens=True)
+        return decoded
