@@ -202,9 +202,9 @@ class StoredData(DataSource):
     path_keys: ClassVar[tuple[str, ...]] = ("path",)
 
     held_out: HeldOut = 0.1
-    """Rows that are held out for evaluation: a share of the source images (of the prompts, if there are no images), or a whole
-    number, the least number of rows. All rows of an image stay together. "all" holds out every row: for `retouch eval`, not for
-    training."""
+    """Rows that are held out for evaluation. A number below 1 is a share of the source images, or of the prompts if there are no
+    images. A whole number is a number of rows; there may be more, because all rows of an image stay together. "all" holds out every
+    row: for `retouch eval`, not for training."""
     tags: tuple[str, ...] = Field(default=(), exclude_if=lambda tags: not tags)
     """Columns whose values become tags of the tasks (``["task_type"]``): evaluations have a row for each value, and
     ``eval.headline`` can name them."""

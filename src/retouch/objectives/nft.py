@@ -44,11 +44,12 @@ class OldDecay(Section):
 class NFT(SampledPoints):
     """DiffusionNFT: move towards good images and away from bad ones, both relative to the old policy.
 
-    With r = clip(A / (2 advantage_clip) + 1/2, 0, 1) and, at a drawn point of the forward process,
-    v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v, the loss of a row is
-    [ r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w- ] / beta + reference_weight |v - v_ref|^2, where
-    x0(v) = x - sigma v and w = mean |x0(v) - x0|, detached, at least 1e-5. Norms are means over a latent's elements.
-    An advantage of 0 does not give a loss of 0: the sum of both terms then pulls the policy towards the old one.
+    The advantage A of a row gives r = clip(A / (2 advantage_clip) + 1/2, 0, 1). At a drawn point of the forward process, the old
+    velocity v_old and the current velocity v give v+ = beta v + (1 - beta) v_old and v- = (1 + beta) v_old - beta v. The loss of a
+    row is [ r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w- ] / beta + reference_weight |v - v_ref|^2. Here, x0(v) = x -
+    sigma v is the predicted image; w+ is the mean of |x0(v+) - x0| and w- that of |x0(v-) - x0|, both detached and at least 1e-5.
+    Norms are means over a latent's elements. An advantage of 0 does not give a loss of 0: the sum of both terms then pulls the
+    policy towards the old one.
 
     Example::
 
