@@ -45,6 +45,21 @@ def test_fault_13_recipes_describes_a_recipe_that_is_given_by_name(capsys: pytes
 
 
 @pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("quickstart", "60"),
+        ("emu3/sft_think_s__rl_s-playground", "500 (supervised) + 150 (rl)"),
+        ("qwen-image-edit/writer-grpo", "3 passes over the data"),
+    ],
+)
+def test_fault_13_the_description_of_a_recipe_has_the_steps_of_each_phase(
+    name: str, length: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["recipes", name]) == 0
+    assert f"\nsteps: {length}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("typed", "meant"),
     [
         ("quikstart", ["quickstart"]),

@@ -20,7 +20,7 @@ from retouch.recipe.checks import check_ranks
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import apply, value_of
 from retouch.recipe.optimizer import Optimizer
-from retouch.recipe.recipe import Recipe, parse
+from retouch.recipe.recipe import Recipe, load, parse
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
 BASE: dict[str, Any] = {
@@ -150,6 +150,13 @@ def test_all_errors_are_reported_together_without_pydantic_text() -> None:
 @pytest.mark.parametrize("name", ["a/b", "..", "../up", "", ".hidden", "a b"])
 def test_a_name_that_is_not_a_plain_folder_name_is_rejected(name: str) -> None:
     assert raised(name=name)[0].startswith("name: ")
+
+
+@pytest.mark.parametrize(("key", "given"), [("steps", "5"), ("passes", "0.5")])
+def test_length_of_a_recipe_with_phases_raises_with_the_keys_of_the_phases(key: str, given: str) -> None:
+    with pytest.raises(ValueError, match="each phase has its own length") as refused:
+        load("flux-fill/tiny", [f"{key}={given}"])
+    assert f"--set phases.0.{key}={given} (warm-up) or --set phases.1.{key}={given} (rl)" in str(refused.value)
 
 
 ODE = {"kind": "ode"}

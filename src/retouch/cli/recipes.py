@@ -36,7 +36,7 @@ def _recipes(arguments: argparse.Namespace) -> int:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     if exact:
         words = re.sub(r"\brecipes/([\w/-]+)\.jsonnet", r"\1", header(find(wanted)))  # a name works in any folder, a path does not
-        print(f"\n{words}\n\nfile: {find(wanted)}")
+        print(f"\n{words}\n\nsteps: {exact[0].steps}\nfile: {find(wanted)}")
         return 0
     print(
         f"\nA twin, NAME{TWIN}, is the same recipe with tiny playground models, for a CPU.\n"

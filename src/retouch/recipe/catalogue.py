@@ -19,7 +19,7 @@ _TRAINED = {"lora": "LoRA", "full": "all weights", "ip-adapter": "IP-Adapter"}
 class RecipeSummary:
     """One packaged recipe. ``gpus``: 0 for a recipe that is made for a CPU. ``twin``: the short name of its twin, if it has one.
 
-    ``variables``: environment variables that it reads.
+    ``variables``: environment variables that it reads. ``steps``: its length, as text: ``200 (supervised) + 150 (rl)``.
     """
 
     name: str
@@ -28,6 +28,7 @@ class RecipeSummary:
     gpus: int
     twin: str | None
     variables: tuple[str, ...]
+    steps: str
 
     @property
     def hardware(self) -> str:
@@ -51,6 +52,7 @@ def summaries() -> Iterator[RecipeSummary]:
             gpus=_gpus(document),
             twin=twin if twin in names else None,
             variables=variables,
+            steps=_length(document),
         )
 
 
@@ -104,3 +106,11 @@ def _gpus(document: Mapping[str, Any]) -> int:
     model = document["policy"]["model"]
     small = str(model["kind"]).startswith("playground") or document.get("device") == "cpu"
     return 0 if small else int(document.get("ranks") or 1)
+
+
+def _length(document: Mapping[str, Any]) -> str:
+    """The number of steps of a recipe, or of each of its phases."""
+    phases = document.get("phases") or [document]
+    lengths = [f"{each['passes']:g} passes over the data" if each.get("passes") else str(each.get("steps")) for each in phases]
+    names = [f" ({each['name']})" for each in phases] if document.get("phases") else [""]
+    return " + ".join(length + name for length, name in zip(lengths, names, strict=True))

@@ -1,13 +1,13 @@
 """Checks that the keys of a recipe fit together, before anything is loaded. Each message says what is wrong and what to do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from retouch.data.sampler import check_arithmetic
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.context import TRUNCATE_AT
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.phases import PhaseKeys, ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.policy_checks import (
     engine_problems,
@@ -81,7 +81,7 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
         yield "phases: the list is empty; add a phase, or set phases to null and set steps"
         return
     if recipe.steps is not None or recipe.passes is not None:
-        yield "steps: with phases, each phase has its own length; remove the top-level steps and passes"
+        yield _length_of_phases(recipe, recipe.phases)
     names = [phase.name for phase in recipe.phases]
     for index, phase in enumerate(recipe.phases):
         if (phase.steps is None) == (phase.passes is None):
@@ -92,6 +92,16 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
         yield "phases: none of them has a step; set steps for one, or evaluate the untrained model with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
         yield "phases.0.keep_optimizer: there is no phase before the first; remove it"
+
+
+def _length_of_phases(recipe: "RecipeKeys", phases: Sequence[PhaseKeys]) -> str:
+    """What to do about a recipe with phases and a length at its top level."""
+    key, value = ("steps", recipe.steps) if recipe.steps is not None else ("passes", recipe.passes)
+    options = " or ".join(f"--set phases.{index}.{key}={value:g} ({phase.name})" for index, phase in enumerate(phases))
+    return (
+        "steps: with phases, each phase has its own length; remove the top-level steps and passes, and set the length of a phase: "
+        f"{options}"
+    )
 
 
 def _one_length(steps: int | None) -> str:
