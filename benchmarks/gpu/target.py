@@ -99,6 +99,17 @@ class Target:
                 torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
 
+    def kernels(self, call: Callable[[], Any]) -> int:
+        """How many kernels the GPU runs in a call. On another device, the operations of torch are counted."""
+        from torch.autograd import DeviceType
+        from torch.profiler import ProfilerActivity, profile
+
+        kind = DeviceType.CUDA if self.is_cuda else DeviceType.CPU
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.is_cuda else [])]) as profiled:
+            call()
+            self.synchronize()
+        return sum(event.device_type == kind for event in profiled.events())
+
     def seconds(self, call: Callable[[], Any], *, repeats: int = 10, rounds: int = 3) -> float:
         """Seconds of a short call: the mean of repeated calls, and the median of the rounds. On a GPU, CUDA events measure them."""
         for _ in range(2):

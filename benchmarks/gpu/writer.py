@@ -1,6 +1,6 @@
 """A writer with 7 B parameters samples 64 tokens for each of eight rows, with a growing and with a static cache.
 
-Measured are milliseconds and host waits per token, and the milliseconds of ``generate`` of transformers.
+Measured are milliseconds, host waits and kernels per token, and the milliseconds of ``generate`` of transformers.
 """
 
 import json
@@ -22,6 +22,10 @@ from retouch.rehearsal.inputs import WORDS
 from retouch.types import Batch, Task
 
 ROWS, RANK = 8, 32
+PROFILED = 9
+"""The number of tokens that are profiled."""
+REHEARSED_KERNELS = {"growing": 1691, "static": 1836}
+"""The kernels of a token of this writer in a rehearsal (docs/machines.md)."""
 MOST_MILLISECONDS = 15.0
 """The longest allowed time of a token: the host launches about 2000 kernels, and reading the weights once takes 5 ms."""
 TINY = {
@@ -51,9 +55,15 @@ def run(target: Target) -> Iterator[Finding]:
         yield at_most(f"{cache} cache, {tokens} tokens of {ROWS} rows: time of a token", 1e3 * seconds / tokens, limit, "ms")
         yield measured(f"{cache} cache: tokens a second, all rows", ROWS * tokens / seconds)
         yield measured(f"{cache} cache: peak", target.peak() / 1e9, "GB")
-        of_prompt = target.waits(partial(decode, batch, prompts, TokenRollout(max_new_tokens=1, temperature=1.0)))
+        first = partial(decode, batch, prompts, TokenRollout(max_new_tokens=1, temperature=1.0))
+        of_prompt = target.waits(first)
         most = 1 / CHECK_EVERY + 1 / tokens if static else None
         yield at_most(f"{cache} cache: host waits of a token", (target.waits(sample) - of_prompt) / (tokens - 1), most)
+        few = partial(decode, batch, prompts, TokenRollout(max_new_tokens=PROFILED, temperature=1.0))
+        kernels = (target.kernels(few) - target.kernels(first)) / (PROFILED - 1)
+        yield measured(f"{cache} cache: kernels of a token", kernels)
+        if not target.tiny:
+            yield measured(f"{cache} cache: rehearsed kernels of a token", REHEARSED_KERNELS[cache])
     for _ in range(2):
         seconds = target.elapsed(lambda: _generate(model, prompts, tokens))
     yield measured("transformers' generate, time of a token", 1e3 * seconds / tokens, "ms")

@@ -183,6 +183,7 @@ def test_a_dry_run_passes_every_check(tmp_path: Path) -> None:
     writer = {each["name"]: each for each in results["writer"]["findings"]}
     for cache in ("growing", "static"):
         assert writer[f"{cache} cache, 17 tokens of 8 rows: time of a token"]["value"] > 0
+        assert 100 < writer[f"{cache} cache: kernels of a token"]["value"] < 2000  # two layers; operations, on a CPU
     assert writer["growing cache: host waits of a token"]["value"] >= 1  # the CPU checks after every token
     static = writer["static cache: host waits of a token"]
     assert static["value"] == pytest.approx(1 / 16)  # one check in 17 tokens
