@@ -7,6 +7,9 @@ from PIL import Image
 
 from retouch.cli import main
 from retouch.inference import sampling
+from retouch.inference.opening import read_target
+from retouch.recipe.recipe import load
+from retouch.records.folder import RunFolder
 from small_runs import photos_recipe
 
 
@@ -62,6 +65,26 @@ def test_sampling_takes_changes_of_the_recipe(tmp_path: Path, capsys: pytest.Cap
     for given in (words, ["--instructions", str(tmp_path / "list.txt")]):
         assert main(["sample", "quickstart", *given, "--out", str(tmp_path / "more.png"), "--set", "no_such=1"]) == 2
         assert "no_such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["eval"], ["sample", "--instruction", "remove the circle", "--out", "out.png"]])
+def test_a_run_is_opened_by_its_name_in_the_folder_runs(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("ph", "quickstart"):
+        RunFolder(Path("runs", name)).write_recipe(load("quickstart").document())
+    assert read_target("ph")[1] == RunFolder(Path("runs/ph"))
+    assert read_target("quickstart")[1] is None  # a recipe of the same name is opened instead
+    Image.new("RGB", (24, 24)).save("in.png")
+    image = ["--image", "in.png"] if command[0] == "sample" else []
+    assert main([command[0], "ph", *command[1:], *image]) == 2
+    assert "runs/ph has no checkpoint yet" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([command[0], "--help"])
+    assert "name of a run in the folder runs" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match="no-such: no such file, and no packaged recipe has this name"):
+        read_target("no-such")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,10 @@ from typing import TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 LAST_PORT = 65535
+TARGET_HELP = (
+    "a recipe file, the name of an included recipe, the folder of a run, or the name of a run in the folder runs; a recipe comes "
+    "before a run of the same name"
+)
 RUN_HELP = "the folder of a run, or the name of a run in the folder runs"
 
 
@@ -29,9 +33,10 @@ def port(text: str) -> int:
 
 
 def run_folder(text: str) -> Path:
-    """The folder of a run: the path itself, or, if it does not exist, the run of this name in the folder ``runs``."""
-    path, named = Path(text), Path("runs", text)
-    return named if not path.exists() and named.is_dir() else path
+    """Find a run by ``retouch.records.folder.find_run``, which is imported only if a command names a run."""
+    from retouch.records.folder import find_run
+
+    return find_run(text)
 
 
 def utf8(text: str) -> str:

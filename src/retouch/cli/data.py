@@ -85,6 +85,7 @@ def _data_check(arguments: argparse.Namespace) -> int:
 def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows]]":
     """Yield the name, the paths and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they
     cannot be read."""
+    from retouch.config.packaged import is_recipe
     from retouch.data.check import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
@@ -92,7 +93,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
             raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
         yield arguments.path, (arguments.path,), read_path(arguments.path)
         return
-    if not arguments.path.endswith(_RECIPES) and not _is_packaged(arguments.path):
+    if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
     from retouch.assembly.phases import required_rows
     from retouch.data.base import StoredData
@@ -111,16 +112,6 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
             yield name, places, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
-
-
-def _is_packaged(name: str) -> bool:
-    from retouch.config.packaged import find
-
-    try:
-        find(name)
-    except ValueError:
-        return False
-    return True
 
 
 def _folded(problems: "list[Problem]") -> Iterator[str]:

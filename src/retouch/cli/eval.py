@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from retouch.cli.arguments import Commands, debug_option, import_option, set_option
+from retouch.cli.arguments import TARGET_HELP, Commands, debug_option, import_option, set_option
 
 
 def add_eval(commands: Commands) -> None:
@@ -13,7 +13,7 @@ def add_eval(commands: Commands) -> None:
         parents=[debug_option(), set_option(), import_option()],
         help="evaluate a run, or a recipe's untrained policy, on held-out tasks",
     )
-    evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
+    evaluate.add_argument("target", metavar="RECIPE_OR_RUN", help=TARGET_HELP)
     evaluate.add_argument(
         "--data", metavar="PATH", help="evaluate on all rows of this data set (path or Hub id) instead; test sets are allowed"
     )

@@ -54,6 +54,15 @@ def find(name: str | Path) -> Path:
     raise ValueError(f"{name}: {what}, and no packaged recipe has this name; {meant}`retouch recipes` lists them")
 
 
+def is_recipe(name: str | Path) -> bool:
+    """Whether ``find`` finds a recipe of that name."""
+    try:
+        find(name)
+    except ValueError:
+        return False
+    return True
+
+
 def shipped(name: str) -> Path:
     """The path of a file that a recipe names: the file itself if it exists, else the packaged file ``recipes/...`` of that name,
     else the name unchanged."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, PolicyParts, assemble, assemble_policy
 from retouch.assembly.state import restore_weights
+from retouch.config.packaged import is_recipe
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
 from retouch.policies.autoregressive.rollout import TokenRollout
@@ -13,7 +14,7 @@ from retouch.policies.context import PolicyContext
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, find_run
 from retouch.records.libraries import silence_libraries
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
@@ -100,8 +101,11 @@ def _newest(folder: RunFolder | None, *, trained: bool) -> TrainState | None:
 
 
 def read_target(target: str, overrides: Sequence[str] = (), allow_imports: Iterable[str] = ()) -> tuple[Recipe, RunFolder | None]:
-    """The recipe of a file or of a run's folder, with ``overrides``, and the folder if it is a run."""
-    folder = RunFolder(Path(target))
+    """The recipe of a file or of a run, with ``overrides``, and the folder if it is a run.
+
+    ``target``: the folder of a run, a recipe as for ``load``, or the name of a run in the folder ``runs``; the first that is found.
+    """
+    folder = RunFolder(Path(target) if is_recipe(target) else find_run(target))
     if folder.recipe.is_file():
         return parse(folder.read_recipe()["recipe"], overrides, allow_imports=allow_imports), folder
     return load(target, overrides, allow_imports=allow_imports), None

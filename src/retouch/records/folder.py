@@ -293,6 +293,12 @@ class RunFolder:
         return target
 
 
+def find_run(name: str | Path) -> Path:
+    """The folder of a run: the path itself, or, if it does not exist, the run of this name in the folder ``runs``."""
+    path, named = Path(name), Path("runs", name)
+    return named if not path.exists() and named.is_dir() else path
+
+
 def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[RunFolder, Path | None]:
     """Take the ownership of a run's folder, or share the ownership of this process's launcher (``environment``).
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, import_option, set_option, utf8
+from retouch.cli.arguments import TARGET_HELP, Commands, debug_option, import_option, set_option, utf8
 
 
 def add_sample(commands: Commands) -> None:
@@ -12,7 +12,7 @@ def add_sample(commands: Commands) -> None:
     sample = commands.add_parser(
         "sample", parents=[debug_option(), set_option(), import_option()], help="generate or edit images with a policy"
     )
-    sample.add_argument("target", metavar="RECIPE_OR_RUN")
+    sample.add_argument("target", metavar="RECIPE_OR_RUN", help=TARGET_HELP)
     instructions = sample.add_mutually_exclusive_group(required=True)
     instructions.add_argument("--instruction", type=utf8, help="what to generate or to change")
     instructions.add_argument(
