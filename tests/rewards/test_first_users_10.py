@@ -1,6 +1,7 @@
 """Custom rewards as new users write them: errors report file, line, reward and sample; lists and plain functions are accepted."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,8 +13,10 @@ import torch
 from PIL import Image
 
 from retouch import cli
+from retouch.assembly.assembly import assemble
 from retouch.config.imports import import_class
 from retouch.data.playground.tasks import PlaygroundData
+from retouch.distributed.ranks import Ranks
 from retouch.doctor.reward import check_scoring
 from retouch.recipe.recipe import parse
 from retouch.rewards.imported import ImportedReward
@@ -78,6 +81,16 @@ class Unmade(Listed):
         raise KeyError("path")
 
 
+class Strong(Listed):
+    def __init__(self, strength, *, device="cpu", scale=1.0):
+        self.strength = strength
+
+
+class Anything(Listed):
+    def __init__(self, **options):
+        self.options = options
+
+
 def plain(images, prompts, **kwargs):
     return [len(prompt) / 10 for prompt in prompts]
 
@@ -92,7 +105,25 @@ def single(images, **kwargs):
 
 def misnamed(image, **kwargs):
     return [0.5]
+
+
+def quoted(images, **kwargs):
+    return ["0.5"] * len(images)
+
+
+def titled(images, title, photographer, **kwargs):
+    return [0.5] * len(images)
 """
+
+DOCUMENT = {
+    **{"name": "mine", "steps": 1, "tasks_per_step": 1, "group_size": 2, "learning_rate": 1e-4},
+    "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}},
+    "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}},
+    "data": {"kind": "playground", "count": 4, "complexity": [1]},
+    "reward": {"kind": "import", "class": "rw:broken", "combine": {"broken": 1}},
+    "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
+    "advantage": {"kind": "group"},
+}
 
 
 @pytest.fixture
@@ -163,6 +194,78 @@ def test_a_misspelled_function_is_refused_with_the_nearest_name(rw: Path) -> Non
         section("sinlge").build()
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            {"strenght": 0.5, "strength": 1},
+            "args.strenght: unknown argument; the constructor takes strength, device, scale; did you mean 'strength'?",
+        ),
+        ({"other": 0.5, "strength": 1}, "args.other: unknown argument; the constructor takes strength, device, scale"),
+        ({"scale": 2.0}, "args.strength: missing; the constructor needs this argument"),
+    ],
+)
+def test_a_wrong_constructor_argument_is_refused_with_its_key_and_the_accepted_arguments(
+    rw: Path, args: dict[str, Any], says: str
+) -> None:
+    own = ImportedReward.model_validate({"kind": "import", "class": "rw:Strong", "args": args})
+    with pytest.raises(ValueError, match=re.escape(f"rw:Strong: {says}") + "$"):
+        own.build()
+    parts = {"mine": {"kind": "import", "class": "rw:Strong", "args": args}, "size": {"kind": "compressibility"}}
+    key, text = says.split(": ", 1)
+    with pytest.raises(ValueError, match=re.escape(f"reward.rewards.mine.{key}: rw:Strong: {text}")):
+        parse({**DOCUMENT, "reward": {"kind": "several", "rewards": parts, "combine": {"size/compressibility": 1}}})
+
+
+def test_constructor_arguments_that_fit_are_accepted(rw: Path) -> None:
+    for name, args in (
+        ("Strong", {"strength": 1}),
+        ("Strong", {"strength": 1, "scale": 2, "device": "cpu"}),
+        ("Anything", {"a": 1}),
+    ):
+        ImportedReward.model_validate({"kind": "import", "class": f"rw:{name}", "args": args}).build()
+
+
+def test_text_as_the_score_of_a_function_raises_with_function_file_and_value(rw: Path) -> None:
+    says = f"reward function quoted ({rw}:{line_of(rw, 'def quoted')}) returned '0.5' as a score, which is text; return a number"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        scored(section("quoted").build(), {"quoted": 1.0})
+
+
+@pytest.mark.parametrize("column", ["photograper", "photographer"])
+def test_an_argument_that_is_no_column_of_the_data_is_refused_before_the_model_is_loaded(
+    rw: Path, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rw.parent / "data"
+    data.mkdir()
+    rows = [
+        {"file_name": f"{number}.png", "instruction": f"paint {number}", "title": "a", column: "someone"} for number in range(8)
+    ]
+    for number, row in enumerate(rows):
+        Image.new("RGB", (24, 24), (number, 0, 0)).save(data / row["file_name"])
+    (data / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = {
+        "data": {"kind": "folder", "path": str(data), "held_out": 2},
+        "reward": {"kind": "import", "class": "rw:titled", "combine": {"titled": 1}},
+        "device": "cpu",
+    }
+    recipe = parse({**DOCUMENT, **changes})
+
+    def load(*arguments: object) -> None:
+        raise RuntimeError("the model is loaded")
+
+    monkeypatch.setattr("retouch.assembly.assembly.assemble_policy", load)
+    if column == "photographer":
+        with pytest.raises(RuntimeError, match="the model is loaded"):
+            assemble(recipe, Ranks())
+        return
+    says = (
+        "reward function titled has the argument 'photographer', but the data set has no such column; its columns are photograper, "
+    )
+    with pytest.raises(ValueError, match=f"{says}title, and .*; did you mean 'photograper'"):
+        assemble(recipe, Ranks())
+
+
 def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
     found = scored(section("Listed").build(), {"listed": 1.0})
     assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
@@ -231,16 +334,7 @@ def test_fault_10_a_class_of_main_is_found_in_a_script_or_its_absence_raises(rw:
 
 
 def test_fault_10_doctor_reports_a_reward_that_raises_with_file_and_line(rw: Path) -> None:
-    document = {
-        **{"name": "mine", "steps": 1, "tasks_per_step": 1, "group_size": 2, "learning_rate": 1e-4},
-        "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}},
-        "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}},
-        "data": {"kind": "playground", "count": 4, "complexity": [1]},
-        "reward": {"kind": "import", "class": "rw:broken", "combine": {"broken": 1}},
-        "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
-        "advantage": {"kind": "group"},
-    }
-    recipe = parse(document)
+    recipe = parse({**DOCUMENT, "reward": {"kind": "import", "class": "rw:broken", "combine": {"broken": 1}}})
     tasks = PlaygroundData(count=1, complexity={1: 1.0}).tasks(in_turn=True)[:]
     finding = check_scoring(recipe, type("Sets", (), {"train": tasks})())
     assert finding.status == "FAILED"

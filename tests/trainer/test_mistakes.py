@@ -325,7 +325,7 @@ def test_an_argument_of_a_reward_function_that_is_a_column_of_the_table_is_accep
         (unknown, "reward function unknown has the argument 'caption', but the data set has no such column; its columns are level"),
         (short, "reward function short returned 1 scores for 2 images; return one per image"),
         (nothing, "reward function nothing returned NoneType; return a list of floats, one per image"),
-        (words, "reward function words returned 'good' as a score; return a number, or None"),
+        (words, "returned 'good' as a score, which is text; return a number, or None"),
         (infinite, "reward function infinite returned inf; return a finite number, or None"),
         (mapping, "reward function mapping returned dict; return a list of floats"),
         (outside, "column 'outside' is 2.0, outside its declared range 0.0 to 1.0"),

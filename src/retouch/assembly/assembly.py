@@ -278,7 +278,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
 
     ``ledger``: caches the answers of judges; None: no cache. ``trains``: False if the policy is only evaluated or used. Raises
     ValueError, before any weight of a policy is loaded, if the rows of a step cannot be divided among the ranks, the data are
-    invalid, or the judge differs from the judge in the ledger.
+    invalid, the reward reads a column that the data do not have, or the judge differs from the judge in the ledger.
     """
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
@@ -299,6 +299,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
         if phase.objective.differentiates_reward:
             phase.objective.load(placement.reward)
     sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
+    if first := sets[0].heldout[: recipe.eval.batch]:
+        for _, _, part in recipe.reward.parts():
+            part.require_columns(first)
     return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
@@ -141,8 +141,8 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
     """Build an object of the class of that name with ``args``; also with ``device``, if the constructor takes it and ``args`` does
     not contain it.
 
-    ``members``: names that the class or a base class must define or annotate to be a ``what``. Raises ValueError if one is missing;
-    then nothing is called.
+    ``members``: names that the class or a base class must define or annotate to be a ``what``. Raises ValueError if one is missing,
+    or if ``args`` do not fit the constructor; then nothing is called.
     """
     wanted = import_class(path)
     missing = [name for name in members if not _defines(wanted, name)]
@@ -151,6 +151,8 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
             f"{path} is no {what}: its class has no {', '.join(missing)}. Define them; if the constructor sets an attribute, "
             "annotate it in the class"
         )
+    if wrong_args := [f"{path}: args.{name}: {problem}" for name, problem in argument_problems(wanted, args)]:
+        raise ValueError("\n".join(wrong_args))
     takes = "device" in inspect.signature(wanted).parameters
     try:
         return wanted(**args, **({"device": device} if takes and "device" not in args else {}))
@@ -159,6 +161,23 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
         if wrong is None:
             raise
         raise wrong from error
+
+
+def argument_problems(wanted: type, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each argument that the constructor does not take or that it needs in addition, and what is wrong with it.
+    ``device`` may be missing, because ``build_class`` gives it."""
+    parameters = inspect.signature(wanted).parameters.values()
+    takes = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    names = [each.name for each in takes]
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for name in args:
+            if name not in names:
+                near = nearest(name, names)
+                meant = f"; did you mean {near!r}?" if near else ""
+                yield name, f"unknown argument; the constructor takes {', '.join(names) or 'no arguments'}{meant}"
+    for each in takes:
+        if each.default is each.empty and each.name not in (*args, "device"):
+            yield each.name, "missing; the constructor needs this argument"
 
 
 def methods_of(protocol: type) -> list[str]:

@@ -162,6 +162,10 @@ class RewardSection(Section):
             none = f"{where} {tasks.kind!r} has none"
             yield f"{path}.kind: {self.name} compares with a target image, but {none}; use folder or hub data"
 
+    def require_columns(self, tasks: Sequence[Task]) -> None:
+        """Raise ValueError if the reward reads a column of the data set that none of ``tasks`` has. Called after ``build`` with the
+        first held-out tasks, before images are made for them; a task is loaded when it is accessed."""
+
     def changeable_paths(self, path: str) -> Iterator[str]:
         """Yield the paths of the keys that may differ when a run is resumed, together with all keys below them.
 

@@ -17,7 +17,7 @@ from retouch.config.imports import nearest
 from retouch.config.live import live_object
 from retouch.config.section import Section
 from retouch.rewards.base import RewardSection
-from retouch.types import Column, Sample, Scores
+from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ class LiveFunction:
     def score(self, samples: Sequence[Sample], name: str) -> list[float]:
         """One score per sample, NaN if the function returned None or NaN. Raises the errors of ``FunctionReward.__call__``."""
         returned = self.function(**arguments(self.function, samples, name=name))
-        scores = _numbers(returned, len(samples), name)
+        scores = _numbers(returned, len(samples), self.function)
         known = [score for score in scores if not math.isnan(score)]
         self.low = min([*known, *([] if self.low is None else [self.low])], default=None)
         self.high = max([*known, *([] if self.high is None else [self.high])], default=None)
@@ -160,6 +160,10 @@ class FunctionReward(RewardSection):
         """The name of the function in the table of live objects of a run."""
         return f"{self.name}:{self.source}"
 
+    def require_columns(self, tasks: Sequence[Task]) -> None:
+        """Raise ValueError if the function has an argument that is no column of the data set."""
+        require_columns(self.model.function, columns_of(tasks))
+
     def load(self, device: torch.device | str) -> LiveFunction:
         """Return the function. Raises ValueError if it does not exist in this process."""
         found: LiveFunction = self._live or live_object(self.live_name, key="reward")
@@ -191,7 +195,7 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
         "tasks": [sample.task for sample in samples],
     }
     own = {key: values for key, values in own.items() if key not in bound}
-    columns = sorted({column for sample in samples for column in (*sample.task.meta, *sample.task.tags)} - bound)
+    columns = [column for column in columns_of([sample.task for sample in samples]) if column not in bound]
     everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     given = dict(own) if everything else {key: own[key] for key in takes if key in own}
     for key, parameter in takes.items():
@@ -204,6 +208,11 @@ def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str)
     if everything:
         given |= {column: _column(samples, column) for column in columns if column not in given}
     return given
+
+
+def columns_of(tasks: Sequence[Task]) -> list[str]:
+    """The columns of the data set that reward functions receive by their own names, sorted."""
+    return sorted({column for task in tasks for column in (*task.meta, *task.tags)})
 
 
 def require_columns(function: RewardFunction, columns: Sequence[str], *, of: str = "the data set") -> None:
@@ -253,7 +262,8 @@ def _column(samples: Sequence[Sample], key: str) -> list[Any]:
     return [sample.task.meta.get(key, sample.task.tags.get(key)) for sample in samples]
 
 
-def _numbers(returned: Any, count: int, name: str) -> list[float]:
+def _numbers(returned: Any, count: int, function: RewardFunction) -> list[float]:
+    name = reward_name(function)
     if hasattr(returned, "detach"):  # a tensor, perhaps with a gradient
         returned = returned.detach().cpu().tolist()
     elif hasattr(returned, "tolist"):
@@ -263,18 +273,22 @@ def _numbers(returned: Any, count: int, name: str) -> list[float]:
     scores = list(returned)
     if len(scores) != count:
         raise ValueError(f"reward function {name} returned {len(scores)} scores for {count} images; return one per image")
-    return [_number(score, name) for score in scores]
+    return [_number(score, name, function) for score in scores]
 
 
-def _number(score: Any, name: str) -> float:
+def _number(score: Any, name: str, function: RewardFunction) -> float:
     if score is None:
         return math.nan
     try:
-        number = float(score)
+        number = None if isinstance(score, str | bytes) else float(score)
     except (TypeError, ValueError):
+        number = None
+    if number is None:
+        text = ", which is text" if isinstance(score, str | bytes) else ""
         raise ValueError(
-            f"reward function {name} returned {score!r:.60} as a score; return a number, or None if an image cannot be judged"
-        ) from None
+            f"reward function {name}{_place(function)} returned {score!r:.60} as a score{text}; return a number, or None if an "
+            "image cannot be judged"
+        )
     if math.isinf(number):
         raise ValueError(f"reward function {name} returned {number}; return a finite number, or None if an image cannot be judged")
     return number
@@ -288,6 +302,16 @@ def _unwrapped(function: Any) -> Any:
 def _bound(function: Any) -> frozenset[str]:
     """The names of the keyword arguments that a ``functools.partial`` binds; empty for another object."""
     return frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
+
+
+def _place(function: RewardFunction) -> str:
+    """The file and line of the function in parentheses; empty if they are not known."""
+    called = _unwrapped(function)
+    target: Any = called if inspect.isroutine(called) else type(called)
+    try:
+        return f" ({inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]})"
+    except (OSError, TypeError):
+        return ""
 
 
 def _source_hash(function: RewardFunction) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, JsonValue
 
-from retouch.config.imports import build_class, import_function
+from retouch.config.imports import argument_problems, build_class, import_class, import_function
 from retouch.config.section import ClassPath
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
-from retouch.types import Column
+from retouch.rewards.facts import RunFacts
+from retouch.types import Column, Task
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,23 @@ class ImportedReward(RewardSection):
     def known_columns(self) -> Mapping[str, Column] | None:
         """Return None, because the class is not imported yet."""
         return None
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Also yield the arguments in ``args`` that the constructor does not take, if the class can be imported."""
+        yield from super().problems(path, prefix, run)
+        try:
+            wrong = list(argument_problems(import_class(self.class_), self.args))
+        except ValueError:  # a function, or a class that `build` refuses
+            return
+        for name, problem in wrong:
+            yield f"{path}.args.{name}: {self.class_}: {problem}"
+
+    def require_columns(self, tasks: Sequence[Task]) -> None:
+        """Raise ValueError if the function has an argument that is no column of the data set."""
+        if (function := import_function(self.class_)) is not None:
+            from retouch.rewards.function import columns_of, require_columns
+
+            require_columns(function, columns_of(tasks))
 
     def build(
         self,
