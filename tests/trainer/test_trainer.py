@@ -14,6 +14,7 @@ from PIL import Image
 import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
 from retouch.rewards.imported import ImportedReward
 from retouch.session.session import run
 from small_trainer import SMALL, assert_same, redness, run_results
@@ -132,6 +133,40 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_run(tmp_path: Path) 
     assert rest.train() is not None
     assert rest.state.step == 3
     assert_same(run_results(whole.folder), run_results(rest.folder))
+
+
+def test_the_log_history_of_a_resumed_or_finished_run_equals_that_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", eval={"every": 1})
+    whole.train()
+    expected = whole.state.log_history
+    assert [(entry["step"], "eval/redness" in entry) for entry in expected] == [
+        *[(0, True), (1, False), (1, True), (2, False), (2, True), (3, False), (3, True)]
+    ]
+
+    def history(out: Path) -> list[dict[str, Any]]:
+        again = trainer(out, eval={"every": 1})
+        assert again.train() is not None
+        assert again.state.step == again.state.steps == 3
+        return again.state.log_history
+
+    for step in trainer(tmp_path / "parts", eval={"every": 1}):
+        if step.step == 2:
+            break
+    assert history(tmp_path / "parts") == expected
+    assert history(tmp_path / "parts") == expected, "the run is finished"
+    RunFolder(whole.folder).summary.unlink()
+    assert history(tmp_path / "whole") == expected, "the last evaluation is made again"
+
+
+def test_a_finished_run_with_damaged_metrics_has_no_log_history_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path).train()
+    again = trainer(tmp_path)
+    RunFolder(again.folder).metrics.write_text("{\n")
+    assert again.train() is not None
+    assert again.state.log_history == []
+    assert "state.log_history lacks the steps before this start" in caplog.text
 
 
 def test_callbacks_are_called_for_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

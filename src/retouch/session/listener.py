@@ -25,6 +25,10 @@ class StepResult:
 class Listener:
     """Callbacks of a run, called on every rank. The base class ignores all of them."""
 
+    def resumed(self, step: int) -> None:
+        """Called before the first step if the run was already trained for ``step`` steps; the records in its folder end there. Also
+        called if these are all steps of the run."""
+
     def stepped(self, result: StepResult) -> None:
         """Called after a step is recorded, before it is evaluated or saved."""
 

@@ -66,6 +66,7 @@ class TrainingSession:
             restore(self.parts, state, stepper)
             if self.done >= self.parts.steps and self._has_summary():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
+                self.listener.resumed(self.done)
                 return
             log.info("resumed after step %d", self.done)
             if self.ledger.is_new and self.parts.ranks.is_main:
@@ -99,6 +100,9 @@ class TrainingSession:
             if self.done and self.parts.ranks.is_main:
                 for note in self.evaluations.repair(self.done):
                     log.warning("%s", note)
+            if state is not None:
+                self.parts.ranks.barrier()
+                self.listener.resumed(self.done)
             chosen = self.recipe.samples
             self.steering = ControlRequests(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))

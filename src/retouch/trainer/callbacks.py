@@ -15,7 +15,7 @@ class TrainerState:
     """The progress of a run. ``step``: completed steps. ``steps``: all steps of the run. ``stopped``: whether ``stop`` was called.
 
     ``log_history``: one entry per step with its metrics, and one per evaluation with ``eval/COLUMN`` means over the held-out tasks,
-    each with ``step``.
+    each with ``step``. If the run is resumed, or is already finished, it begins with the entries of the earlier starts.
     """
 
     step: int = 0

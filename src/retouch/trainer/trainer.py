@@ -14,6 +14,7 @@ from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.listener import Listener, StepResult
 from retouch.trainer.arguments import DescribedRun, RewardLike, describe
 from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
+from retouch.trainer.history import evaluation_entry, step_entry, stored_history, without_evaluation
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -274,18 +275,28 @@ class _Listener(Listener):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
+    def resumed(self, step: int) -> None:
+        from retouch.records.folder import RunFolder
+
+        state = self.trainer.state
+        state.step = step
+        try:
+            state.log_history = stored_history(RunFolder(self.trainer.folder), step)
+        except ValueError as error:  # others can damage the files; this must not stop the run
+            log.warning("state.log_history lacks the steps before this start: %s", error)
+
     def stepped(self, result: StepResult) -> None:
         trainer = self.trainer
         trainer.state.step, trainer.state.steps = result.step, result.steps
-        trainer.state.log_history.append({"step": result.step, **result.metrics})
+        trainer.state.log_history.append(step_entry(result.step, result.metrics))
         for callback in trainer._callbacks:
             callback.on_step(trainer, result.step, result.metrics)
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         trainer = self.trainer
         table = trainer._table(result)
-        entry = {f"eval/{column}": value for column, value in table["all"].items() if column != "n"}
-        trainer.state.log_history.append({"step": step, **entry})
+        history = trainer.state.log_history
+        history[:] = [*without_evaluation(history, step), evaluation_entry(step, table["all"])]
         for callback in trainer._callbacks:
             callback.on_evaluate(trainer, step, table)
 
