@@ -60,6 +60,16 @@ def test_the_model_card_mentions_tasks_without_a_score(tmp_path: Path) -> None:
     assert at_2.startswith("Means over 6 held-out tasks; tasks without a score are left out.")
 
 
+def test_the_interval_of_the_table_is_that_of_the_mean_after_training(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step, mean in ((0, 4.0), (2, 5.0)):
+        intervals = {"all": {"overall": (mean - 0.5, mean + 0.25)}}
+        folder.write_eval(step, "heldout", table={"all": {"n": 6, "overall": mean}}, ci95=intervals)
+    header, _, row = (_scores(folder, 2, split="heldout") or "").splitlines()[-3:]
+    assert header == "| score | before | after 2 steps | 95 % interval of the mean after 2 steps |"
+    assert row == "| overall | 4 | 5 | 4.5 to 5.25 |"
+
+
 def test_the_card_of_a_run_without_samples_and_evaluations_has_no_scores(tmp_path: Path) -> None:
     recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "samples": {**SMALL.get("samples", {}), "every": 0}})
     run(recipe, fresh=False)
@@ -96,14 +106,18 @@ def test_cards_have_base_model_and_licence(tmp_path: Path, base: str, family: An
     assert (data["base_model"], data["base_model_relation"]) == (base, "adapter")
     assert (data.get("license"), data.get("license_name")) == licence
     assert data["pipeline_tag"] == ("image-to-image" if family is FluxKontextModel else "text-to-image")
-    text = "\n".join(_use(tmp_path, family.pipeline, "Transformer", base=base))
-    assert f'{family.pipeline}.from_pretrained("{base}"' in text
+    text = "\n".join(_use(tmp_path, family.pipeline, "Transformer", base=base, dtype="float32"))
+    assert f'{family.pipeline}.from_pretrained("{base}", torch_dtype=torch.float32)' in text
     assert "models/loras" in text
 
 
 def test_the_card_of_full_weights_says_finetune_and_loads_the_transformer(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     assert _metadata(tmp_path, "someone/a-model", SD3Model)["base_model_relation"] == "finetune"
-    text = "\n".join(_use(tmp_path, SD3Model.pipeline, "SD3Transformer2DModel", base="someone/a-model"))
-    assert 'SD3Transformer2DModel.from_pretrained("FOLDER", subfolder="transformer"' in text
+    text = "\n".join(_use(tmp_path, SD3Model.pipeline, "SD3Transformer2DModel", base="someone/a-model", dtype="float16"))
+    assert 'SD3Transformer2DModel.from_pretrained("FOLDER", subfolder="transformer", torch_dtype=torch.float16)' in text
+    assert "transformer=transformer, torch_dtype=torch.float16)" in text
+    unknown = "\n".join(_use(tmp_path, SD3Model.pipeline, "SD3Transformer2DModel", base="someone/a-model", dtype=None))
+    assert 'from_pretrained("someone/a-model", transformer=transformer)' in unknown
+    assert "torch" not in unknown
     assert "load_lora_weights" not in text

@@ -45,6 +45,7 @@ def test_training_changes_the_given_pipeline_in_place_and_saves_a_lora(tmp_path:
     assert made.evaluate()["all"]["redness"] == pytest.approx(summary.after, abs=1e-6)
     files = {file.name for file in made.save_pretrained(tmp_path / "lora")}
     assert {"adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "export.json"} <= files
+    assert 'from_pretrained("BASE_MODEL", torch_dtype=torch.float32)' in (tmp_path / "lora" / "README.md").read_text()
     image = made.samples()
     assert image.width > 128
 

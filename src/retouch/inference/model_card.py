@@ -64,7 +64,8 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
         text += ["## Evaluation", table]
     if _write_image(run, to / IMAGE, step=step):
         text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
-    text += ["## Use", *_use(to, _pipeline(policy.model), type(parts.model.module).__name__, base=base if is_hub_id else _BASE)]
+    module, dtype = type(parts.model.module).__name__, getattr(policy.model, "dtype", None)
+    text += ["## Use", *_use(to, _pipeline(policy.model), module, base=base if is_hub_id else _BASE, dtype=dtype)]
     if isinstance(policy.model, PlaygroundFamily):
         text.append(
             f"The base model is a playground model of Retouch ({base}). The pipelines of diffusers do not make its images as in "
@@ -121,15 +122,15 @@ def _what(to: Path) -> str:
     return "A LoRA" if _has_lora(to) else "The trained weights"
 
 
-def _use(to: Path, pipeline: str | None, module: str, *, base: str) -> list[str]:
-    """The instructions for loading each of the files."""
+def _use(to: Path, pipeline: str | None, module: str, *, base: str, dtype: str | None) -> list[str]:
+    """The instructions for loading each of the files. ``dtype``: the type of the weights in training; None if it is not known."""
     made = []
-    dtype = "torch_dtype=torch.bfloat16"
+    imports, as_trained = ("", "") if dtype is None else ("import torch\n", f", torch_dtype=torch.{dtype}")
     if (to / "pytorch_lora_weights.safetensors").is_file() and pipeline is not None:
         made.append(
             _code(
-                f"import torch\nfrom diffusers import {pipeline}\n",
-                f'pipe = {pipeline}.from_pretrained("{base}", {dtype})',
+                f"{imports}from diffusers import {pipeline}\n",
+                f'pipe = {pipeline}.from_pretrained("{base}"{as_trained})',
                 'pipe.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")',
             )
         )
@@ -138,9 +139,9 @@ def _use(to: Path, pipeline: str | None, module: str, *, base: str) -> list[str]
     if (to / "transformer").is_dir() and pipeline is not None:
         made.append(
             _code(
-                f"import torch\nfrom diffusers import {module}, {pipeline}\n",
-                f'transformer = {module}.from_pretrained("FOLDER", subfolder="transformer", {dtype})',
-                f'pipe = {pipeline}.from_pretrained("{base}", transformer=transformer, {dtype})',
+                f"{imports}from diffusers import {module}, {pipeline}\n",
+                f'transformer = {module}.from_pretrained("FOLDER", subfolder="transformer"{as_trained})',
+                f'pipe = {pipeline}.from_pretrained("{base}", transformer=transformer{as_trained})',
             )
         )
     if made:
@@ -169,7 +170,7 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
     left_out = "; tasks without a score are left out" if before.get("missing") or after.get("missing") else ""
     rows = [
         f"Means over {last['n']} {split_label(split)} tasks{left_out}.\n",
-        f"| score | before | after {max(lines)} steps | 95 % interval |",
+        f"| score | before | after {max(lines)} steps | 95 % interval of the mean after {max(lines)} steps |",
     ]
     rows.append("| --- | --- | --- | --- |")
     for column in [name for name in last if name != "n" and name in first]:
