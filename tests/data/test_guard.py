@@ -115,6 +115,8 @@ def test_test_sets_raise_without_allow_test_sets_and_are_recorded_with_it():
         ValueError, match=r"prompts/ocr\.txt is Flow-GRPO's OCR test list; x/GEdit-Bench is .*data\.allow_test_sets: true"
     ):
         refuse_test_sets(["prompts/ocr.txt", "photos", "x/GEdit-Bench"], allow_test_sets=False)
+    with pytest.raises(ValueError, match=r"not for training: GEdit-Bench\. Use other data"):
+        refuse_test_sets(["GEdit-Bench"], allow_test_sets=False)
     recorded = refuse_test_sets(["prompts/ocr.txt", "photos"], allow_test_sets=True)
     assert [(known.name, known.place) for known in recorded] == [("Flow-GRPO's OCR test list", "prompts/ocr.txt")]
     assert refuse_test_sets(["photos"], split="train", allow_test_sets=False) == ()

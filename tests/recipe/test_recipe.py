@@ -130,6 +130,10 @@ def test_every_key_is_documented() -> None:
             "data.held_out: should be a share below 1, a whole number of rows, or 'all', not 'al'",
         ),
         ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
+        ({**FOLDER, "data__tags": "kind"}, "data.tags: should be a valid array, not 'kind'; write [\"kind\"]"),
+        ({"trackers": "wandb, trackio"}, 'trackers: should be a valid array, not \'wandb, trackio\'; write ["wandb", "trackio"]'),
+        ({"eval__headline": {"kind": "add"}}, "eval.headline.kind: should be a valid array, not 'add'; write [\"add\"]"),
+        ({"policy__model__size": "24"}, "policy.model.size: should be a valid array, not '24'"),
     ],
 )
 def test_invalid_keys_and_values_are_reported_with_their_full_path(changes: dict[str, Any], line: str) -> None:

@@ -1,5 +1,6 @@
 """Short lines about the mistakes in a recipe: the full path of the key, the mistake, and what was probably meant."""
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,6 +17,7 @@ from retouch.config.schema import (
     field_at,
     is_list,
     is_map,
+    is_text_list,
     keys_of,
     kinds_of,
     open_kinds,
@@ -132,6 +134,13 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
             return f"{dotted((*path, context['key']) if 'key' in context else path)}: {context['message']}"
         case "value_error":
             return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
+        case "tuple_type" if isinstance(given, str):
+            field = field_at(root, document, path) or field_at(
+                root, document, path[:-1]
+            )  # the latter for an entry of a map of lists
+            if field is not None and is_text_list(annotation_of(field)):
+                entries = [each.strip() for each in given.split(",")]
+                return f"{dotted(path)}: {expected(error)}; write {json.dumps(entries, ensure_ascii=False)}"
     return f"{dotted(path)}: {expected(error)}"
 
 

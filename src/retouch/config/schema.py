@@ -119,6 +119,18 @@ def is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(is_list(argument) for argument in get_args(annotation))
 
 
+def is_text_list(annotation: Any) -> bool:
+    """Whether a field contains a list of texts of any length."""
+    if get_origin(annotation) is tuple:
+        entry, *rest = get_args(annotation)
+        return rest == [...] and (_is_text(entry) or (get_origin(entry) is Annotated and _is_text(get_args(entry)[0])))
+    return any(is_text_list(argument) for argument in get_args(annotation))
+
+
+def _is_text(annotation: Any) -> bool:
+    return annotation is str or (get_origin(annotation) is Literal and all(isinstance(each, str) for each in get_args(annotation)))
+
+
 def is_map(annotation: Any) -> bool:
     """Whether a field contains a map of sections, under names that the user chooses."""
     if get_origin(annotation) is Annotated:

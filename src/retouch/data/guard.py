@@ -53,7 +53,7 @@ class KnownTestSet:
     place: str
 
     def __str__(self) -> str:
-        return f"{self.place} is {self.name}"
+        return self.place if self.place.casefold() == self.name.casefold() else f"{self.place} is {self.name}"
 
 
 def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) -> tuple[KnownTestSet, ...]:

@@ -30,13 +30,17 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
     """
     with ExitStack() as closing:
         folder, aside = RunFolder(recipe.folder), None
-        refusal: NotOwner | OSError | None = None
+        refusal: ValueError | OSError | None = None
         try:
             if ranks.is_main:
                 folder, aside = own(recipe.folder, fresh=fresh, environment=os.environ)
                 folder.require_files()
             else:
                 folder = RunFolder(recipe.folder, shared_owner(recipe.folder, os.environ))
+        except FileNotFoundError as error:
+            key = "out" if own_process else "output_dir"
+            reason = f"{error.filename}: {error.strerror}"
+            refusal = ValueError(f"{key}: the folder {recipe.folder} cannot be created ({reason}); choose another folder")
         except (NotOwner, OSError) as error:
             refusal = error
         if folder.owner is not None:
