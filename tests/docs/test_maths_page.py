@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from retouch.objectives.kinds import OBJECTIVES
+
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "maths.md").read_text()
@@ -32,3 +34,11 @@ def test_every_module_of_formulas_has_a_section():
     for module in FORMULAS:
         assert (ROOT / "src" / "retouch" / "core" / f"{module}.py").exists()
         assert re.search(rf"^## .*`core/{module}\.py`", PAGE, re.MULTILINE), module
+
+
+def test_every_kind_of_objective_and_the_average_of_the_weights_are_on_the_page():
+    modules = {path.partition(":")[0] for path in OBJECTIVES.paths.values()}
+    files = {f"{module.removeprefix('retouch.').replace('.', '/')}.py" for module in modules}
+    assert "objectives/nft.py" in files
+    assert not [file for file in sorted(files) if f"`{file}`" not in PAGE]
+    assert "`policies/weights.py`" in PAGE

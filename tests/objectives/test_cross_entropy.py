@@ -12,7 +12,7 @@ import tiny_writing
 from retouch.core.weights import loss_weights
 from retouch.models.emu3.model import DRAW, THINK
 from retouch.objectives.cross_entropy import CrossEntropy
-from retouch.types import Minibatch
+from retouch.types import Minibatch, Needs
 
 THOUGHTS = (40, 2, 33, 5, 0, 38, 1, 36)  # letters of each row's thought
 MICROBATCH = 2
@@ -85,6 +85,19 @@ def test_ordering_rows_by_length_reduces_padding_and_keeps_the_gradient(share):
     assert few * 5 < many
     policy.microbatch = len(THOUGHTS)
     assert policy.order_by_length(minibatch.trajectory).tolist() == list(range(len(THOUGHTS)))
+
+
+def test_loss_is_the_weighted_sum_of_negative_log_probabilities():
+    policy, minibatch = demonstrated(THINK)
+    _, losses = tiny_policies.gradient(policy, CrossEntropy(), minibatch)
+    policy.microbatch, wanted = len(THOUGHTS), 0.0
+    with torch.no_grad():
+        for part in policy.microbatches(minibatch.trajectory):
+            log_probs = policy.evaluate(minibatch.trajectory, part, Needs()).log_probs
+            for weights, row in zip(minibatch.weights[part.rows, part.actions], log_probs, strict=True):
+                wanted += sum(-weight * log_prob for weight, log_prob in zip(weights.tolist(), row.tolist(), strict=True) if weight)
+    assert wanted > 0
+    assert sum(loss.value.item() for loss in losses) == pytest.approx(wanted, rel=1e-4)
 
 
 def test_ordering_by_length_keeps_rows_of_one_task_together():

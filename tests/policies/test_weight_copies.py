@@ -1,11 +1,15 @@
 """Copies of weights: swapped in and out bitwise, averaged (EMA), and with the adapter disabled as in PEFT."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 import tiny_policies as tiny
+from retouch.assembly.assembly import Assembly
 from retouch.policies.weights import WeightCopies, stale_copies
+from retouch.recipe.policy import Ema
 
 
 def linear():
@@ -97,6 +101,24 @@ def test_update_ema_is_decay_times_the_copy_plus_the_rest_of_the_weights(decay):
     copies.update_ema("average", decay)
     torch.testing.assert_close(copies.copies["average"]["weight"], decay * old + (1 - decay) * now)
     assert torch.equal(module.weight, now)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_decay_of_the_average_grows_with_the_optimizer_steps_up_to_its_limit(every):
+    module = linear()
+    copies = WeightCopies(module)
+    copies.snapshot("average")
+    ema = Ema(decay=0.5, every=every)
+    run = SimpleNamespace(recipe=SimpleNamespace(policy=SimpleNamespace(ema=ema)), copies=copies)
+    wanted = module.weight.detach().clone()
+    for taken in range(1, 13):
+        with torch.no_grad():
+            module.weight.add_(taken)
+        Assembly._average(run, taken)
+        if taken % every == 0:
+            share = {1: 2 / 11, 2: 3 / 12, 3: 4 / 13, 4: 5 / 14, 5: 6 / 15, 6: 7 / 16, 7: 8 / 17}.get(taken, 0.5)
+            wanted = share * wanted + (1 - share) * module.weight.detach()
+        torch.testing.assert_close(copies.copies["average"]["weight"], wanted)
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])
