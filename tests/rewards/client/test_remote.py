@@ -110,6 +110,15 @@ def test_one_of_several_rewards_of_a_server_can_be_selected() -> None:
             remote([server.url], rewards=("c",))
 
 
+def test_the_wait_for_a_server_is_logged_once_with_its_length(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"no reward server replies at http://127\.0\.0\.1:9 within 0\.5 s \(`wait`"):
+        remote(["http://127.0.0.1:9"], wait=0.5)
+    assert caplog.messages == ["waiting for the reward server at http://127.0.0.1:9 (up to 0.5 s)"]
+    caplog.clear()
+    with live("share:red") as server, closing(remote([server.url])):
+        assert caplog.messages == []
+
+
 def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # so that both servers answer in time on a busy machine
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:

@@ -1,6 +1,7 @@
 """Read which rewards the servers host, before the first request. All servers that reply must host the same rewards."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Collection
 
@@ -12,6 +13,7 @@ from retouch.rewards.wire.replies import ExpectedReply
 from retouch.rewards.wire.schema import ServerInfo
 from retouch.types import Column
 
+_LOG = logging.getLogger("retouch.rewards")
 _ASK_SECONDS = 2.0
 _POLL = 0.2
 
@@ -19,11 +21,12 @@ _POLL = 0.2
 async def discover(settings: RemoteSettings, *, wait: float) -> tuple[ExpectedReply, int]:
     """What a valid reply contains, and the largest number of items per request, from the servers that reply first.
 
-    ``wait``: seconds to wait for a reply. Raises ValueError if no server replies, a server refuses the token or is not a reward
-    server, the servers have different rewards, or a reward does not exist.
+    ``wait``: seconds to wait for a reply; a line is logged if the first attempt fails. Raises ValueError if no server replies, a
+    server refuses the token or is not a reward server, the servers have different rewards, or a reward does not exist.
     """
     transport = Transport(token=settings.token, connections=1)
     until = time.monotonic() + wait
+    places, announced = " or ".join(settings.endpoints), False
     try:
         while True:
             found = await asyncio.gather(*(_try_info(transport, url) for url in settings.endpoints))
@@ -31,7 +34,13 @@ async def discover(settings: RemoteSettings, *, wait: float) -> tuple[ExpectedRe
             if known:
                 break
             if time.monotonic() > until:
-                raise ValueError(f"no reward server replies at {', '.join(settings.endpoints)}; start one with `retouch serve`")
+                raise ValueError(
+                    f"no reward server replies at {places} within {wait:g} s (`wait` of the remote reward); start one with "
+                    "`retouch serve`"
+                )
+            if not announced:
+                _LOG.warning("waiting for the reward server at %s (up to %g s)", places, wait)
+                announced = True
             await asyncio.sleep(_POLL)
     finally:
         await transport.close()
