@@ -6,7 +6,7 @@ from the published configurations; nothing is read from a disk or a network.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,8 @@ from retouch.assembly.assembly import Assembly, connect
 from retouch.distributed.placement import plan_placement, set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
+from retouch.memory.ip_adapter import vision_part
+from retouch.memory.sizes import image_encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.recipe.recipe import Recipe, load
 from retouch.rehearsal.inputs import made_up_judge, made_up_sets, scores
@@ -36,7 +38,8 @@ Changes = Mapping[str, Any]
 class Case:
     """A recipe with settings (as for ``--set``) and, for each part of its model, changes of the configuration.
 
-    A dry run applies ``tiny`` and ``tiny_settings`` in addition to ``changes`` and ``settings``.
+    A dry run applies ``tiny`` and ``tiny_settings`` in addition to ``changes`` and ``settings``. ``tiny_encoder``: the changes of
+    the image encoder of an IP-Adapter in a dry run.
     """
 
     recipe: str
@@ -44,6 +47,7 @@ class Case:
     changes: Changes
     tiny: Changes
     tiny_settings: Sequence[str]
+    tiny_encoder: Changes = field(default_factory=dict)
 
     def load(self, folder: Path, *, tiny: bool, settings: Sequence[str] = ()) -> Recipe:
         """Load the recipe. Its model folder, which contains only configurations, is written below ``folder``."""
@@ -53,8 +57,13 @@ class Case:
         described = model.published()
         for changes in (self.changes, self.tiny if tiny else {}):
             described = _merged(described, changes)
-        written = write_folder(folder / "configurations", described)
-        return load(source, [*chosen, f"policy.model.path={written}"])
+        paths = [f"policy.model.path={write_folder(folder / 'configurations', described)}"]
+        encoder = getattr(load(source, chosen).policy.train, "encoder", None)
+        if encoder is not None:
+            vision = vision_part(image_encoder(encoder) or {})
+            vision = _merged(vision, {"config": self.tiny_encoder if tiny else {}})
+            paths.append(f"policy.train.encoder={write_single(folder / 'encoder', vision)}")
+        return load(source, [*chosen, *paths])
 
 
 _TINY_CLIP = {"hidden_size": 32, "projection_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -117,11 +126,34 @@ QWEN_SHORT = replace(
     tiny_settings=(*QWEN.tiny_settings, "rollout.num_steps=4", "rollout.window.high=3"),
 )
 """Qwen-Image-Edit with four transformer blocks, and with the number of denoising steps of the recipe."""
+FLUX_FILL = Case(
+    recipe="flux-fill/ip-adapter-grpo.jsonnet",
+    # The trial step of RL on one GPU. The optimizer is not sharded, so only the double blocks have an adapter.
+    settings=("ranks=1", "tasks_per_step=1", "sharding=null", "policy.prompt_embeddings=live", "policy.train.blocks=double"),
+    changes={"text_encoder_2": {"config": {"num_layers": 1}}},  # the full encoder is frozen, and lies in CPU memory
+    tiny={
+        "transformer": {
+            "config": {
+                **{"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 32},
+                **{"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": [8, 12, 12]},
+            }
+        },
+        "text_encoder": {"config": _TINY_CLIP},
+        "text_encoder_2": {"config": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}},
+        "vae": {"config": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}},
+    },
+    tiny_settings=("policy.model.size=[64,64]", "rollout.num_steps=4", "group_size=2", "rollout.chunk=2"),
+    tiny_encoder={
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+        **{"image_size": 28, "patch_size": 14},
+    },
+)
+"""FLUX.1-Fill with its IP-Adapter; phase 1 is RL."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """The parts of a run, ready for steps of its first phase. ``clock`` measures the stages of these steps."""
+    """The parts of a run, ready for steps of a phase. ``clock`` measures the stages of these steps."""
 
     recipe: Recipe
     parts: Assembly
@@ -131,17 +163,18 @@ class Built:
     clock: StageClock
 
 
-def build(case: Case, target: Target, settings: Sequence[str] = ()) -> Built:
-    """Build the run of a case with random weights on the device. Its judge returns made-up scores immediately."""
+def build(case: Case, target: Target, settings: Sequence[str] = (), *, phase: int = 0) -> Built:
+    """Build the run of a case with random weights on the device, for steps of its phase with this number. Its judge returns made-up
+    scores immediately."""
     recipe = case.load(target.scratch, tiny=target.tiny, settings=settings)
     set_numerics(recipe)
     ranks = Ranks(device=target.device)
     with random_weights(target):
         parts = connect(recipe, ranks, placement=plan_placement(recipe, ranks), judge=made_up_judge(), sets=made_up_sets(recipe))
-    parts.begin(0)
+    parts.begin(phase)
     stepper, clock = parts.stepper(), StageClock(target)
-    run, phase = parts.phase(0, stepper=stepper, judge=scores)
-    return Built(recipe, parts, stepper, replace(run, clock=clock), phase, clock)
+    run, chosen = parts.phase(phase, stepper=stepper, judge=scores)
+    return Built(recipe, parts, stepper, replace(run, clock=clock), chosen, clock)
 
 
 def write_writer(folder: Path, described: Mapping[str, Any]) -> Path:

@@ -25,6 +25,7 @@ CHECKS = (
     Check("sd3-loops", "loops:run", limit=120),
     Check("resume", "resume:run", limit=100),
     Check("qwen-step", "steps:qwen", limit=120),
+    Check("flux-fill", "steps:flux_fill", limit=90),
     Check("qwen-ratios", "ratios:qwen", limit=60),
     Check("fsdp", "fsdp:run", limit=45),
     Check("writer", "writer:run", limit=60),

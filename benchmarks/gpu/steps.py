@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from cases import QWEN, SD3, Built, build
+from cases import FLUX_FILL, QWEN, SD3, Built, build
 from findings import Finding, measured, near
 from target import PUBLISHED_FLOPS, Target
 
@@ -23,7 +23,7 @@ KEPT = Path(__file__).with_name("rehearsed.json")
 MEMORY = 75e9
 PEAK_SHARE = 0.05
 """The largest allowed difference between a measured and a rehearsed peak, as a share of the rehearsed peak."""
-CASES = {"sd3": SD3, "qwen": QWEN}
+CASES = {"sd3": SD3, "qwen": QWEN, "flux-fill": FLUX_FILL}
 STAGES = ("preflight", "rollout", "render", "update")
 Rehearsed = dict[str, dict[str, float]]
 """For each stage: "peak" in bytes, "flops", and "modelled" in seconds."""
@@ -49,6 +49,17 @@ def qwen(target: Target) -> Iterator[Finding]:
     _make_moments(built)
     take_step(built, 0)
     yield from _findings("qwen", built, target)
+
+
+def flux_fill(target: Target) -> Iterator[Finding]:
+    """FLUX.1-Fill with its IP-Adapter: the trial step of RL, whose rows are images with references."""
+    target.require_memory(MEMORY)
+    built = build(FLUX_FILL, target, phase=1)
+    _make_moments(built)
+    step = built.phase.steps.start
+    with built.clock("preflight"):
+        preflight(built.run, built.phase, step=step, rows=min(ROWS, len(built.phase.batch(step))))
+    yield from _findings("flux-fill", built, target)
 
 
 def _make_moments(built: Built) -> None:
@@ -99,7 +110,7 @@ def _write_kernels(built: Built, target: Target) -> None:
 
 
 def rehearse_case(name: str) -> Rehearsed:
-    """Rehearse a case for an H100, and return the figures of each stage."""
+    """Rehearse a case for an H100, and return the figures of each stage of its last phase."""
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.report import seconds, stage_peak
     from retouch.rehearsal.step import rehearse
@@ -107,14 +118,15 @@ def rehearse_case(name: str) -> Rehearsed:
     machine = MACHINES["h100"]
     with tempfile.TemporaryDirectory() as folder:
         found = rehearse(CASES[name].load(Path(folder), tiny=False), machine)
+    last = f"{found.phases[-1].name}: " if len(found.phases) > 1 else ""
     return {
         stage: {
-            "peak": float(stage_peak(found, stage)),
-            "flops": float(sum(each.work.flops.values())),
-            "modelled": seconds(each.work, machine),
+            "peak": float(stage_peak(found, last + stage)),
+            "flops": float(sum(found.stages[last + stage].work.flops.values())),
+            "modelled": seconds(found.stages[last + stage].work, machine),
         }
-        for stage, each in found.stages.items()
-        if stage in STAGES
+        for stage in STAGES
+        if last + stage in found.stages
     }
 
 
