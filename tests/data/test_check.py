@@ -49,6 +49,18 @@ def test_a_good_data_set_has_no_problems(photos):
     assert accept(read_folder(photos), on_bad_row="refuse") == ((0, 1), [])
 
 
+def test_a_folder_of_images_without_metadata_is_reported(photos):
+    (found,) = check(photos)
+    assert "a folder of images without metadata.jsonl; write one, with a line for each image" in found.what
+
+
+def test_a_key_in_capitals_is_noted_as_an_ordinary_column(photos):
+    write(photos, row(Mask="mask.png"))
+    assert notes(check(photos)) == [
+        (0, "the key 'Mask' is read as an ordinary column, not as 'mask', and goes to meta; should it be 'mask'?")
+    ]
+
+
 def test_every_defect_is_reported_with_file_and_line(photos, tmp_path):
     whole = (photos / "noise.jpg").read_bytes()
     (photos / "cut.jpg").write_bytes(whole[: len(whole) // 2])

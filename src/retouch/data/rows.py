@@ -258,11 +258,21 @@ def find_columns(
             found[field] = there[0]
     known = [name for field, names in defaults.items() if field not in found for name in names]
     notes = [
-        Problem(file, 0, f"the key {key!r} goes to meta; should it be {near[0]!r}?", "note")
+        Problem(file, 0, f"the key {key!r} {_kept(key, meant)}goes to meta; should it be {meant!r}?", "note")
         for key in keys
-        if key not in found.values() and (near := difflib.get_close_matches(key, known, n=1, cutoff=0.85))
+        if key not in found.values() and (meant := _near_name(key, known)) is not None
     ]
     return found, notes
+
+
+def _near_name(key: str, names: Sequence[str]) -> str | None:
+    """The name that ``key`` equals up to upper and lower case, else a very similar name; None if there is none."""
+    same = [name for name in names if name.lower() == key.lower()]
+    return next(iter(same or difflib.get_close_matches(key, names, n=1, cutoff=0.85)), None)
+
+
+def _kept(key: str, near: str) -> str:
+    return f"is read as an ordinary column, not as {near!r}, and " if key.lower() == near.lower() else ""
 
 
 def nested_value(fields: Mapping[str, Any], column: str) -> Any:

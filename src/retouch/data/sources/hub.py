@@ -138,6 +138,11 @@ def read_hub(
     dataset, file = _one_split(loaded, str(path), split)
     if not len(dataset):
         raise ValueError(f"{file}: no rows")
+    if local and {*dataset.column_names} <= {"image", "label"} and not columns and _is_image_folder(Path(path)):
+        raise ValueError(
+            f"{path}: a folder of images without metadata.jsonl; write one, with a line for each image: "
+            '{"file_name": "NAME.png", "instruction": "TEXT"}'
+        )
     found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
     if not local and revision is None:
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
@@ -158,6 +163,12 @@ def _load(path: str | Path, split: str | None, config: str | None, revision: str
         return datasets.load_dataset("parquet", data_files=str(where.resolve()), split=split)
     name = str(where.resolve()) if where.is_dir() else str(path)  # absolute: a folder "json" would be read as a format name
     return datasets.load_dataset(name, config, split=split, revision=revision)
+
+
+def _is_image_folder(folder: Path) -> bool:
+    """Whether ``datasets`` reads image files in this folder, and not a table that contains images."""
+    tables = ("*.parquet", "*.arrow")
+    return folder.is_dir() and not any(next(folder.rglob(pattern), None) for pattern in tables)
 
 
 def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split: str | None) -> tuple[datasets.Dataset, str]:
