@@ -135,9 +135,8 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
         case "value_error":
             return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
         case "tuple_type" if isinstance(given, str):
-            field = field_at(root, document, path) or field_at(
-                root, document, path[:-1]
-            )  # the latter for an entry of a map of lists
+            # The second field is for an entry of a map of lists.
+            field = field_at(root, document, path) or field_at(root, document, path[:-1])
             if field is not None and is_text_list(annotation_of(field)):
                 entries = [each.strip() for each in given.split(",")]
                 return f"{dotted(path)}: {expected(error)}; write {json.dumps(entries, ensure_ascii=False)}"

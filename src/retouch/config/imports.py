@@ -166,7 +166,10 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
 def argument_problems(wanted: type, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name of each argument that the constructor does not take or that it needs in addition, and what is wrong with it.
     ``device`` may be missing, because ``build_class`` gives it."""
-    parameters = inspect.signature(wanted).parameters.values()
+    try:
+        parameters = inspect.signature(wanted).parameters.values()
+    except (ValueError, TypeError):  # a class that is not written in Python may have no signature
+        return
     takes = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     names = [each.name for each in takes]
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
