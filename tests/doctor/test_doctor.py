@@ -756,6 +756,6 @@ def test_launched_ranks_report_agreement_and_differences(tmp_path: Path, photos:
     assert f"ready\nnext: retouch launch --nproc 2 {recipe}\n" in agreed
     assert "FAILED  recipe        the ranks differ:" in differing
     assert "not ready: recipe" in differing
-    assert any(line.startswith("FAILED  data          rank 1: photos: no such folder; give") for line in lacking)
+    assert "FAILED  data          rank 1: photos: no such folder; give the folder of your data set" in lacking
     assert "trial step" not in lacking
     assert "not ready: data" in lacking
