@@ -53,15 +53,13 @@ class Case:
         """Load the recipe. Its model folder, which contains only configurations, is written below ``folder``."""
         source = str(RECIPES / self.recipe)
         chosen = [*self.settings, *settings, *(self.tiny_settings if tiny else ())]
-        model: Any = load(source, chosen).policy.model
-        described = model.published()
+        policy: Any = load(source, chosen).policy
+        described = policy.model.published()
         for changes in (self.changes, self.tiny if tiny else {}):
             described = _merged(described, changes)
         paths = [f"policy.model.path={write_folder(folder / 'configurations', described)}"]
-        encoder = getattr(load(source, chosen).policy.train, "encoder", None)
-        if encoder is not None:
-            vision = vision_part(image_encoder(encoder) or {})
-            vision = _merged(vision, {"config": self.tiny_encoder if tiny else {}})
+        if (encoder := getattr(policy.train, "encoder", None)) is not None:
+            vision = _merged(vision_part(image_encoder(encoder) or {}), {"config": self.tiny_encoder if tiny else {}})
             paths.append(f"policy.train.encoder={write_single(folder / 'encoder', vision)}")
         return load(source, [*chosen, *paths])
 

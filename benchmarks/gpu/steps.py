@@ -35,8 +35,7 @@ def sd3(target: Target) -> Iterator[Finding]:
     built = build(SD3, target)
     take_step(built, 0)  # a warm-up, which also makes the optimizer's moments
     built.clock.clear()
-    with built.clock("preflight"):
-        preflight(built.run, built.phase, step=1, rows=min(ROWS, len(built.phase.batch(1))))
+    _preflight(built, 1)
     take_step(built, 1)
     yield from _findings("sd3", built, target)
     _write_kernels(built, target)
@@ -56,10 +55,13 @@ def flux_fill(target: Target) -> Iterator[Finding]:
     target.require_memory(MEMORY)
     built = build(FLUX_FILL, target, phase=1)
     _make_moments(built)
-    step = built.phase.steps.start
+    _preflight(built, built.phase.steps.start)
+    yield from _findings("flux-fill", built, target)
+
+
+def _preflight(built: Built, step: int) -> None:
     with built.clock("preflight"):
         preflight(built.run, built.phase, step=step, rows=min(ROWS, len(built.phase.batch(step))))
-    yield from _findings("flux-fill", built, target)
 
 
 def _make_moments(built: Built) -> None:

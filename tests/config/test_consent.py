@@ -18,7 +18,7 @@ from PIL import Image
 from retouch import cli
 from retouch.config import consent
 from retouch.config.imports import locate
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.models.language import ImportedLanguageModel
 from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import load, parse
@@ -281,7 +281,7 @@ def test_a_run_trained_with_consent_is_opened_without_further_consent(project: P
     project.remove_traces()
     assert cli.main(["eval", "runs/theirs"]) == 0
     project.remove_traces()
-    _, step = open_target("runs/theirs", ["eval.tasks=2"])
+    _, step = open_recipe(*read_target("runs/theirs", ["eval.tasks=2"]), trained=True)
     assert step == 1
     assert cli.main(["doctor", "theirs.jsonnet"]) == 2  # no consent was stored for the recipe itself
 

@@ -16,7 +16,7 @@ import retouch
 import tiny_models
 from retouch import cli
 from retouch.inference.exporting import export_target
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.models.common.lora import write_lora
 from retouch.models.playground.family import playground_weights
 from retouch.recipe.recipe import parse
@@ -51,7 +51,7 @@ def qwen_output(module: Any) -> torch.Tensor:
 
 def expected(folder: Path, which: str) -> torch.Tensor:
     """What the run's transformer computes with the weights of that name."""
-    parts, _ = open_target(str(folder))
+    parts, _ = open_recipe(*read_target(str(folder)), trained=True)
     if which == "current":
         return qwen_output(parts.model.module)
     with parts.copies.using(which):

@@ -20,7 +20,7 @@ from published_plans import plan
 from retouch.assembly.model import lora_targets
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.memory.images import image_model_plan
 from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import lora_count
@@ -116,7 +116,7 @@ def test_adapter_trained_with_guidance_gives_equal_velocities_in_diffusers(tiny:
     assert len(lines) == 2
     assert all(line["policy/ratio_max_first"] <= 1e-5 < line["policy/ratio_max"] for line in lines)
     export_target(str(recipe.folder), to=tmp_path / "out")
-    parts, step = open_target(str(recipe.folder))
+    parts, step = open_recipe(*read_target(str(recipe.folder)), trained=True)
     parts.judge.close()
     assert step == 2
     model = parts.model

@@ -163,6 +163,14 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
         raise wrong from error
 
 
+def source_place(made: Any) -> str:
+    """The file and line of a class or function, in parentheses after a space; empty if they are not known."""
+    try:
+        return f" ({inspect.getsourcefile(made)}:{inspect.getsourcelines(made)[1]})"
+    except (OSError, TypeError):
+        return ""
+
+
 def argument_problems(wanted: type, args: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the name of each argument that the constructor does not take or that it needs in addition, and what is wrong with it.
     ``device`` may be missing, because ``build_class`` gives it."""

@@ -245,16 +245,14 @@ class StoredData(DataSource):
             train = list(limit(train, n=self.limit, seed=context.seed))
         if context.eval_split == "train":
             heldout = train
-        resize = resize_to(self.image_size or context.size)
-        tasks = Tasks(rows, resize=resize)
+        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
         chosen = at_most(heldout, context, held_out=self.held_out)
-        training = self.training_tasks(rows, train, seed=context.seed, resize=resize) or Subset(tasks, train)
-        evaluation = Subset(tasks, chosen)
+        training, evaluation = self.training_tasks(tasks, train, seed=context.seed), Subset(tasks, chosen)
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
 
-    def training_tasks(self, rows: Rows, train: Sequence[int], *, seed: int, resize: Resize | None) -> Sequence[Task] | None:
-        """The tasks of the training rows at the indices ``train``, if they are not simply one task per row; else None."""
-        return None
+    def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
+        """The training tasks, made from the tasks at the indices ``train``. ``seed``: the seed of the run."""
+        return Subset(tasks, train)
 
     def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
         """The tasks; if not all rows were checked, an unusable task is refused or skipped when it is drawn."""

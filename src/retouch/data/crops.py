@@ -6,10 +6,8 @@ from dataclasses import dataclass, replace
 
 from PIL.Image import Image
 
-from retouch.data.images import Resize
-from retouch.data.rows import Rows
 from retouch.data.sampler import LoadedTasks
-from retouch.data.tasks import load_task
+from retouch.data.tasks import Tasks, load_task
 from retouch.types import Task
 
 SMALLEST = 0.4
@@ -41,27 +39,26 @@ def random_crop(seed: int, row: str, number: int) -> Crop:
 
 
 class CroppedTasks(LoadedTasks):
-    """For each of the rows at ``indices``, ``count`` tasks: the row's own task, and then tasks with random crops of its images.
+    """For each of the tasks at ``indices``, ``count`` tasks: the task itself, and then tasks with random crops of its images.
 
     The source images, the mask, the target and a pair of chosen and rejected images of a task are cropped alike; the reference is
     not cropped. The tasks of one crop number follow each other. A cropped task has the id of its row and the number of the crop.
     """
 
-    def __init__(self, rows: Rows, indices: Sequence[int], *, count: int, seed: int, resize: Resize | None) -> None:
-        self._rows = rows
+    def __init__(self, tasks: Tasks, indices: Sequence[int], *, count: int, seed: int) -> None:
+        self._tasks = tasks
         self._indices = indices
         self._count = count
         self._seed = seed
-        self._resize = resize
 
     def __len__(self) -> int:
         return len(self._indices) * self._count
 
     def load(self, index: int) -> Task:
         number, place = divmod(index, len(self._indices))
-        row = self._rows[self._indices[place]]
         if number == 0:
-            return load_task(row, resize=self._resize)
+            return self._tasks[self._indices[place]]
+        row = self._tasks.rows[self._indices[place]]
         crop = random_crop(self._seed, row.id, number)
-        task = load_task(row, resize=self._resize, crop=crop.of)
+        task = load_task(row, resize=self._tasks.resize, crop=crop.of)
         return replace(task, id=f"{task.id}#crop{number}")

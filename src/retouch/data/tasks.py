@@ -29,7 +29,7 @@ class Tasks(LoadedTasks):
 
     def __init__(self, rows: Rows, *, resize: Resize | None, cache: int = 64) -> None:
         self.rows = rows
-        self._resize = resize
+        self.resize = resize
         self._cached = lru_cache(maxsize=cache)(self._task)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class Tasks(LoadedTasks):
         return self._cached(index)
 
     def _task(self, index: int) -> Task:
-        return load_task(self.rows[index], resize=self._resize)
+        return load_task(self.rows[index], resize=self.resize)
 
 
 def load_task(row: Row, *, resize: Resize | None, crop: Callable[[Image], Image] | None = None) -> Task:

@@ -195,15 +195,8 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
         assert device is not None
         report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
     if not doctor_options.estimate and (checked.device is None or checked.device.type != "cpu"):
-        report.add(
-            [
-                note(
-                    "time",
-                    "not estimated; --estimate rehearses a step to estimate it, in one or two minutes of CPU time, and "
-                    "--price-per-hour DOLLARS adds the cost",
-                )
-            ]
-        )
+        ways = "--estimate rehearses a step to estimate it, in one or two minutes of CPU time"
+        report.add([note("time", f"not estimated; {ways}, and --price-per-hour DOLLARS adds the cost")])
     if doctor_options.estimate and report.is_main:
         from retouch.doctor.estimate import check_estimate
 

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
+from retouch.data.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.findings import Finding, duration, failed, gigabytes, note, ok
 from retouch.doctor.forecast import forecast_of
@@ -16,7 +17,7 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.command import ERRORS, smallest_changes
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.parallel import cores, quiet
+from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, hours, peak, seconds, step_work
 from retouch.rehearsal.step import Rehearsed, rehearse
 
@@ -45,7 +46,7 @@ def _estimate(
 ) -> Iterator[Finding]:
     quiet()
     try:
-        found = rehearse(recipe, machine, world=world, processes=cores())
+        found = rehearse(recipe, machine, world=world, processes=available_cpus())
     except ERRORS as error:
         yield note("time", f"not estimated, because the step cannot be rehearsed: {error_line(error)}")
         return

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
-from retouch.inference.opening import open_target, read_target
+from retouch.inference.opening import open_recipe, read_target
+from retouch.records.libraries import silence_libraries
 from retouch.training.evaluation import headline_tasks, score_table
 
 _ALL = 10**9  # tasks: more than any data set has
@@ -20,9 +21,11 @@ def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None =
     """
     if data is not None:
         overrides = [*whole_data(data, read_target(target)[0].data), *overrides]
-    elif getattr(read_target(target, overrides)[0].data, "held_out", None) == "all":
-        overrides = [f"eval.tasks={_ALL}", *overrides]
-    parts, step = open_target(target, overrides)
+    silence_libraries()
+    recipe, folder = read_target(target, overrides)
+    if data is None and getattr(recipe.data, "held_out", None) == "all":
+        recipe, folder = read_target(target, [f"eval.tasks={_ALL}", *overrides])
+    parts, step = open_recipe(recipe, folder, trained=True)
     try:
         evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
         means, intervals = score_table(evaluated, headline_tasks(evaluated.tasks, parts.recipe.eval.headline))

@@ -20,13 +20,6 @@ from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
 
 
-def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
-    """The parts of a recipe or run, and the step of their weights (0: untrained)."""
-    silence_libraries()
-    recipe, folder = read_target(target, overrides)
-    return open_recipe(recipe, folder, trained=True)
-
-
 def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> tuple[Assembly, int]:
     """The parts of a recipe with the newest weights in the run's folder, and the step of the weights (0: untrained).
 

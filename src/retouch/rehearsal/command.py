@@ -4,10 +4,11 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
+from retouch.data.examination import available_cpus
 from retouch.recipe.recipe import Recipe, parse
 from retouch.rehearsal.changes import LEAST_GAIN, changes
 from retouch.rehearsal.machines import Machine, find_machine
-from retouch.rehearsal.parallel import cores, quiet
+from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse
 
@@ -27,7 +28,7 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     target = find_machine(machine or DEFAULT)
     started = time.perf_counter()
     try:
-        found = rehearse(recipe, target, world=world, full_depth=full_depth, processes=cores())
+        found = rehearse(recipe, target, world=world, full_depth=full_depth, processes=available_cpus())
     except ERRORS as error:
         out.write(f"FAILED rehearsal: {error_line(error)}\n")
         return 1
@@ -57,7 +58,7 @@ def smallest_changes(
     def tried(options: Sequence[str]) -> Rehearsed | None:
         try:
             changed = parse(recipe.document(), options, allow_imports=allow_imports)
-            return rehearse(changed, machine, world=world, processes=cores())
+            return rehearse(changed, machine, world=world, processes=available_cpus())
         except ERRORS:
             return None  # for example, the smaller chunk does not divide the groups
 

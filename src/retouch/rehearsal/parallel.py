@@ -2,7 +2,6 @@
 
 import logging
 import multiprocessing
-import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -36,11 +35,6 @@ def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
         return result, waiting.result()
     _log.warning("the second process failed (%s); its work is repeated in this process", error)
     return result, function(second)
-
-
-def cores() -> int:
-    """The number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def quiet() -> None:

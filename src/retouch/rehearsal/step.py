@@ -107,7 +107,7 @@ def rehearse(
 
 
 def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Counts, *, compiled: bool) -> Rehearsed:
-    register()
+    register()  # a second process has no fake device yet
     meter = Meter(machine)
     repeats = Repeats(meter)
     count = world or recipe.ranks or 1

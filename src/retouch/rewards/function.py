@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, PrivateAttr
 
-from retouch.config.imports import nearest
+from retouch.config.imports import nearest, source_place
 from retouch.config.live import live_object
 from retouch.config.section import Section
 from retouch.rewards.base import RewardSection
@@ -273,10 +273,10 @@ def _numbers(returned: Any, count: int, function: RewardFunction) -> list[float]
     scores = list(returned)
     if len(scores) != count:
         raise ValueError(f"reward function {name} returned {len(scores)} scores for {count} images; return one per image")
-    return [_number(score, name, function) for score in scores]
+    return [_number(score, function) for score in scores]
 
 
-def _number(score: Any, name: str, function: RewardFunction) -> float:
+def _number(score: Any, function: RewardFunction) -> float:
     if score is None:
         return math.nan
     try:
@@ -285,11 +285,14 @@ def _number(score: Any, name: str, function: RewardFunction) -> float:
         number = None
     if number is None:
         text = ", which is text" if isinstance(score, str | bytes) else ""
+        called = _unwrapped(function)
+        place = source_place(called if inspect.isroutine(called) else type(called))
         raise ValueError(
-            f"reward function {name}{_place(function)} returned {score!r:.60} as a score{text}; return a number, or None if an "
-            "image cannot be judged"
+            f"reward function {reward_name(function)}{place} returned {score!r:.60} as a score{text}; return a number, or None if "
+            "an image cannot be judged"
         )
     if math.isinf(number):
+        name = reward_name(function)
         raise ValueError(f"reward function {name} returned {number}; return a finite number, or None if an image cannot be judged")
     return number
 
@@ -302,16 +305,6 @@ def _unwrapped(function: Any) -> Any:
 def _bound(function: Any) -> frozenset[str]:
     """The names of the keyword arguments that a ``functools.partial`` binds; empty for another object."""
     return frozenset(function.keywords) if isinstance(function, functools.partial) else frozenset()
-
-
-def _place(function: RewardFunction) -> str:
-    """The file and line of the function in parentheses; empty if they are not known."""
-    called = _unwrapped(function)
-    target: Any = called if inspect.isroutine(called) else type(called)
-    try:
-        return f" ({inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]})"
-    except (OSError, TypeError):
-        return ""
 
 
 def _source_hash(function: RewardFunction) -> str:

@@ -1,6 +1,5 @@
 """A single call of a reward: the samples that the reward receives, and the checks of its scores."""
 
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.config.imports import user_code_error
+from retouch.config.imports import source_place, user_code_error
 from retouch.protocols import Reward
 from retouch.rewards.base import visible_samples
 from retouch.types import Column, Json, Sample, Scores, Task
@@ -88,11 +87,7 @@ def _label(reward: object, name: str) -> str:
         label = f"reward function {getattr(reward, 'name', name)}"
         return f"reward {name}: {label}" if _is_renamed(reward, name) else label
     made_by = type(reward)
-    try:
-        place = f" ({inspect.getsourcefile(made_by)}:{inspect.getsourcelines(made_by)[1]})"
-    except (OSError, TypeError):
-        place = ""
-    return f"reward {f'{name}, ' if name else ''}{made_by.__module__}:{made_by.__qualname__}{place}"
+    return f"reward {f'{name}, ' if name else ''}{made_by.__module__}:{made_by.__qualname__}{source_place(made_by)}"
 
 
 def _is_renamed(reward: object, name: str) -> bool:

@@ -21,7 +21,7 @@ from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.inference.sampling import sample_target
 from retouch.memory.plan import LoraShape, Setup
 from retouch.models.base import DiffusersModel, TaskInputs
@@ -180,7 +180,7 @@ def test_diffusers_loads_the_adapter_and_generates_the_same_images(
 ) -> None:
     kind, folder = trained
     export_target(str(folder), to=tmp_path / "out")
-    parts, _ = open_target(str(folder))
+    parts, _ = open_recipe(*read_target(str(folder)), trained=True)
     parts.judge.close()
     ours = KINDS[kind].from_pretrained(folders[kind], transformer=parts.model.module)
     theirs = KINDS[kind].from_pretrained(folders[kind])

@@ -17,7 +17,7 @@ from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target, write_export
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
 from retouch.models.playground.family import playground_weights
@@ -99,7 +99,7 @@ def test_warm_up_and_rl_run_resumes_bitwise_and_its_adapter_is_exported(world: P
         *("README.md", "before-and-after.png"),
     }
     assert read_json(tmp_path / "out" / "ip_adapter.json")["tokens"] == 4
-    trained, _ = open_target(str(whole.folder))
+    trained, _ = open_recipe(*read_target(str(whole.folder)), trained=True)
     warm = recipe(world, train={"init_from": str(tmp_path / "out")}, name="warm")
     assert _equal(adapter_of(assemble(warm, Ranks())), adapter_of(trained))
 

@@ -10,7 +10,7 @@ import tiny_janus
 import tiny_writer_runs
 import tiny_writing
 from retouch.cli import main
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.models.janus.load import load_janus
 from retouch.types import Task
 from tiny_janus import SIDE
@@ -61,7 +61,7 @@ def test_exported_full_weights_generate_the_same_tokens_when_loaded_again(tmp_pa
     run, _ = trained(tmp_path, document(policy__train={"kind": "full"}, learning_rate=1e-2))
     exported = tmp_path / "exported"
     assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
-    parts, _ = open_target(str(run))
+    parts, _ = open_recipe(*read_target(str(run)), trained=True)
     parts.judge.close()
     base, settings = tmp_path / "janus", {"dtype": torch.float32, "device": "cpu"}
     again = load_janus(base, weights=exported / "writer", **settings)

@@ -15,9 +15,10 @@ from pydantic import Field
 
 from retouch.config.section import Count, NonEmpty
 from retouch.data.base import ImageData
-from retouch.data.images import EncodedImage, Resize
-from retouch.data.rows import Layout, Rows, find_columns
+from retouch.data.images import EncodedImage
+from retouch.data.rows import Layout, find_columns
 from retouch.data.tables import TableRows, read_table
+from retouch.data.tasks import Tasks
 from retouch.types import Task
 
 METADATA = ("metadata.jsonl", "metadata.csv")
@@ -52,12 +53,12 @@ class FolderData(ImageData):
     def rows(self, *, seed: int) -> TableRows:
         return read_folder(self.path, columns=self.columns, tag_keys=self.tags, thought_keys=self.thought_keys)
 
-    def training_tasks(self, rows: Rows, train: Sequence[int], *, seed: int, resize: Resize | None) -> Sequence[Task] | None:
+    def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
         if self.crops == 1:
-            return None
+            return super().training_tasks(tasks, train, seed=seed)
         from retouch.data.crops import CroppedTasks
 
-        return CroppedTasks(rows, train, count=self.crops, seed=seed, resize=resize)
+        return CroppedTasks(tasks, train, count=self.crops, seed=seed)
 
     @classmethod
     def rows_at(cls, path: Path) -> TableRows | None:
