@@ -1,6 +1,8 @@
 """``retouch playground build``."""
 
 import argparse
+import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,5 +58,7 @@ def _playground_build(arguments: argparse.Namespace) -> int:
             from retouch.pretraining.build_editor import build_editor
 
             build = build_editor
+    logging.basicConfig(stream=sys.stdout, level=logging.WARNING, format="%(message)s")
+    logging.getLogger("retouch").setLevel(logging.INFO)
     build(arguments.out, seed=arguments.seed)
     return 0

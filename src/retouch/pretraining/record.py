@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +23,9 @@ log = logging.getLogger("retouch")
 
 
 class BuildRecord:
-    """The record of a build from ``seed``; its progress is logged to the standard output. ``command``: stored with the scores, if
-    given."""
+    """The record of a build from ``seed``. ``command``: stored with the scores, if given."""
 
     def __init__(self, *, seed: int, command: str | None = None) -> None:
-        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
         self._origin: dict[str, str | int] = (
             {"seed": seed} if command is None else {"command": f"{command} --seed {seed}", "seed": seed}
         )

@@ -124,6 +124,7 @@ def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[
         log.propagate = False
         silence_libraries()
     log.addHandler(file)
+    level = log.level
     log.setLevel(logging.INFO)
     try:
         yield
@@ -137,4 +138,5 @@ def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[
     finally:
         if not own_process:
             log.removeHandler(file)
+            log.setLevel(level)
             file.close()
