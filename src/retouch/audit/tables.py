@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retouch.report.numbers import aligned
+
 _MOST_LISTED = 20
 
 
@@ -99,15 +101,3 @@ def expelled(found: Mapping[str, Any]) -> str:
 def money(cost: float | None) -> str:
     """An amount with two decimals, or four below 1."""
     return "unknown" if cost is None else f"{cost:.2f}" if cost >= 1 else f"{cost:.4f}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table. Numbers are right-aligned, except in the first column."""
-    columns = range(max(map(len, rows)))
-    widths = [max((len(row[place]) for row in rows if place < len(row)), default=0) for place in columns]
-    return ["  " + "  ".join(_cell(cell, widths[place], place) for place, cell in enumerate(row)).rstrip() for row in rows]
-
-
-def _cell(cell: str, width: int, place: int) -> str:
-    numeric = cell.replace(".", "", 1).replace("+", "", 1).replace("-", "", 1).isdigit()
-    return cell.rjust(width) if numeric and place else cell.ljust(width)

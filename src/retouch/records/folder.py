@@ -72,6 +72,10 @@ class RunFolder:
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
+    def evaluation(self, step: int) -> Path:
+        """Return the path of the scores of every held-out task at an evaluation."""
+        return self.root / "evals" / f"step-{step:06d}.json"
+
     def has_steps(self) -> bool:
         """Return whether the files in the folder show a finished step. Without one, another recipe may replace the run."""
         if self.metrics.exists() and self.metrics.stat().st_size:

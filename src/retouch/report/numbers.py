@@ -1,7 +1,7 @@
-"""Formatting of numbers in the report."""
+"""Formatting of numbers, and of tables for a terminal."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MINUS = "\u2212"
 MISSING = "\u2013"
@@ -72,5 +72,17 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table. Numbers are right-aligned, except in the first column."""
+    columns = range(max(map(len, rows)))
+    widths = [max((len(row[place]) for row in rows if place < len(row)), default=0) for place in columns]
+    return ["  " + "  ".join(_cell(cell, widths[place], place) for place, cell in enumerate(row)).rstrip() for row in rows]
+
+
 def _minus(written: str) -> str:
     return written.replace("-", MINUS)
+
+
+def _cell(cell: str, width: int, place: int) -> str:
+    numeric = cell.replace(".", "", 1).replace("+", "", 1).replace("-", "", 1).replace(MINUS, "", 1).isdigit()
+    return cell.rjust(width) if numeric and place else cell.ljust(width)

@@ -42,15 +42,15 @@ class RunEvaluations:
         self._require_scores(evaluated, step)
         if self.parts.ranks.is_main:
             self._write_line(step, evaluated)
-            self._path(step).parent.mkdir(exist_ok=True)
-            files.write_json(self._path(step), evaluated.to_json())
+            self.folder.evaluation(step).parent.mkdir(exist_ok=True)
+            files.write_json(self.folder.evaluation(step), evaluated.to_json())
         return evaluated
 
     def repair(self, done: int) -> list[str]:
         """Restore missing lines of the evaluation log, up to step ``done``, from stored scores. Returns one note per problem."""
         known = {line["step"] for line in self.folder.read_evals()}
         notes = []
-        for step in sorted({0, *(at for at in range(done + 1) if self._path(at).exists())}):
+        for step in sorted({0, *(at for at in range(done + 1) if self.folder.evaluation(at).exists())}):
             try:
                 evaluated = self._stored(step)
             except ValueError as error:
@@ -157,7 +157,7 @@ class RunEvaluations:
 
     def _stored(self, step: int) -> EvaluationResult:
         """Read the scores after a step. Raises ValueError if the file is missing or damaged."""
-        path = self._path(step)
+        path = self.folder.evaluation(step)
         try:
             return EvaluationResult.from_json(files.read_json(path), self.evaluator.tasks)
         except (OSError, KeyError, TypeError, AttributeError):
@@ -199,9 +199,6 @@ class RunEvaluations:
         tags = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
         count = int(self.headline.sum())
         return f"{count} {self._split_label} task{'s' * (count != 1)}" + (f" of {tags}" if tags else "")
-
-    def _path(self, step: int) -> Path:
-        return self.folder.root / "evals" / f"step-{step:06d}.json"
 
     @property
     def _baselines_path(self) -> Path:

@@ -1,0 +1,145 @@
+"""A comparison of runs as text: held-out scores, paired differences on the same held-out tasks, and what differs in the recipes."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.report.curves import headline_column, seconds_spent
+from retouch.report.numbers import MISSING, aligned, decimals_for, format_duration, format_percent, format_score, format_signed
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run with its last evaluation. ``before``, ``after``: the known scores of held-out tasks, by id."""
+
+    name: str
+    recipe: Mapping[str, str]
+    column: str
+    step: int
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    gap_closed: float | None
+    seconds: float
+
+
+def comparison(folders: Sequence[Path]) -> str:
+    """Compare two or more runs; each is compared to the first one.
+
+    The score is the column that the first run reports, on all held-out tasks. A difference is the mean over the tasks that both
+    runs evaluated, with a 95 % interval (paired, normal approximation).
+
+    Raises ValueError for fewer than two runs, for the same run twice, and for a run without an evaluation or without this column.
+    """
+    if len(folders) < 2:
+        raise ValueError("retouch compare RUN RUN...: give at least two runs")
+    repeated = [folder for index, folder in enumerate(folders) if folder.resolve() in {each.resolve() for each in folders[:index]}]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is given twice; compare different runs")
+    first = _read(folders[0], names=folders)
+    runs = [first, *(_read(folder, names=folders, column=first.column) for folder in folders[1:])]
+    return "\n".join([*_scores(runs), "", *_differences(runs), "", *_recipes(runs)])
+
+
+def _read(root: Path, *, names: Sequence[Path], column: str | None = None) -> _Run:
+    """Read a run. ``names``: all folders; runs of the same name are named by their folders."""
+    folder = RunFolder(root)
+    recipe, evals, summary = folder.read_recipe()["recipe"], folder.read_evals(), folder.read_summary()
+    known = [line for line in evals if line["split"] == evals[0]["split"] and folder.evaluation(line["step"]).exists()]
+    reported = headline_column(known, summary)
+    if reported is None:
+        raise ValueError(f"{root} has no evaluation yet: compare it after its first one, or set eval.every")
+    chosen = column or reported
+    first, last = (files.read_json(folder.evaluation(known[index]["step"])) for index in (0, -1))
+    same_name = [each for each in names if each.resolve().name == folder.name]
+    return _Run(
+        name=folder.name if len(same_name) == 1 else str(root),
+        recipe=dict(_flat(recipe)),
+        column=chosen,
+        step=known[-1]["step"],
+        before=_known(root, first, chosen),
+        after=_known(root, last, chosen),
+        gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
+        seconds=seconds_spent(folder.read_timings()),
+    )
+
+
+def _known(root: Path, evaluation: Mapping[str, Any], column: str) -> dict[str, float]:
+    """The scores of an evaluation by task, without missing ones. Raises ValueError if it has no such column."""
+    columns = {"reward": evaluation["rewards"], **evaluation["scores"]}
+    if column not in columns:
+        raise ValueError(f"{root} has no held-out score {column!r}, which the first run reports; it has {', '.join(columns)}")
+    values = zip(evaluation["tasks"], columns[column], strict=True)
+    return {task: value for task, value in values if value is not None and not math.isnan(value)}
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a recipe with their values as JSON: ``a.b``."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else key)
+    else:
+        yield path, json.dumps(value)
+
+
+def _scores(runs: Sequence[_Run]) -> Iterator[str]:
+    yield f"{runs[0].column} on all held-out tasks, before training and at the last evaluation"
+    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
+    rows = [["run", "step", "tasks", "before", "after", "change (95 %)", "share of the gap", "time in steps"]]
+    for run in runs:
+        both = run.before.keys() & run.after.keys()
+        ends = [mean(scores[task] for task in both) if both else None for scores in (run.before, run.after)]
+        rows.append(
+            [
+                run.name,
+                str(run.step),
+                str(len(both)),
+                *(format_score(end, decimals) for end in ends),
+                _change(run.before, run.after, decimals) if run.step else MISSING,
+                MISSING if run.gap_closed is None else format_percent(run.gap_closed),
+                format_duration(run.seconds),
+            ]
+        )
+    yield from aligned(rows)
+    if any(run.gap_closed is not None for run in runs):
+        yield "The share of the gap is of the tasks of eval.headline, as in summary.json."
+
+
+def _differences(runs: Sequence[_Run]) -> Iterator[str]:
+    first = runs[0]
+    yield f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)"
+    decimals = decimals_for(value for run in runs for value in run.after.values())
+    rows = []
+    for run in runs[1:]:
+        shared = first.after.keys() & run.after.keys()
+        text = f"{_change(first.after, run.after, decimals)} on {len(shared)} tasks" if shared else "no held-out task in common"
+        rows.append([run.name, text])
+    yield from aligned(rows)
+    yield "The intervals contain the spread between tasks, not the spread between seeds: repeat each run with other seeds."
+
+
+def _change(before: Mapping[str, float], after: Mapping[str, float], decimals: int) -> str:
+    """The mean of after - before over the tasks with both scores, and its 95 % interval."""
+    changes = [after[task] - before[task] for task in before if task in after]
+    if len(changes) < 2:
+        return format_signed(changes[0] if changes else None, decimals)
+    half = 1.96 * stdev(changes) / math.sqrt(len(changes))
+    low, middle, high = (format_signed(mean(changes) + shift, decimals) for shift in (-half, 0, half))
+    return f"{middle} ({low} to {high})"
+
+
+def _recipes(runs: Sequence[_Run]) -> Iterator[str]:
+    keys = sorted({key for run in runs for key in run.recipe} - {"name", "out"})
+    differing = [key for key in keys if len({run.recipe.get(key) for run in runs}) > 1]
+    if not differing:
+        yield "The recipes do not differ."
+        return
+    yield "What differs in the recipes"
+    rows = [["", *(run.name for run in runs)]]
+    rows += [[key, *(run.recipe.get(key, MISSING) for run in runs)] for key in differing]
+    yield from aligned(rows)

@@ -1,0 +1,68 @@
+"""Runs that are compared in the terminal."""
+
+import json
+import math
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+from fake_run import write_new_run
+from retouch.cli.parser import main
+from retouch.records.folder import RunFolder
+from retouch.report.comparison import comparison
+
+TASKS = ("a", "b", "c", "d")
+
+
+def run_with(root: Path, *, after: list[float | None], **changes: object) -> RunFolder:
+    """A run whose evaluations have these scores of `TASKS`; ``changes`` are made to its recipe."""
+    folder = write_new_run(root)
+    record = json.loads(folder.recipe.read_text())
+    record["recipe"] |= changes
+    folder.recipe.write_text(json.dumps(record))
+    folder.evaluation(0).parent.mkdir(exist_ok=True)
+    for step, scores in ((0, [5.0, 6.0, 7.0, 8.0]), (9, after)):
+        evaluation = {"tasks": TASKS, "rewards": scores, "scores": {"overall": scores}}
+        folder.evaluation(step).write_text(json.dumps(evaluation))
+        folder.write_eval(step, "heldout", table={"all": {"n": 4, "overall": 6.5}}, ci95={})
+    return folder
+
+
+def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path: Path) -> None:
+    first = run_with(tmp_path / "first", after=[6.0, 7.5, 8.0, None], seed=0)
+    second = run_with(tmp_path / "second", after=[6.5, 8.5, 8.2, 9.0], seed=1)
+    text = comparison([first.root, second.root])
+    changes = [0.5, 1.0, 0.2]
+    half = 1.96 * stdev(changes) / math.sqrt(3)
+    interval = f"+{mean(changes):.2f} (+{mean(changes) - half:.2f} to +{mean(changes) + half:.2f})"
+    assert f"  second  {interval} on 3 tasks" in text
+    scored = next(line for line in text.splitlines() if line.startswith("  first"))
+    assert scored.split()[1:6] == ["9", "3", "6.00", "7.17", "+1.17"]  # of the 3 tasks with both scores
+    assert text.endswith("What differs in the recipes\n        first  second\n  seed      0       1")
+
+
+def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path: Path) -> None:
+    first = run_with(tmp_path / "one" / "run", after=[6.0, 7.0, 8.0, 9.0])
+    second = run_with(tmp_path / "two" / "run", after=[6.0, 7.0, 8.0, 9.0])
+    evaluation = json.loads(second.evaluation(9).read_text())
+    second.evaluation(9).write_text(json.dumps(evaluation | {"tasks": ["e", "f", "g", "h"]}))
+    text = comparison([first.root, second.root])
+    assert f"  {second.root}  no held-out task in common" in text  # runs of the same name are named by their folders
+    assert text.endswith("The recipes do not differ.")
+
+
+def test_runs_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_with(tmp_path / "first", after=[6.0, 7.0, 8.0, 9.0])
+    other = run_with(tmp_path / "other", after=[6.0, 7.0, 8.0, 9.0])
+    for step in (0, 9):
+        evaluation = json.loads(other.evaluation(step).read_text())
+        other.evaluation(step).write_text(json.dumps(evaluation | {"scores": {"clip": evaluation["rewards"]}}))
+    with pytest.raises(ValueError, match="has no held-out score 'overall', which the first run reports; it has reward, clip"):
+        comparison([first.root, other.root])
+    with pytest.raises(ValueError, match="is given twice"):
+        comparison([first.root, tmp_path / "other" / ".." / "first"])
+    with pytest.raises(ValueError, match="has no evaluation yet"):
+        comparison([first.root, write_new_run(tmp_path / "started").root])
+    assert main(["compare", str(first.root)]) == 2
+    assert "give at least two runs" in capsys.readouterr().err
