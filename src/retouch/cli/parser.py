@@ -25,7 +25,7 @@ _COMMANDS = {
     "playground": "retouch.cli.playground:add_playground",
     "data": "retouch.cli.data:add_data",
     "report": "retouch.cli.runs.report:add_report",
-    "compare": "retouch.cli.runs.compare:add_compare",
+    "compare": "retouch.cli.runs.report:add_compare",
     "view": "retouch.cli.runs.view:add_view",
     "control": "retouch.cli.runs.view:add_control",
     "ledger": "retouch.cli.rewards.ledger:add_ledger",
