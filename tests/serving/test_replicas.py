@@ -192,7 +192,7 @@ def test_server_exits_with_the_reason_if_the_reward_cannot_be_built(tmp_path: Pa
         (["share:red", "--host", "0.0.0.0"], "is reachable from other machines: set RETOUCH_TOKEN"),
         (["share:red", "--replicas", "0"], "at least 1"),
         (["share:red", "--port", "65535", "--replicas", "2"], "--port 65535 --replicas 2: the last replica's port is above 65535"),
-        (["share:red", "--limit", "max_bach=3"], "did you mean max_batch"),
+        (["share:red", "--limit", "max_bach=3"], "did you mean 'max_batch'"),
         (["share:red", "--limit", "max_batch=x"], "max_batch must be a whole number"),
         (["share:red", "--limit", "window=-1"], "window"),
         (["share:red", "--ocr", "share"], "--ocr needs --vlm"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retouch.benchmarks.suite import Suite
-from retouch.config.imports import nearest
+from retouch.config.imports import did_you_mean
 from retouch.config.kinds import Kinds
 
 SUITES = Kinds(
@@ -51,8 +51,7 @@ def find_suite(name: str, options: Mapping[str, Any] | None = None) -> Suite:
     found = SUITES.load(name)
     known = [kind for kind in SUITES if kind != "import"]
     if found is None:
-        near = nearest(name, known)
-        raise ValueError(f"there is no suite {name!r}{f'; did you mean {near!r}?' if near else ''}; there are {', '.join(known)}")
+        raise ValueError(f"there is no suite {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}")
     if not issubclass(found, Suite):
         raise ValueError(f"the suite {name!r} of a plugin does not derive from retouch.benchmarks.suite.Suite")
     made: Suite = found(**(options or {}))

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from retouch.config.consent import IMPORT
-from retouch.config.imports import CLASS_PATH, nearest
+from retouch.config.imports import CLASS_PATH, did_you_mean, nearest
 from retouch.config.kinds import Kinds
 from retouch.config.schema import (
     alternatives,
@@ -156,8 +156,7 @@ def _tags(field: FieldInfo | None) -> str:
 
 def _meant(given: object, expected: str) -> str:
     options = [option.strip(" '") for option in expected.replace(" or ", ",").split(",")]
-    near = nearest(given, options) if isinstance(given, str) else None
-    return f"; did you mean {near!r}?" if near else ""
+    return did_you_mean(given, options) if isinstance(given, str) else ""
 
 
 def document_path(location: tuple[int | str, ...], document: Any) -> Path:

@@ -32,6 +32,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of an error message about an unknown name: "; did you mean 'steps'?", or "" if no known word is similar."""
+    near = nearest(word, known)
+    return f"; did you mean {near!r}?" if near else ""
+
+
 def module_of(path: str) -> str:
     """The module of a class path."""
     return path.partition(":")[0]
@@ -183,9 +189,8 @@ def argument_problems(wanted: type, args: Mapping[str, Any]) -> Iterator[tuple[s
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         for name in args:
             if name not in names:
-                near = nearest(name, names)
-                meant = f"; did you mean {near!r}?" if near else ""
-                yield name, f"unknown argument; the constructor takes {', '.join(names) or 'no arguments'}{meant}"
+                takes_only = ", ".join(names) or "no arguments"
+                yield name, f"unknown argument; the constructor takes {takes_only}{did_you_mean(name, names)}"
     for each in takes:
         if each.default is each.empty and each.name not in (*args, "device"):
             yield each.name, "missing; the constructor needs this argument"

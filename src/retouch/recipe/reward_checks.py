@@ -4,7 +4,7 @@ reward are in ``rewards/base.py``."""
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from retouch.config.imports import nearest
+from retouch.config.imports import did_you_mean
 from retouch.recipe.watch import Watch
 from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.combine.combination import Combination, Combine, combination
@@ -49,9 +49,8 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
         yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
     column = recipe.eval.column
     if columns is not None and column is not None and column not in columns and column not in evaluated_columns(recipe, ()):
-        near = nearest(column, columns)
-        meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
-        yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
+        instead = did_you_mean(column, columns) or f"; it gives {', '.join(columns)}"
+        yield f"eval.column: the reward gives no {column!r}{instead}"
     run = RunFacts(
         writes_text=recipe.policy.is_autoregressive,
         trained_columns=None if combined is None else combined.columns,

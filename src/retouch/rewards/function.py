@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, PrivateAttr
 
-from retouch.config.imports import nearest, source_place
+from retouch.config.imports import did_you_mean, source_place
 from retouch.config.live import live_object
 from retouch.config.section import Section
 from retouch.rewards.base import RewardSection
@@ -226,11 +226,10 @@ def require_columns(function: RewardFunction, columns: Sequence[str], *, of: str
 
 
 def _no_column(name: str, key: str, columns: Sequence[str], *, of: str = "the data set") -> str:
-    near = nearest(key, (*OWN_ARGUMENTS, *columns))
     return (
         f"reward function {name} has the argument {key!r}, but {of} has no such column; its columns are "
         f"{', '.join(columns) or '(none)'}, and each function may also have the arguments {', '.join(OWN_ARGUMENTS)}"
-        f"{f'; did you mean {near!r}?' if near else ''}"
+        f"{did_you_mean(key, (*OWN_ARGUMENTS, *columns))}"
     )
 
 

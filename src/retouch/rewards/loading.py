@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from retouch.config.imports import nearest
+from retouch.config.imports import did_you_mean
 from retouch.protocols import Reward
 from retouch.rewards.kinds import KINDS
 from retouch.types import Column, Sample, Task
@@ -115,7 +115,6 @@ def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:
     """
     section = KINDS.load(kind)
     if section is None:
-        near = nearest(kind, KINDS)
-        raise ValueError(f"there is no reward {kind!r}{f'; did you mean {near!r}?' if near else ''}; there are {', '.join(KINDS)}")
+        raise ValueError(f"there is no reward {kind!r}{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
     made: Any = section(**({"kind": kind} if "kind" in section.model_fields else {}), **keys)
     return LoadedReward(made.build(device=device))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.imports import nearest
+from retouch.config.imports import did_you_mean
 
 if TYPE_CHECKING:
     from retouch.serving.replica import ServerSettings
@@ -90,8 +90,7 @@ def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any
     for word in words:
         name, _, text = word.partition("=")
         if name not in kinds:
-            near = nearest(name, list(kinds))
-            raise ValueError(f"--limit {word}: there is no limit {name!r}{f'; did you mean {near}?' if near else ''}")
+            raise ValueError(f"--limit {word}: there is no limit {name!r}{did_you_mean(name, kinds)}")
         try:
             limits[name] = int(text) if kinds[name] is int else float(text)
         except ValueError:

@@ -7,11 +7,11 @@ missing; a column with weight 0 is only logged.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from retouch.config.imports import did_you_mean
 from retouch.rewards.combine.formula_parser import read_formula
 from retouch.rewards.combine.formulas import Call, Name, Node, Product, Range, Sum, bounds, effect, names, value
 from retouch.types import Column, Scores
@@ -144,8 +144,7 @@ def resolve(name: str, columns: Mapping[str, Column]) -> str:
         return found[0]
     if found:
         raise ValueError(f"combine names the column {name!r}, which may be {' or '.join(found)}; write the full name")
-    near = difflib.get_close_matches(name, {part for full in columns for part in (full, full.rpartition("/")[2])}, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(name, {part for full in columns for part in (full, full.rpartition("/")[2])})
     raise ValueError(f"combine names the column {name!r}, but the reward has no such column; it has {', '.join(columns)}{meant}")
 
 
