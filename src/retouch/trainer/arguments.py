@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from retouch.config import consent
 from retouch.config.imports import module_of, nearest
@@ -18,23 +18,19 @@ from retouch.data.sources.table import TableData
 from retouch.models.base import ImageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import LanguageModel
-from retouch.models.train import FullWeights, Lora
-from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
-from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
+from retouch.objectives.kinds import OBJECTIVES
 from retouch.objectives.presets import GRPO
 from retouch.recipe.keys import RecipeKeys
 from retouch.recipe.recipe import Recipe, parse
-from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
+from retouch.recipe.reward_arguments import modules_in_argument
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
-from retouch.rewards.base import RewardSection
-from retouch.rewards.function import FunctionReward, LiveFunction, require_columns
-from retouch.rewards.kinds import KINDS as REWARDS
+from retouch.rewards.function import LiveFunction, require_columns
 from retouch.trainer.models import model_section, require_pair
-
-RewardLike: TypeAlias = Any
-"""A reward object, a function, or a reward's kind (``"pickscore"``), with its path after a colon (``"clip:FOLDER"``)."""
+from retouch.trainer.peft import train_document
+from retouch.trainer.plain import plain
+from retouch.trainer.rewards import RewardLike, as_list, reward_document
 
 _OF_SECTIONS = ("ema", "gradient_checkpointing", "max_missing")
 """Keys of sections that are arguments of a ``Trainer``."""
@@ -82,11 +78,11 @@ def describe(
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     _refuse_unknown(keys)
-    size = require_pair(_plain("size", size))
+    size = require_pair(plain("size", size))
     _require_objective(objective)
     section, objects = model_section(model, size=size, key="model", processor=processing_class)
-    rewards, combine, functions = _rewards(reward_funcs, reward_weights)
-    evaluated = _plain("eval", keys.get("eval", {}))
+    rewards, combine, functions = reward_document(reward_funcs, reward_weights)
+    evaluated = plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
     data, tables = _data(train_dataset, eval_dataset, columns, held_out=held_out)
     _require_use_of_pairs(data, objective)
@@ -98,7 +94,7 @@ def describe(
         "out": str(output_dir),
         "tasks_per_step": 8,
         "group_size": 2 if objective is not None and objective.needs_pairs else 8,
-        "policy": _policy(section, peft_config, keys.pop("ema", None), _plain("", keys.pop("gradient_checkpointing", False))),
+        "policy": _policy(section, peft_config, keys.pop("ema", None), plain("", keys.pop("gradient_checkpointing", False))),
         "data": DATA.document(data),
         "reward": {**rewards, "combine": combine, **_max_missing(keys)},
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
@@ -113,11 +109,11 @@ def describe(
         objects |= more
     elif section.uses_image_tokens:
         document["renderer"] = {"kind": "codes"}
-    document |= {key: _plain(key, value) for key, value in keys.items()}
+    document |= {key: plain(key, value) for key, value in keys.items()}
     image_model = renderer.get("model") if isinstance(renderer, Mapping) else renderer
-    given = (model, train_dataset, objective, image_model, *_listed(reward_funcs), *keys.values())
+    given = (model, train_dataset, objective, image_model, *as_list(reward_funcs), *keys.values())
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
-    modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
+    modules |= {module for one in as_list(reward_funcs) if isinstance(one, str) for module in modules_in_argument(one)}
     return DescribedRun(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
@@ -175,123 +171,14 @@ def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gra
     policy = {
         "kind": "autoregressive" if isinstance(section, LanguageModel) else "denoising",
         "model": kinds.document(section),
-        "train": _train(peft_config),
+        "train": train_document(peft_config),
         "gradient_checkpointing": gradient_checkpointing,
     }
-    return policy if ema is None else {**policy, "ema": _plain("ema", ema)}
-
-
-def _train(peft_config: Any) -> dict[str, Any]:
-    """The document of ``policy.train`` for None (all weights), a section, or a ``peft.LoraConfig``."""
-    if peft_config is None:
-        return FullWeights().model_dump(mode="json")
-    if isinstance(peft_config, Section):
-        return peft_config.model_dump(mode="json")
-    if type(peft_config).__name__ == "LoraConfig":
-        _require_usual(peft_config)
-        targets = peft_config.target_modules
-        lora = Lora(
-            rank=peft_config.r,
-            alpha=float(peft_config.lora_alpha),
-            targets=None if targets is None else tuple(sorted(targets)),
-            dropout=float(peft_config.lora_dropout),
-        )
-        return lora.model_dump(mode="json")
-    raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig, or None")
-
-
-def _require_usual(config: Any) -> None:
-    """Raise ValueError for each setting of a ``peft.LoraConfig`` that would be lost in a recipe."""
-    problems = []
-    if isinstance(config.target_modules, str):
-        problems.append(
-            f"peft_config.target_modules: {config.target_modules!r} is a pattern; give a list of endings of layer names, such as "
-            "['to_q', 'to_v'], or None for the usual layers of the model's family"
-        )
-    supported = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    descriptive = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
-    for name, default in vars(type(config)()).items():
-        value = getattr(config, name)
-        gaussian = name == "init_lora_weights" and value == "gaussian"  # how policy.train initializes a LoRA
-        if value != default and not gaussian and name not in (*supported, *descriptive):
-            problems.append(
-                f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _rewards(
-    given: RewardLike | Sequence[RewardLike] | None, weights: Sequence[float] | Mapping[str, float] | str | None
-) -> tuple[dict[str, Any], Mapping[str, float] | str, dict[str, Any]]:
-    """The document of the rewards, their combination, and the reward functions by name."""
-    if given is None:
-        if weights is not None:
-            raise ValueError("reward_weights: there are no reward_funcs to weight; give both, or neither")
-        return {"kind": "none"}, {}, {}
-    listed = _listed(given)
-    if not listed:
-        raise ValueError("reward_funcs: empty; give at least one reward")
-    sections: dict[str, RewardSection] = {}
-    for one in listed:
-        section = _reward(one)
-        if section.name in sections:
-            raise ValueError(f"reward_funcs: two rewards are called {section.name!r}; rename one of the functions")
-        sections[section.name] = section
-    functions = {section.live_name: section.load("cpu") for section in sections.values() if isinstance(section, FunctionReward)}
-    combine = _combine(list(sections.values()), weights)
-    if len(sections) == 1:
-        (only,) = sections.values()
-        document = REWARDS.document(only)
-        return {**document, "combine": combine}, combine or only.combine, functions
-    parts = {name: _without_shared(REWARDS.document(section)) for name, section in sections.items()}
-    return {"kind": "several", "rewards": parts}, combine, functions
-
-
-def _listed(given: RewardLike | Sequence[RewardLike]) -> list[RewardLike]:
-    return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _reward(given: RewardLike) -> RewardSection:
-    if isinstance(given, RewardSection):
-        return given
-    if isinstance(given, str):
-        return parse_reward(read_combined(given), allow_imports=modules_in_argument(given))
-    return FunctionReward.of(given)
-
-
-def _combine(
-    sections: Sequence[RewardSection], weights: Sequence[float] | Mapping[str, float] | str | None
-) -> Mapping[str, float] | str:
-    """The combination of the columns: a formula, weights by column, or one weight per reward, by default 1 each."""
-    if isinstance(weights, str | Mapping):
-        return weights if isinstance(weights, str) else {name: _plain(name, weight) for name, weight in weights.items()}
-    if weights is not None and len(weights) != len(sections):
-        raise ValueError(f"reward_weights: {len(weights)} weights for {len(sections)} rewards; give one for each")
-    each = [1.0] * len(sections) if weights is None else [float(weight) for weight in weights]
-    if len(sections) == 1 and weights is None and sections[0].combine:
-        return sections[0].combine
-    combined = {}
-    for section, weight in zip(sections, each, strict=True):
-        columns = section.known_columns() or {}
-        scores = [name for name, column in columns.items() if not column.diagnostic]
-        if section.combine and isinstance(section.combine, dict):
-            scores = list(section.combine)
-        if len(scores) != 1:
-            raise ValueError(
-                f"reward_weights: {section.name} has the columns {', '.join(columns) or '(not known yet)'}; say which train, for "
-                f"example reward_weights={{{(scores or ['column'])[0]!r}: 1.0}}"
-            )
-        combined[scores[0] if len(sections) == 1 else f"{section.name}/{scores[0]}"] = weight
-    return combined
-
-
-def _without_shared(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in ("combine", "max_missing")}
+    return policy if ema is None else {**policy, "ema": plain("ema", ema)}
 
 
 def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
-    return {"max_missing": _plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}
+    return {"max_missing": plain("max_missing", keys.pop("max_missing"))} if "max_missing" in keys else {}
 
 
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
@@ -352,21 +239,6 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
     edits = section.takes is not None and section.takes.responses and section.takes.images[0] > 0
     usual = {"kind": "response", "encoder": "frozen"} if edits else {"kind": "prompt"}
     return {**usual, "model": IMAGE_MODELS.document(section), "num_steps": steps or 28, **keys}, objects
-
-
-def _plain(key: str, value: Any) -> Any:
-    """Convert the value of a recipe's key to JSON."""
-    if isinstance(value, Advantage):
-        return ADVANTAGES.document(value)
-    if isinstance(value, Section):
-        return value.model_dump(mode="json", by_alias=True)
-    if isinstance(value, Mapping):
-        return {name: _plain(name, inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(key, inner) for inner in value]
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a scalar of NumPy or of torch
-        return value.item()
-    return str(value) if isinstance(value, Path) else value
 
 
 def _run_name(section: ImageModel | LanguageModel) -> str:

@@ -12,9 +12,10 @@ from retouch.config import consent
 from retouch.config.live import live_objects
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.listener import Listener, StepResult
-from retouch.trainer.arguments import DescribedRun, RewardLike, describe
+from retouch.trainer.arguments import DescribedRun, describe
 from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
 from retouch.trainer.history import evaluation_entry, step_entry, stored_history, without_evaluation
+from retouch.trainer.rewards import RewardLike
 
 if TYPE_CHECKING:
     from PIL.Image import Image
