@@ -19,13 +19,13 @@ def overview(found: Mapping[str, Any]) -> str:
         rows.append([split, str(each["samples"]), steps, str(each["without_image"]), str(each["stored_images"]), seconds])
     lines += aligned(rows)
     for split, each in found["samples"].items():
-        told = ", ".join(f"{name} {count}" for name, count in each["missing"].items())
-        lines += [f"  {split}, missing: {told}"] if told else []
+        missing = ", ".join(f"{name} {count}" for name, count in each["missing"].items())
+        lines += [f"  {split}, missing: {missing}"] if missing else []
     lines += ["", "judges"]
     for judge in found["judges"]:
         about = judge["about"]
-        told = f"  {about['own']}" if about.get("own") else ""
-        lines.append(f"  {judge['fingerprint']} since step {judge['since']}: {about.get('class') or about['kind']}{told}")
+        suffix = f"  {about['own']}" if about.get("own") else ""
+        lines.append(f"  {judge['fingerprint']} since step {judge['since']}: {about.get('class') or about['kind']}{suffix}")
     if not found["asked"]:
         return "\n".join([*lines, "", "no judge or server outside the run was called, so there is no cost"])
     rows = [["judge", "calls", "failed", "attempts", "input tokens", "output tokens", "seconds per call", "cost"]]

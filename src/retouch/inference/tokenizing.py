@@ -123,9 +123,9 @@ def merge(out: Path, *, of: int) -> Path | None:
     if not all(file.is_file() for file in files):
         return None
     lists = [read_json(file) for file in files]
-    if len({told["stamp"] for told in lists}) > 1:
+    if len({record["stamp"] for record in lists}) > 1:
         return None
-    names = dict(sorted((row, name) for told in lists for row, name in told["names"]))
+    names = dict(sorted((row, name) for record in lists for row, name in record["names"]))
     assert len(names) == lists[0]["rows"], "shards share out every row"
     if len(set(names.values())) < len(names):
         raise ValueError("two tasks have the same id, and thus the same file; give the rows of the data set unique ids")

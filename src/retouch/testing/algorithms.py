@@ -143,16 +143,16 @@ def check_transition(transition: Transition) -> None:
     x, velocity = torch.randn(4096, 3, generator=key), torch.randn(4096, 3, generator=key).requires_grad_()
     sigma, sigma_next = torch.full((4096,), 0.7), torch.full((4096,), 0.5)
     for reduction in ("mean", "sum"):
-        told: dict[str, Any] = {"sigma_max": torch.tensor(0.9), "reduction": reduction}
+        extra: dict[str, Any] = {"sigma_max": torch.tensor(0.9), "reduction": reduction}
         noise = torch.randn(4096, 3, generator=key)
-        sampled = transition.step(x, velocity, sigma, sigma_next, noise=noise, **told)
-        evaluated = transition.step(x, velocity, sigma, sigma_next, next=sampled.next, **told)
+        sampled = transition.step(x, velocity, sigma, sigma_next, noise=noise, **extra)
+        evaluated = transition.step(x, velocity, sigma, sigma_next, next=sampled.next, **extra)
         require_close(evaluated.log_prob, sampled.log_prob, limit=1e-6, what="log_prob of the rollout and of evaluation")
         require(bool(sampled.log_prob[sampled.step_std > 0].isfinite().all()), "log_prob is not finite where step_std is above 0")
         require(not sampled.next.requires_grad, "the sampled next carries a gradient; detach it")
         (slope,) = torch.autograd.grad(evaluated.log_prob.sum(), velocity)
         require(bool(slope.any()), "log_prob has no gradient through the velocity")
-        still = transition.step(x, velocity, sigma, sigma_next, noise=torch.zeros_like(noise), **told)
+        still = transition.step(x, velocity, sigma, sigma_next, noise=torch.zeros_like(noise), **extra)
         require_close(still.next, still.mean, limit=1e-6, what="next without noise and the mean")
         spread = (sampled.next - sampled.mean).detach().std().item()
         wanted = sampled.step_std[0].item()

@@ -117,9 +117,9 @@ def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: 
 def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
     rows = len(x)
 
-    def velocity(sigma: float, *, module: torch.nn.Module = model.module, told: Conditioning = conditioning) -> Tensor:
+    def velocity(sigma: float, *, module: torch.nn.Module = model.module, inputs: Conditioning = conditioning) -> Tensor:
         with torch.no_grad():
-            return model.velocity(module, x, torch.full((rows,), sigma, device=x.device), told)
+            return model.velocity(module, x, torch.full((rows,), sigma, device=x.device), inputs)
 
     noisy = velocity(0.9)
     other = copy.deepcopy(model.module)
@@ -131,13 +131,13 @@ def _check_dependence(model: DenoisingModel, tasks: Sequence[Task], conditioning
         not torch.equal(velocity(0.9, module=other), noisy),
         "velocity ignores `module`: it must compute with the module it is given",
     )
-    swapped = velocity(0.9, told=conditioning.take(torch.arange(rows, device=x.device).flip(0)))
+    swapped = velocity(0.9, inputs=conditioning.take(torch.arange(rows, device=x.device).flip(0)))
     require(not torch.equal(swapped, noisy), "velocity does not change with the instruction and the source images")
     instructions = [task.instruction for task in tasks]
     require(len(set(instructions)) == rows, "every task needs an instruction of its own")
     # Only the instructions change, because a model that ignores them could still depend on the source images.
-    retold = model.encode([replace(task, instruction=text) for task, text in zip(tasks, reversed(instructions), strict=True)])
-    require(not torch.equal(velocity(0.9, told=retold), noisy), "velocity does not change with the instruction alone")
+    swapped_text = model.encode([replace(task, instruction=text) for task, text in zip(tasks, reversed(instructions), strict=True)])
+    require(not torch.equal(velocity(0.9, inputs=swapped_text), noisy), "velocity does not change with the instruction alone")
     range_ = (velocity(0.3) - noisy).double().norm()
     require(bool(range_ > 0), "velocity does not change with sigma")
     jump = float((velocity(0.9 - _SMALL_STEP) - noisy).double().norm() / range_)

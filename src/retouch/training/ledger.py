@@ -73,14 +73,14 @@ class Ledger:
         changed = [] if known is None else list(changes(known, describe(reward)))
         if not self._ranks.any(bool(changed)):
             return
-        told = "\n  ".join(changed) or "another rank's message says how"
+        listed = "\n  ".join(changed) or "another rank's message says how"
         if not self._new_judge:
             raise ValueError(
-                f"the judge is not the one that the run began with:\n  {told}\n"
+                f"the judge is not the one that the run began with:\n  {listed}\n"
                 "Rewards before and after could not be compared. Restore the old judge, start over with --fresh, or continue with "
                 "this one with --new-judge"
             )
-        log.warning("the run goes on with another judge:\n  %s", told)
+        log.warning("the run goes on with another judge:\n  %s", listed)
 
     def attach(self, judge: RewardScorer, *, since: int) -> None:
         """Attach the journal to the training judge, and record in the ledger that it scores from step ``since`` on."""

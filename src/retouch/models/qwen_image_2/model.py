@@ -153,12 +153,12 @@ class QwenImage2(PipelineModel):
         grids = [(1, *self.latents.grid(size)) for size in (*shared["sources"], shared["size"])]
         lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []
         for row, length in enumerate(lengths):
-            told = {name: tensor[row : row + 1] for name, tensor in conditioning.tensors.items()}
-            slots = told["slots"][:, :length]
-            tokens = torch.cat([told["source"], x[row : row + 1]], dim=1) if shared["sources"] else x[row : row + 1]
+            inputs = {name: tensor[row : row + 1] for name, tensor in conditioning.tensors.items()}
+            slots = inputs["slots"][:, :length]
+            tokens = torch.cat([inputs["source"], x[row : row + 1]], dim=1) if shared["sources"] else x[row : row + 1]
             output: Tensor = module(
                 hidden_states=tokens.to(dtype),
-                encoder_hidden_states=told["embeds"][:, :length].to(dtype),
+                encoder_hidden_states=inputs["embeds"][:, :length].to(dtype),
                 # The pipelines also multiply sigma by 1000 and divide again; the rounding changes the embedding's high frequencies.
                 timestep=sigma[row : row + 1] * 1000 / 1000,
                 img_shapes=[grids],

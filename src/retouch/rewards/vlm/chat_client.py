@@ -264,8 +264,8 @@ class ChatClient:
         counted = chat_format.tokens_of(question, received)
         if counted.estimated and not self._warned_of_usage:
             self._warned_of_usage = True
-            told = "reports no usage" if received.usage is None else f"reports a usage that is impossible ({received.usage})"
-            _log.warning("%s %s; its tokens are estimated from the texts and images", self.endpoint.description, told)
+            problem = "reports no usage" if received.usage is None else f"reports a usage that is impossible ({received.usage})"
+            _log.warning("%s %s; its tokens are estimated from the texts and images", self.endpoint.description, problem)
         text = credentials.redacted(received.reply.text, self._key)
         scores = question.form.read(received.reply)
         self._line.answered()
