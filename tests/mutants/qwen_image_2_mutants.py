@@ -31,8 +31,8 @@ QWEN_IMAGE_2 = (
     Mutant(
         "source images come after the output in the token sequence",
         _MODEL,
-        'torch.cat([told["source"], x[row : row + 1]], dim=1)',
-        'torch.cat([x[row : row + 1], told["source"]], dim=1)',
+        'torch.cat([inputs["source"], x[row : row + 1]], dim=1)',
+        'torch.cat([x[row : row + 1], inputs["source"]], dim=1)',
         f"{_SAMPLES}[blue-1-1.0]",
     ),
     Mutant(

@@ -60,7 +60,7 @@ TOKENS = (
     Mutant(
         "shards of different tokenization jobs are merged",
         "inference/tokenizing.py",
-        'if len({told["stamp"] for told in lists}) > 1:',
+        'if len({record["stamp"] for record in lists}) > 1:',
         "if not lists:",
         "tests/inference/test_tokenizing.py::test_shards_together_equal_the_output_of_one_process",
     ),
