@@ -32,8 +32,8 @@ class Ema(Section):
     """A running average of the trained weights, used for evaluation and export."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Share of the average that is kept at each update. After few updates in a phase the share is less: (1 + n) / (10 + n) after n
-    optimizer steps of the phase."""
+    """Share of the average that is kept at each update. Early in a phase a smaller share is kept: at most
+    (1 + n) / (10 + n) after n optimizer steps of the phase."""
     every: Count = 1
     """Optimizer steps between updates."""
 
