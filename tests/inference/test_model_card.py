@@ -18,6 +18,7 @@ from retouch.models.qwen_image_2.family import QwenImage2Model
 from retouch.models.sd3.family import SD3Model
 from retouch.models.z_image.family import ZImageModel
 from retouch.recipe.recipe import parse
+from retouch.records.files import write_json
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from tiny_recipes import SMALL
@@ -60,14 +61,16 @@ def test_the_model_card_mentions_tasks_without_a_score(tmp_path: Path) -> None:
     assert at_2.startswith("Means over 6 held-out tasks; tasks without a score are left out.")
 
 
-def test_the_interval_of_the_table_is_that_of_the_mean_after_training(tmp_path: Path) -> None:
+def test_the_table_has_the_paired_change_of_the_tasks_with_both_scores(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for step, mean in ((0, 4.0), (2, 5.0)):
-        intervals = {"all": {"overall": (mean - 0.5, mean + 0.25)}}
-        folder.write_eval(step, "heldout", table={"all": {"n": 6, "overall": mean}}, ci95=intervals)
-    header, _, row = (_scores(folder, 2, split="heldout") or "").splitlines()[-3:]
-    assert header == "| score | before | after 2 steps | 95 % interval of the mean after 2 steps |"
-    assert row == "| overall | 4 | 5 | 4.5 to 5.25 |"
+    (tmp_path / "evals").mkdir()
+    for step, scores in ((0, [4.0, 5.0, 6.0]), (2, [5.0, 5.5, None])):
+        folder.write_eval(step, "heldout", table={"all": {"n": 3, "overall": 5.0, "IP": 9.0}}, ci95={})
+        write_json(folder.evaluation(step), {"tasks": ["a", "b", "c"], "rewards": scores, "scores": {"overall": scores}})
+    header, _, *rows = (_scores(folder, 2, split="heldout") or "").splitlines()[-4:]
+    assert header == "| score | before | after 2 steps | change (95 % interval) |"
+    # The changes are 1 and 0.5, so the standard error of their mean is 0.25.
+    assert rows == ["| overall | 5 | 5 | +0.75 (+0.26 to +1.24) |", "| IP | 9 | 9 |  |"]
 
 
 def test_the_card_of_a_run_without_samples_and_evaluations_has_no_scores(tmp_path: Path) -> None:

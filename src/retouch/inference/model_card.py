@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from retouch.config.live import LIVE
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.models.playground.family import PlaygroundFamily
+from retouch.records.heldout import paired_change, read_scores
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
@@ -160,24 +162,28 @@ def _code(*lines: str) -> str:
 
 
 def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
-    """The table of mean scores before training and after the newest evaluation; None if there are not two evaluations."""
+    """The table of mean scores before training and after the newest evaluation, with the interval of the change if the scores of
+    all tasks are stored; None if there are not two evaluations."""
     lines = {line["step"]: line for line in run.read_evals() if line["split"] == "heldout" and line["step"] <= step}
     if len(lines) < 2:
         return None
     before, after = lines[min(lines)], lines[max(lines)]
+    scores_before, scores_after = (read_scores(run, at) for at in (min(lines), max(lines)))
     first, last = before["table"]["all"], after["table"]["all"]
     better_low = set(after.get("lower_is_better", ()))
     left_out = "; tasks without a score are left out" if before.get("missing") or after.get("missing") else ""
     rows = [
         f"Means over {last['n']} {split_label(split)} tasks{left_out}.\n",
-        f"| score | before | after {max(lines)} steps | 95 % interval of the mean after {max(lines)} steps |",
+        f"| score | before | after {max(lines)} steps | change (95 % interval) |",
     ]
     rows.append("| --- | --- | --- | --- |")
     for column in [name for name in last if name != "n" and name in first]:
-        low, high = after["ci95"].get("all", {}).get(column, (None, None))
-        interval = "" if low is None else f"{low:.4g} to {high:.4g}"
+        found = paired_change(scores_before.get(column, {}), scores_after.get(column, {}))
+        change = "" if found is None else f"{found.mean:+.3g}"
+        if found is not None and not math.isnan(found.low):
+            change += f" ({found.low:+.3g} to {found.high:+.3g})"
         name = f"{column} (lower is better)" if column in better_low else column
-        rows.append(f"| {name} | {first[column]:.4g} | {last[column]:.4g} | {interval} |")
+        rows.append(f"| {name} | {first[column]:.4g} | {last[column]:.4g} | {change} |")
     return "\n".join(rows)
 
 

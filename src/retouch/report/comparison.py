@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from retouch.records import files
 from retouch.records.folder import RunFolder
+from retouch.records.heldout import paired_change, read_scores
 from retouch.report.curves import headline_column, seconds_spent
 from retouch.report.numbers import MISSING, aligned, decimals_for, format_duration, format_percent, format_score, format_signed
 
@@ -55,27 +55,20 @@ def _read(root: Path, *, names: Sequence[Path], column: str | None = None) -> _R
     if reported is None:
         raise ValueError(f"{root} has no evaluation yet: compare it after its first one, or set eval.every")
     chosen = column or reported
-    first, last = (files.read_json(folder.evaluation(known[index]["step"])) for index in (0, -1))
+    before, after = (read_scores(folder, known[index]["step"]) for index in (0, -1))
+    if chosen not in after:
+        raise ValueError(f"{root} has no held-out score {chosen!r}, which the first run reports; it has {', '.join(after)}")
     same_name = [each for each in names if each.resolve().name == folder.name]
     return _Run(
         name=folder.name if len(same_name) == 1 else str(root),
         recipe=dict(_flat(recipe)),
         column=chosen,
         step=known[-1]["step"],
-        before=_known(root, first, chosen),
-        after=_known(root, last, chosen),
+        before=before[chosen],
+        after=after[chosen],
         gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
         seconds=seconds_spent(folder.read_timings()),
     )
-
-
-def _known(root: Path, evaluation: Mapping[str, Any], column: str) -> dict[str, float]:
-    """The scores of an evaluation by task, without missing ones. Raises ValueError if it has no such column."""
-    columns = {"reward": evaluation["rewards"], **evaluation["scores"]}
-    if column not in columns:
-        raise ValueError(f"{root} has no held-out score {column!r}, which the first run reports; it has {', '.join(columns)}")
-    values = zip(evaluation["tasks"], columns[column], strict=True)
-    return {task: value for task, value in values if value is not None and not math.isnan(value)}
 
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
@@ -124,13 +117,11 @@ def _differences(runs: Sequence[_Run]) -> Iterator[str]:
 
 
 def _change(before: Mapping[str, float], after: Mapping[str, float], decimals: int) -> str:
-    """The mean of after - before over the tasks with both scores, and its 95 % interval."""
-    changes = [after[task] - before[task] for task in before if task in after]
-    if len(changes) < 2:
-        return format_signed(changes[0] if changes else None, decimals)
-    half = 1.96 * stdev(changes) / math.sqrt(len(changes))
-    low, middle, high = (format_signed(mean(changes) + shift, decimals) for shift in (-half, 0, half))
-    return f"{middle} ({low} to {high})"
+    found = paired_change(before, after)
+    if found is None:
+        return MISSING
+    middle, low, high = (format_signed(value, decimals) for value in found)
+    return middle if math.isnan(found.low) else f"{middle} ({low} to {high})"
 
 
 def _recipes(runs: Sequence[_Run]) -> Iterator[str]:
