@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-wheels
+.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-dry-run gpu-wheels
 
 install: $(STAMP)
 
@@ -127,6 +127,10 @@ gpu:
 	rm -rf build/gpu-site && mkdir -p build/gpu-site
 	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel build/gpu-site; done
 	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) benchmarks/gpu/run.py --out $(OUT)
+
+# The same checks with tiny models on the CPU. (`make gpu --dry-run` only prints the commands: --dry-run is an option of make.)
+gpu-dry-run: install
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/gpu/run.py --dry-run --minutes 20 --out $(OUT)-dry-run
 
 gpu-wheels:
 	PYTHON=$(PYTHON) benchmarks/gpu/wheels.sh .wheels
