@@ -57,7 +57,8 @@ DEFAULTS = """## What follows for the defaults
 
 No default of a full-size recipe was changed because of this page. A ranking that decides a default would have to hold for exact and
 noisy judges, for several kinds of tasks and for several sizes of network. The rank correlations above say how far it holds between
-judges and kinds of tasks. Only [scaling](scaling.md) compares two sizes of network, with one algorithm.
+judges, between kinds of tasks and between two sizes of the editor. [Scaling](scaling.md) has more runs with the larger editor, all
+of one algorithm.
 """
 LIMITS = """## What this page does not show
 
