@@ -24,7 +24,6 @@ from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import TooManyMissing
 from tiny_bridge import bridge, trl_call
-from warm_python import python
 
 SUPPORT = Path(__file__).parents[1] / "support"
 EXAMPLE = SUPPORT.parents[1] / "examples" / "train_grpo_trl.py"
@@ -98,8 +97,11 @@ def test_rows_of_a_group_share_one_task():
 
 def test_two_ranks_share_group_keys_have_distinct_slots_and_raise_together(tmp_path):
     path = os.pathsep.join([str(SUPPORT), *sys.path[1:]])
-    ranks = [{**environment, "PYTHONPATH": path} for environment in rank_environments(2)]
-    command = [python(), "-W", "ignore", str(SUPPORT / "tiny_bridge.py"), str(tmp_path)]
+    # Not `python()`: its processes are forks of one process, and hash() gives the same numbers in all of them.
+    ranks = [
+        {**environment, "PYTHONPATH": path, "PYTHONHASHSEED": str(seed)} for seed, environment in enumerate(rank_environments(2))
+    ]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "tiny_bridge.py"), str(tmp_path)]
     assert run_ranks(command, ranks, logs=tmp_path / "logs", grace=20.0) == 0
     (group, slots, said), (other_group, other_slots, other_said) = (
         (tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)
