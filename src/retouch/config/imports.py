@@ -189,8 +189,8 @@ def argument_problems(wanted: type, args: Mapping[str, Any]) -> Iterator[tuple[s
     if not any(each.kind is each.VAR_KEYWORD for each in parameters):
         for name in args:
             if name not in names:
-                takes_only = ", ".join(names) or "no arguments"
-                yield name, f"unknown argument; the constructor takes {takes_only}{did_you_mean(name, names)}"
+                accepted = ", ".join(names) or "no arguments"
+                yield name, f"unknown argument; the constructor takes {accepted}{did_you_mean(name, names)}"
     for each in takes:
         if each.default is each.empty and each.name not in (*args, "device"):
             yield each.name, "missing; the constructor needs this argument"

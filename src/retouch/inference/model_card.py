@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from retouch.config.live import LIVE
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.models.playground.family import PlaygroundFamily
-from retouch.records.heldout import paired_change, read_scores
+from retouch.records.heldout import Change, paired_change, read_scores
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
@@ -178,13 +177,16 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
     ]
     rows.append("| --- | --- | --- | --- |")
     for column in [name for name in last if name != "n" and name in first]:
-        found = paired_change(scores_before.get(column, {}), scores_after.get(column, {}))
-        change = "" if found is None else f"{found.mean:+.3g}"
-        if found is not None and not math.isnan(found.low):
-            change += f" ({found.low:+.3g} to {found.high:+.3g})"
+        change = _change(paired_change(scores_before.get(column, {}), scores_after.get(column, {})))
         name = f"{column} (lower is better)" if column in better_low else column
         rows.append(f"| {name} | {first[column]:.4g} | {last[column]:.4g} | {change} |")
     return "\n".join(rows)
+
+
+def _change(found: Change | None) -> str:
+    if found is None:
+        return ""
+    return f"{found.mean:+.3g}" + (f" ({found.interval[0]:+.3g} to {found.interval[1]:+.3g})" if found.interval else "")
 
 
 def _write_image(run: RunFolder, to: Path, *, step: int) -> bool:

@@ -10,11 +10,10 @@ from retouch.records.folder import RunFolder
 
 
 class Change(NamedTuple):
-    """The mean of after - before, and its 95 % confidence interval (paired, normal approximation); NaN with a single task."""
+    """The mean of after - before, and its 95 % confidence interval (paired, normal approximation); None with a single task."""
 
     mean: float
-    low: float
-    high: float
+    interval: tuple[float, float] | None
 
 
 def read_scores(folder: RunFolder, step: int) -> dict[str, dict[str, float]]:
@@ -39,8 +38,10 @@ def paired_change(before: Mapping[str, float], after: Mapping[str, float]) -> Ch
     if not changes:
         return None
     middle = mean(changes)
-    half = 1.96 * stdev(changes) / math.sqrt(len(changes)) if len(changes) > 1 else math.nan
-    return Change(middle, middle - half, middle + half)
+    if len(changes) == 1:
+        return Change(middle, None)
+    half = 1.96 * stdev(changes) / math.sqrt(len(changes))
+    return Change(middle, (middle - half, middle + half))
 
 
 def _is_known(value: float | None) -> bool:

@@ -1,7 +1,7 @@
 """A comparison of runs as text: held-out scores, paired differences on the same held-out tasks, and what differs in the recipes."""
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,16 +38,21 @@ def comparison(folders: Sequence[Path]) -> str:
     """
     if len(folders) < 2:
         raise ValueError("retouch compare RUN RUN...: give at least two runs")
-    repeated = [folder for index, folder in enumerate(folders) if folder.resolve() in {each.resolve() for each in folders[:index]}]
+    absolute = [folder.resolve() for folder in folders]
+    repeated = [folder for index, folder in enumerate(folders) if absolute[index] in absolute[:index]]
     if repeated:
         raise ValueError(f"{repeated[0]} is given twice; compare different runs")
-    first = _read(folders[0], names=folders)
-    runs = [first, *(_read(folder, names=folders, column=first.column) for folder in folders[1:])]
-    return "\n".join([*_scores(runs), "", *_differences(runs), "", *_recipes(runs)])
+    counts = Counter(path.name for path in absolute)
+    # Runs of the same name are named by their folders.
+    names = [path.name if counts[path.name] == 1 else str(folder) for path, folder in zip(absolute, folders, strict=True)]
+    first = _read(folders[0], names[0])
+    runs = [first, *(_read(folder, name, first.column) for folder, name in zip(folders[1:], names[1:], strict=True))]
+    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
+    return "\n".join([*_scores(runs, decimals), "", *_differences(runs, decimals), "", *_recipes(runs)])
 
 
-def _read(root: Path, *, names: Sequence[Path], column: str | None = None) -> _Run:
-    """Read a run. ``names``: all folders; runs of the same name are named by their folders."""
+def _read(root: Path, name: str, column: str | None = None) -> _Run:
+    """Read a run. ``column``: the score; None is the one that the run reports."""
     folder = RunFolder(root)
     recipe, evals, summary = folder.read_recipe()["recipe"], folder.read_evals(), folder.read_summary()
     known = [line for line in evals if line["split"] == evals[0]["split"] and folder.evaluation(line["step"]).exists()]
@@ -58,9 +63,8 @@ def _read(root: Path, *, names: Sequence[Path], column: str | None = None) -> _R
     before, after = (read_scores(folder, known[index]["step"]) for index in (0, -1))
     if chosen not in after:
         raise ValueError(f"{root} has no held-out score {chosen!r}, which the first run reports; it has {', '.join(after)}")
-    same_name = [each for each in names if each.resolve().name == folder.name]
     return _Run(
-        name=folder.name if len(same_name) == 1 else str(root),
+        name=name,
         recipe=dict(_flat(recipe)),
         column=chosen,
         step=known[-1]["step"],
@@ -80,9 +84,8 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, json.dumps(value)
 
 
-def _scores(runs: Sequence[_Run]) -> Iterator[str]:
+def _scores(runs: Sequence[_Run], decimals: int) -> Iterator[str]:
     yield f"{runs[0].column} on all held-out tasks, before training and at the last evaluation"
-    decimals = decimals_for(value for run in runs for value in (*run.before.values(), *run.after.values()))
     rows = [["run", "step", "tasks", "before", "after", "change (95 %)", "share of the gap", "time in steps"]]
     for run in runs:
         both = run.before.keys() & run.after.keys()
@@ -103,10 +106,9 @@ def _scores(runs: Sequence[_Run]) -> Iterator[str]:
         yield "The share of the gap is of the tasks of eval.headline, as in summary.json."
 
 
-def _differences(runs: Sequence[_Run]) -> Iterator[str]:
+def _differences(runs: Sequence[_Run], decimals: int) -> Iterator[str]:
     first = runs[0]
     yield f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)"
-    decimals = decimals_for(value for run in runs for value in run.after.values())
     rows = []
     for run in runs[1:]:
         shared = first.after.keys() & run.after.keys()
@@ -120,8 +122,8 @@ def _change(before: Mapping[str, float], after: Mapping[str, float], decimals: i
     found = paired_change(before, after)
     if found is None:
         return MISSING
-    middle, low, high = (format_signed(value, decimals) for value in found)
-    return middle if math.isnan(found.low) else f"{middle} ({low} to {high})"
+    ends = [format_signed(end, decimals) for end in found.interval or ()]
+    return format_signed(found.mean, decimals) + (f" ({' to '.join(ends)})" if ends else "")
 
 
 def _recipes(runs: Sequence[_Run]) -> Iterator[str]:
