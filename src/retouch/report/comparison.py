@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
+from retouch.recipe.derived.differences import leaves
 from retouch.records.folder import RunFolder
 from retouch.records.heldout import paired_change, read_scores
 from retouch.report.curves import headline_column, seconds_spent
@@ -65,7 +65,7 @@ def _read(root: Path, name: str, column: str | None = None) -> _Run:
         raise ValueError(f"{root} has no held-out score {chosen!r}, which the first run reports; it has {', '.join(after)}")
     return _Run(
         name=name,
-        recipe=dict(_flat(recipe)),
+        recipe={key: json.dumps(value) for key, value in leaves(recipe)},
         column=chosen,
         step=known[-1]["step"],
         before=before[chosen],
@@ -73,15 +73,6 @@ def _read(root: Path, name: str, column: str | None = None) -> _Run:
         gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
         seconds=seconds_spent(folder.read_timings()),
     )
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a recipe with their values as JSON: ``a.b``."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else key)
-    else:
-        yield path, json.dumps(value)
 
 
 def _scores(runs: Sequence[_Run], decimals: int) -> Iterator[str]:

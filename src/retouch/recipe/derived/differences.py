@@ -32,7 +32,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     change only memory, time and rounding, folders of data and runs, connections to judges and engines, and the limits of ``watch``.
     With ``new_judge`` all keys of the reward may differ.
     """
-    before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
+    before, after = dict(leaves(old.document())), dict(leaves(new.document()))
     changeable = {*_changeable_rewards(old), *_changeable_rewards(new)}
     lines = []
     for key in sorted(before.keys() | after.keys()):
@@ -93,10 +93,11 @@ def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:
     return f"phases.{last}.steps", f"phases.{last}.passes"
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a document with their values: ``a.b`` and ``a.0.b``. Empty dictionaries and lists are values."""
     if isinstance(value, dict | list) and value:
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         for key, inner in entries:
-            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+            yield from leaves(inner, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
