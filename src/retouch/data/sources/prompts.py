@@ -13,8 +13,9 @@ from typing import Any, Literal
 from retouch.config.packaged import shipped
 from retouch.config.section import NonEmpty
 from retouch.data.base import StoredData
+from retouch.data.columns import find_columns
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout, PromptRows, find_columns
+from retouch.data.rows import Layout, PromptRows
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import METADATA, image_under, names_images
 from retouch.data.tables import TableRows, read_table

@@ -28,7 +28,8 @@ from retouch.data.base import (
     held_out_problems,
     resize_to,
 )
-from retouch.data.rows import Layout, Row, find_columns
+from retouch.data.columns import find_columns
+from retouch.data.rows import Layout, Row
 from retouch.data.sampler import Subset
 from retouch.data.sources.hub import embedded_image
 from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
