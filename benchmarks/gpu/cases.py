@@ -19,9 +19,9 @@ from retouch.assembly.assembly import Assembly, connect
 from retouch.distributed.placement import plan_placement, set_numerics
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
-from retouch.memory.ip_adapter import vision_part
-from retouch.memory.sizes import image_encoder
+from retouch.models.ip_adapter.image_encoder import vision_part
 from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe, load
 from retouch.rehearsal.inputs import made_up_judge, made_up_sets, scores
 from retouch.rehearsal.loading import without_weights, write_folder, write_single

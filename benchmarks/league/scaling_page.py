@@ -157,7 +157,7 @@ def curve(kept: Path) -> Iterator[str]:
     assert between is not None, "there are more than two tasks"
     yield (
         f"By the {best.name}, {TARGET:.2f} of the gap takes {takes:,.0f} images ({between.low:,.0f} to {between.high:,.0f}); "
-        "`retouch doctor --estimate` uses this interval."
+        "`retouch doctor` uses this interval."
     )
     yield ""
     outside, reached = longer_run()

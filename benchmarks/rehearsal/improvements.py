@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from retouch.models.base import DiffusersModel
 from retouch.models.train import Lora
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
@@ -116,6 +115,10 @@ class Improvement:
     applies: Callable[[Recipe], bool]
 
 
+_UNPADDED = ("qwen-image", "z-image")
+"""The kinds of models whose prompts have different numbers of tokens start with these words."""
+
+
 def _denoises_in_16_bits(recipe: Recipe) -> bool:
     return isinstance(recipe.policy, DenoisingPolicyKeys) and getattr(recipe.policy.model, "dtype", None) == "bfloat16"
 
@@ -123,7 +126,7 @@ def _denoises_in_16_bits(recipe: Recipe) -> bool:
 def _guides_unequal_texts(recipe: Recipe) -> bool:
     model, rollout = recipe.policy.model, recipe.rollout
     guided = isinstance(rollout, DenoisingRollout) and rollout.guidance_scale > 1
-    return guided and _denoises_in_16_bits(recipe) and isinstance(model, DiffusersModel) and not model.pads_prompts
+    return guided and _denoises_in_16_bits(recipe) and model.kind.startswith(_UNPADDED)
 
 
 def _has_lora(recipe: Recipe) -> bool:

@@ -1,11 +1,10 @@
-"""Deliberate bugs in placement: weights that are sharded over ranks, modules that share weights, and memory plans."""
+"""Deliberate bugs in placement: weights that are sharded over ranks, modules that share weights, and the memory of a rehearsal."""
 
 from mutant import Mutant
 
 SHARDING = "tests/distributed/test_sharding.py"
 PLACEMENT = "tests/distributed/test_placement.py"
-PLANS = "tests/memory/test_memory_plans.py"
-DOCTOR = "tests/doctor/test_doctor_writing.py"
+MEMORY = "tests/rehearsal/test_memory.py"
 CHECKS = "tests/distributed/test_sharding_checks.py"
 
 PLACING = (
@@ -59,25 +58,25 @@ PLACING = (
         f"{PLACEMENT}::test_shared_encoder_weights_use_one_storage",
     ),
     Mutant(
-        "freed tensors count towards the peak memory",
-        "memory/peak.py",
-        "if not entry[0].expired()",
-        "if entry[0]",
-        f"{PLANS}::test_freed_tensors_are_not_counted_and_views_are_not_counted_twice",
+        "tensors that are freed on the fake device stay counted",
+        "rehearsal/meter.py",
+        "            self._sizes[where] -= size",
+        "            pass",
+        f"{MEMORY}::test_freed_tensors_are_not_counted_and_views_are_not_counted_twice",
     ),
     Mutant(
-        "without gradient checkpointing, only one layer's activations are planned",
-        "memory/tokens.py",
-        "layers * kept + peak - kept if shared",
-        "peak if shared",
-        f"{PLANS}::test_planned_activations_match_the_peak_measured_on_the_cpu[False]",
+        "the doctor leaves out the weights of reward models",
+        "rehearsal/report.py",
+        "size + rewards.get(each, 0)",
+        "size",
+        f"{MEMORY}::test_weights_of_reward_models_are_added_on_their_device",
     ),
     Mutant(
-        "the memory plan leaves out the models of rewards",
-        "doctor/writer_memory.py",
-        'parts.setdefault(device, []).append(("reward", MemoryPlan((row,))))',
-        "pass",
-        f"{DOCTOR}::test_prompt_enhancer_has_a_memory_plan_for_each_of_its_three_gpus",
+        "a step that needs the whole memory of a GPU fits",
+        "rehearsal/machines.py",
+        "needed <= (1 - FREE_SHARE) * memory",
+        "needed <= memory",
+        f"{MEMORY}::test_a_step_fits_if_a_tenth_of_the_memory_stays_free",
     ),
     Mutant(
         "torch's cache is emptied although the recipe does not request it",

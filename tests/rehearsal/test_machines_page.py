@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from retouch.memory.plan import FREE_SHARE
-from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.machines import FREE_SHARE, MACHINES
 
 ROOT = Path(__file__).parents[2]
 KEPT: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks" / "rehearsal" / "rehearsed.json").read_text(encoding="utf-8"))

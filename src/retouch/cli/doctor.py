@@ -28,11 +28,18 @@ def add_doctor(commands: Commands) -> None:
     doctor.add_argument(
         "--ranks", type=int, help="with --rehearse: rehearse rank 0 of this many ranks (default: the ranks of the recipe)"
     )
-    doctor.add_argument("--device", help="check this device, or plan for this GPU (h200, h100, ...) or profile (FILE.json)")
+    doctor.add_argument("--device", help="check for this device, this GPU (h200, h100, ...) or this measured profile (FILE.json)")
     doctor.add_argument(
-        "--base", metavar="MODEL", help="plan with this model of the same size while policy.model.path does not exist yet"
+        "--base", metavar="MODEL", help="rehearse with this model of the same size while policy.model.path does not exist yet"
     )
-    doctor.add_argument("--estimate", action="store_true", help="estimate time and GPU hours, from a rehearsal of the step")
+    doctor.add_argument(
+        "--no-rehearsal",
+        action="store_true",
+        help="do not rehearse a step, which takes up to a minute; memory and time are not checked then",
+    )
+    doctor.add_argument(
+        "--estimate", action="store_true", help="also rehearse a recipe for the CPU, to estimate its time and GPU hours on a GPU"
+    )
     doctor.add_argument(
         "--price-per-hour",
         type=float,
@@ -62,7 +69,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     estimate = arguments.estimate or price is not None
     if estimate and recipe is None:
         raise ValueError("--estimate and --price-per-hour need a recipe: retouch doctor RECIPE --estimate")
-    doctor_options = DoctorOptions(device=arguments.device, base=arguments.base, estimate=estimate, price=price)
+    if estimate and arguments.no_rehearsal:
+        raise ValueError("--estimate and --price-per-hour need a rehearsal: omit --no-rehearsal")
+    doctor_options = DoctorOptions(
+        device=arguments.device, base=arguments.base, rehearsal=not arguments.no_rehearsal, estimate=estimate, price=price
+    )
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]
     allowed = [word for module in arguments.allow_import for word in ("--allow-import", module)]

@@ -1,31 +1,17 @@
-"""The device that memory is planned for: a device of this machine, or a GPU by name."""
+"""The device that a recipe is checked for: a device of this machine, or a GPU by name."""
 
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from retouch.distributed.ranks import init_distributed
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.recipe.recipe import Recipe
-from retouch.rehearsal.machines import find_machine
+from retouch.rehearsal.machines import MACHINES, Machine, find_machine
 
-_GIB = 2**30
-
-# As torch reports them (``total_memory``, and the "total capacity" in its out-of-memory messages), which is less than the
-# advertised size.
-GPUS = {
-    "h200": int(139.8 * _GIB),
-    "h100": int(79.1 * _GIB),
-    "a100-80gb": int(79.1 * _GIB),
-    "l40s": int(44.4 * _GIB),
-    "a100-40gb": int(39.4 * _GIB),
-    "5090": int(31.4 * _GIB),
-    "4090": int(23.6 * _GIB),
-}
-"""Names of GPUs that ``--device`` accepts, and their memory in bytes."""
 DEFAULT_GPU = "h100"
 PROFILE = ".json"
 """The ending of a file with the measured rates of a GPU (``retouch.rehearsal.machines``)."""
@@ -45,16 +31,16 @@ def require_known(name: str) -> None:
     """Raise ValueError unless ``name`` is a device in torch's notation, a known GPU, or the file of a GPU's measured profile."""
     if name.endswith(PROFILE):
         find_machine(name)
-    elif name not in GPUS and not _DEVICE.fullmatch(name):
+    elif name not in MACHINES and not _DEVICE.fullmatch(name):
         raise ValueError(
-            f"--device {name}: use auto, cpu, mps, cuda or cuda:N for a device of this machine, one of {', '.join(GPUS)}, or the "
-            "JSON file of a measured profile"
+            f"--device {name}: use auto, cpu, mps, cuda or cuda:N for a device of this machine, one of {', '.join(MACHINES)}, or "
+            "the JSON file of a measured profile"
         )
 
 
 def local_name(name: str) -> str:
-    """The device of this machine that checks use: ``name`` itself, or ``auto`` if ``name`` is a GPU that is only planned for."""
-    return "auto" if name in GPUS or name.endswith(PROFILE) else name
+    """The device of this machine that checks use: ``name`` itself, or ``auto`` if ``name`` is a GPU of another machine."""
+    return "auto" if name in MACHINES or name.endswith(PROFILE) else name
 
 
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
@@ -64,13 +50,14 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
     """
     if name.endswith(PROFILE):
         machine = find_machine(name)
-        text = f"{machine.name}, {gigabytes(machine.memory)} of memory (planned only; rates: {machine.measured})"
+        text = f"{machine.name}, {gigabytes(machine.memory)} of memory (not this machine; rates: {machine.measured})"
         return PlannedDevice(machine.name, machine.memory, None), ok("device", text)
-    if name in GPUS:
-        return PlannedDevice(name, GPUS[name], None), ok("device", f"{name}, {gigabytes(GPUS[name])} of memory (planned only)")
+    if name in MACHINES:
+        memory = MACHINES[name].memory
+        return PlannedDevice(name, memory, None), ok("device", f"{name}, {gigabytes(memory)} of memory (not this machine)")
     if name == "auto" and not weights_here and not torch.cuda.is_available():
-        text = f"no CUDA device on this machine: planning for {DEFAULT_GPU}; --device chooses another ({', '.join(GPUS)})"
-        return PlannedDevice(DEFAULT_GPU, GPUS[DEFAULT_GPU], None), note("device", text)
+        text = f"no CUDA device on this machine: checking for {DEFAULT_GPU}; --device chooses another ({', '.join(MACHINES)})"
+        return PlannedDevice(DEFAULT_GPU, MACHINES[DEFAULT_GPU].memory, None), note("device", text)
     if device is None:
         try:
             device = init_distributed(name).device
@@ -100,14 +87,19 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
         yield ok("kernels", f"{named}: tried on {target.device}")
 
 
-def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice | None:
-    """The device of a part, not of the policy, that the recipe places on ``name``. If the policy's device is not in this machine,
-    every GPU is of the same kind, and None stands for CPU memory, whose size is not known."""
-    if policy_device.device is None:
-        return None if name == "cpu" else policy_device
-    if name in ("auto", str(policy_device.device), policy_device.device.type):
-        return policy_device
-    return local_device(torch.device(name))
+def machine_of(target: PlannedDevice, name: str) -> Machine:
+    """The machine on which a step is rehearsed for ``target``. ``name``: the option ``--device``.
+
+    A device of this machine has the rates of the GPU that its name contains; if there is none, those of a common GPU.
+    """
+    if name.endswith(PROFILE):
+        return find_machine(name)
+    if target.device is None:
+        return MACHINES[target.name]
+    words = target.name.lower()
+    like = [each for each in MACHINES.values() if all(part in words for part in each.name.split("-"))]
+    base = like[0] if like else MACHINES[DEFAULT_GPU]
+    return replace(base, name=target.name, memory=target.bytes, measured=f"rates of {base.name}: {base.measured}")
 
 
 def local_device(device: torch.device) -> PlannedDevice:

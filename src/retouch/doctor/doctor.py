@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +30,44 @@ from retouch.doctor.checks import (
 )
 from retouch.doctor.device import (
     DEFAULT_GPU,
-    GPUS,
-    PROFILE,
     PlannedDevice,
     check_device,
     check_kernels,
     local_name,
+    machine_of,
     require_known,
 )
 from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import Finding, failed, note, ok
-from retouch.doctor.fitting import smallest_fit
 from retouch.doctor.install import check_install, check_playground
-from retouch.doctor.memory import check_memory
 from retouch.doctor.ranks import RankGroup, check_rank_group, join_ranks, rank_list
 from retouch.doctor.reward import calls_of, check_reward
 from retouch.doctor.trial import check_trial
-from retouch.doctor.writer_memory import check_writer_memory
 from retouch.models.common.complete import IncompleteWeights, require_complete
 from retouch.models.playground.family import playground_weights
 from retouch.recipe.derived.judge_calls import Calls
-from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
-from retouch.rehearsal.machines import find_machine
+from retouch.rehearsal.machines import MACHINES, Machine
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
+_LARGE = 10**9
+"""A step on the CPU is rehearsed if its weights have at least this many bytes. With fewer, the trial step shows that they fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorOptions:
     """What the user asks `retouch doctor` for, besides the checks of a recipe.
 
-    ``device``: plan for this device instead of the recipe's: a device of this machine, the name of a GPU ("h200"), or the file of a
-    GPU's measured profile. ``base``: folder or Hugging Face id of a model with the size of weights that do not exist yet.
-    ``estimate``: estimate time and cost, on GPUs that cost ``price`` dollars an hour.
+    ``device``: check for this device instead of the recipe's: a device of this machine, the name of a GPU ("h200"), or the file of
+    a GPU's measured profile. ``base``: folder or Hugging Face id of a model with the size of weights that do not exist yet.
+    ``rehearsal``: rehearse a step for its memory and time. ``estimate``: also rehearse a recipe for the CPU, on a common GPU.
+    ``price``: dollars per hour of one GPU.
     """
 
     device: str | None = None
     base: str | None = None
+    rehearsal: bool = True
     estimate: bool = False
     price: float | None = None
 
@@ -80,7 +79,8 @@ class DoctorOptions:
             "--price-per-hour": None if self.price is None else f"{self.price:g}",
         }
         given = [f"{option} {shlex.quote(value)}" for option, value in named.items() if value is not None]
-        return [*given, "--estimate"] if self.estimate and self.price is None else given
+        flags = {"--no-rehearsal": not self.rehearsal, "--estimate": self.estimate and self.price is None}
+        return [*given, *(flag for flag, chosen in flags.items() if chosen)]
 
 
 def run_checks(recipe: Recipe | None, *, distributed: bool, doctor_options: DoctorOptions, arguments: Sequence[str] = ()) -> int:
@@ -183,48 +183,30 @@ def next_steps(failures: Iterable[Finding], arguments: Sequence[str], options: S
 
 
 def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, doctor_options: DoctorOptions) -> None:
-    """Run the checks of this rank; then, if nothing failed on any rank, the trial step on all ranks; last, time and cost."""
+    """Run the checks of this rank; then, if nothing failed on any rank, the trial step on all ranks."""
     report.add(check_install())
     if recipe is None:
         report.add([check_playground(playground_weights())])
         return
     checked = _check_recipe(report, group, recipe, device_name, doctor_options)
-    device = checked.device
-    devices = group.gather_texts("" if device is None else str(device))
+    devices = group.gather_texts("" if checked.device is None else str(checked.device))
     if not group.gather_failures(report.found) and "" not in devices:
-        assert device is not None
-        report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
-    if not doctor_options.estimate and (checked.device is None or checked.device.type != "cpu"):
-        ways = "--estimate rehearses a step to estimate it, in one or two minutes of CPU time"
-        report.add([note("time", f"not estimated; {ways}, and --price-per-hour DOLLARS adds the cost")])
-    if doctor_options.estimate and report.is_main:
-        from retouch.doctor.estimate import check_estimate
-
-        world = report.world or recipe.ranks or 1
-        fitting = not any(finding.status == "FAILED" and finding.subject == "memory" for finding in report.found)
-        machine = find_machine(checked.gpu)
-        if checked.device is not None and checked.gpu != doctor_options.device:
-            report.add([note("time", f"estimated for {checked.gpu}, because no GPU was named; --device names one")])
-        sys.stderr.write("rehearsing one step for the estimate; this takes one or two minutes of CPU time\n")
-        report.add(
-            check_estimate(
-                checked.recipe, machine, world=world, price=doctor_options.price, calls=checked.calls, planned_to_fit=fitting
-            )
-        )
+        assert checked.device is not None
+        ranks = Ranks(rank=group.ranks.rank, world=group.ranks.world, device=checked.device)
+        report.add(check_trial(recipe, ranks, steps=checked.steps, check_disk=not checked.rehearsed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
     """The results of the checks that load no weights.
 
-    ``recipe``: the recipe whose memory is planned. ``calls``: the calls to each judge. ``device``: the device of the trial step;
-    None if weights or device are missing. ``gpu``: the GPU for which time is estimated.
+    ``device``: the device of the trial step; None if weights or device are missing. ``steps``: see ``phase_steps``. ``rehearsed``:
+    whether a step was rehearsed, so that the size of a checkpoint is known.
     """
 
-    recipe: Recipe
-    calls: Sequence[Calls]
     device: torch.device | None
-    gpu: str
+    steps: Sequence[int] | None
+    rehearsed: bool
 
 
 def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, doctor_options: DoctorOptions) -> _Checked:
@@ -242,27 +224,64 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     report.add(check_reward(recipe, sets, calls=calls))
     report.add(check_engines(recipe))
     report.add(check_prompt_embeddings(recipe))
-    planned, missing = _planned(recipe, doctor_options.base)
-    gpu = device_name if device_name in GPUS or device_name.endswith(PROFILE) else DEFAULT_GPU
-    if planned is None:
+    rehearsable, missing = _rehearsable(recipe, doctor_options.base)
+    if rehearsable is None:
         report.add(missing)
-        return _Checked(recipe=recipe, calls=calls, device=None, gpu=gpu)
-    folder, weights_here = _weights(planned)
+        return _Checked(device=None, steps=steps, rehearsed=False)
+    folder, weights_here = _weights(rehearsable)
     joined = None if report.world is None else group.ranks.device
     target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
     report.add([finding])
     report.add(check_kernels(recipe, target))
-    findings, checkpoint = _memory(planned, folder, target)
+    rehearsed = _rehearses(rehearsable, target, doctor_options)
+    if rehearsed and target is not None and report.is_main:
+        machine, timed = machine_of(target, device_name), not _on_cpu(target)
+        if not timed and doctor_options.estimate:
+            machine, timed = MACHINES[DEFAULT_GPU], True
+            report.add([note("time", f"estimated for {DEFAULT_GPU}, because no GPU was named; --device names one")])
+        _rehearse(report, rehearsable, machine, world=world, timed=timed, price=doctor_options.price, calls=calls, steps=steps)
+    elif target is not None and not doctor_options.rehearsal:
+        report.add([note("memory", "not checked, because of --no-rehearsal")])
+    report.add(missing or [_weights_finding(recipe, folder, weights_here)])
+    trial = weights_here and not missing and target is not None
+    return _Checked(device=target.device if trial and target is not None else None, steps=steps, rehearsed=rehearsed)
+
+
+def _rehearses(recipe: Recipe, target: PlannedDevice | None, doctor_options: DoctorOptions) -> bool:
+    """Whether to rehearse a step: for a GPU, for large weights, or on request."""
+    if target is None or not doctor_options.rehearsal:
+        return False
+    folders = {section.find_weights()[0] for section in (recipe.policy.model, recipe.image_model)} - {None}
+    size = sum(file.stat().st_size for folder in folders if folder is not None for file in folder.rglob("*.safetensors"))
+    return doctor_options.estimate or not _on_cpu(target) or size >= _LARGE
+
+
+def _on_cpu(target: PlannedDevice) -> bool:
+    return target.device is not None and target.device.type == "cpu"
+
+
+def _rehearse(
+    report: _Report,
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    world: int,
+    timed: bool,
+    price: float | None,
+    calls: Sequence[Calls],
+    steps: Sequence[int] | None,
+) -> None:
+    """Rehearse a step; report its memory, its time, and whether the disk has room for the checkpoints."""
+    from retouch.doctor.rehearsal import check_rehearsal  # it is slow to import
+
+    findings, checkpoint = check_rehearsal(recipe, machine, world=world, timed=timed, price=price, calls=calls)
     report.add(findings)
     if checkpoint is not None:
         report.add([check_disk(recipe, checkpoint, steps=steps)])
-    report.add(missing or [_weights_finding(recipe, folder, weights_here)])
-    trial = weights_here and not missing and target is not None
-    return _Checked(recipe=planned, calls=calls, device=target.device if trial and target is not None else None, gpu=gpu)
 
 
-def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe whose memory is planned, and a failure if its weights are incomplete or do not exist yet, or a note if ``base``
+def _rehearsable(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
+    """The recipe that can be rehearsed, and a failure if its weights are incomplete or do not exist yet, or a note if ``base``
     stands for weights that can be downloaded. If they do not exist yet, the recipe has a model of the same size in their place, or
     is None if no such model is known; if they are incomplete, it is None."""
     path, absent = getattr(recipe.policy.model, "path", None), False
@@ -282,7 +301,8 @@ def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Find
             return recipe, []
         absent = True
     future = future_weights(path, base=base, absent=absent)
-    return future.planned(recipe), [failed("weights", future.text, fix=future.fix) if future.fix else note("weights", future.text)]
+    finding = failed("weights", future.text, fix=future.fix) if future.fix else note("weights", future.text)
+    return future.substituted(recipe), [finding]
 
 
 def _require_complete(model: Any, folder: Path | None, *, key: str) -> None:
@@ -290,29 +310,6 @@ def _require_complete(model: Any, folder: Path | None, *, key: str) -> None:
     path = getattr(model, "path", None)
     if folder is not None and isinstance(path, str):
         require_complete(folder, path=path, key=key)
-
-
-def _memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:
-    """The finding of the memory plan of each device, and the bytes of a checkpoint. The finding of a plan that does not fit
-    suggests the changes with which it fits."""
-
-    def plans(changed: Recipe) -> tuple[list[Finding], int | None]:
-        if isinstance(changed.policy, DenoisingPolicyKeys):
-            finding, checkpoint = check_memory(changed, folder, target)
-            return [finding], checkpoint
-        return check_writer_memory(changed, folder, target)
-
-    def fits(changed: Recipe) -> bool:
-        return not any(finding.status == "FAILED" for finding in plans(changed)[0])
-
-    findings, checkpoint = plans(recipe)
-    if checkpoint is None or fits(recipe):
-        return findings, checkpoint
-    changes = smallest_fit(recipe, fits)
-    if changes is not None:
-        fix = " ".join(f"--set {each}" for each in changes)
-        findings = [replace(each, fix=fix) if each.status == "FAILED" else each for each in findings]
-    return findings, checkpoint
 
 
 def _weights(recipe: Recipe) -> tuple[Path | None, bool]:

@@ -27,7 +27,7 @@ class FutureWeights:
     text: str
     fix: str
 
-    def planned(self, recipe: Recipe) -> Recipe | None:
+    def substituted(self, recipe: Recipe) -> Recipe | None:
         """The recipe with the base in place of the weights; None if no base is known."""
         return None if self.base is None else parse(recipe.document(), [f"policy.model.path={self.base}"])
 
@@ -55,9 +55,9 @@ def future_weights(path: str, *, base: str | None = None, absent: bool = False) 
             start, ranks = _start(recipe.document()), recipe.ranks or 1
             fix = shlex.join(["retouch", "launch", "--nproc", str(ranks), name] if ranks > 1 else ["retouch", "train", name])
     found = base or start
-    planned = "" if found is None else f". Memory is planned for a model of its size, {found}"
+    rehearsed = "" if found is None else f". A step is rehearsed with a model of its size, {found}"
     elsewhere = f"the weights of {path} are not on this machine: they will be downloaded when training starts"
-    return FutureWeights(found, f"{f'{path} does not exist yet{reason}' if fix else elsewhere}{planned}", fix)
+    return FutureWeights(found, f"{f'{path} does not exist yet{reason}' if fix else elsewhere}{rehearsed}", fix)
 
 
 def _run(path: Path) -> Path | None:

@@ -10,14 +10,18 @@ from safetensors import SafetensorError
 
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
+from retouch.doctor import checks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.judging import ScoredBatch
 from retouch.types import Batch, Sample
 
 
-def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
-    """Load the model, try one step of each phase, and report the peak memory. Collective: every rank must call it."""
+def check_trial(recipe: Recipe, ranks: Ranks, *, steps: Sequence[int] | None = None, check_disk: bool = False) -> Iterator[Finding]:
+    """Load the model, try one step of each phase, and report the peak memory. Collective: every rank must call it.
+
+    ``check_disk``: also check whether the disk has room for the checkpoints of ``steps`` steps per phase (``phase_steps``).
+    """
     smaller = "--set microbatch=1" if recipe.microbatch > 1 else "--set policy.gradient_checkpointing=true"
     try:
         parts = assemble(recipe, ranks)
@@ -30,6 +34,8 @@ def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
         return
     try:
         yield _loaded(parts)
+        if check_disk:
+            yield checks.check_disk(recipe, _checkpoint_bytes(parts), steps=steps)
         for check in parts.trial_steps(stepper=parts.stepper(), judge=_no_scores, done=0):
             yield (
                 ok("trial step", check.text)
@@ -51,6 +57,15 @@ def _loaded(parts: Assembly) -> Finding:
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     total = sum(weight.numel() for weight in weights)
     return ok("model", f"loaded on {parts.ranks.device}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters are trained")
+
+
+def _checkpoint_bytes(parts: Assembly) -> int:
+    """The bytes of a checkpoint: trained weights, their copies, fp32 master weights of weights in 16 bits, and AdamW's two moments.
+    Moments in 8 bits are counted as fp32."""
+    trained = parts.copies.parameters.values()
+    copies = [weight for copy in parts.copies.copies.values() for weight in copy.values()]
+    size = sum(weight.numel() * weight.element_size() for weight in (*trained, *copies))
+    return size + sum(weight.numel() * (8 if weight.element_size() == 4 else 12) for weight in trained)
 
 
 def _suggested_fix(recipe: Recipe, check: str) -> str:

@@ -20,24 +20,13 @@ from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Pixels, Section
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import (
-    INSTRUCTION_TOKENS,
-    MEGAPIXEL,
-    ONE_STREAM,
-    TWO_STREAMS,
-    Blocks,
-    ImageBatch,
-    Part,
-    PartConfigs,
-    Shape,
-    Size,
-)
+from retouch.models.shapes import MEGAPIXEL, PartConfigs, Size
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
     import torch
     from diffusers import DiffusionPipeline
-    from torch import Tensor, nn
+    from torch import nn
 
     from retouch.protocols import AutoregressiveModel
 
@@ -67,8 +56,8 @@ class TaskInputs:
 class ImageModel(Section):
     """Base of the image models that a recipe can name, built in or your own. Subclasses override ``build``.
 
-    The memory of a class that derives directly from this one is not planned, and a LoRA must name its targets. A model in the
-    layout of a diffusers pipeline derives from ``DiffusersModel``.
+    A class that derives directly from this one is not rehearsed, and its LoRA must name its targets. A model in the layout of a
+    diffusers pipeline derives from ``DiffusersModel``.
     """
 
     kind: str = "import"
@@ -161,10 +150,7 @@ class ImportedModel(ImageModel):
 
 
 class DiffusersModel(ImageModel):
-    """A model in the layout of its diffusers pipeline.
-
-    The defaults describe a transformer with a text stream and an image stream, in which 2 x 2 latents of AutoencoderKL are a token.
-    """
+    """A model in the layout of its diffusers pipeline."""
 
     path: str
     """Folder or Hugging Face id of the pipeline; ``python:...`` if a script passed a loaded pipeline to the run."""
@@ -186,13 +172,6 @@ class DiffusersModel(ImageModel):
     configurations: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Published configurations: (text, JSON file next to the family's module). The model has the first configuration whose text
     occurs in the lower-case name of ``path``."""
-    loaded_as: ClassVar[tuple[tuple[str, str], ...]] = ()
-    """(part, class) of each part that is loaded as another class than its folder names, such as a language model without head."""
-    text_tokens: ClassVar[int | None] = None
-    """Number of tokens to which a prompt is padded or limited; None: as many as the prompt has."""
-    pads_prompts: ClassVar[bool] = True
-    """Whether all prompts have equally many tokens. If not, a model in 16 bits computes the branches of guidance one after the
-    other (``retouch.models.common.wrappers.Guided``)."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
         from retouch.models.common.pretrained import fetch_weights
@@ -255,72 +234,7 @@ class DiffusersModel(ImageModel):
         parts: PartConfigs = json.loads(text)["parts"]
         return parts
 
-    # For the memory plan
-
     @property
     def planned_size(self) -> Size:
-        """The assumed (height, width) in px of source images, and of the output if ``size`` is null."""
+        """The (height, width) in px that a rehearsal assumes for source images, and for the output if ``size`` is null."""
         return MEGAPIXEL
-
-    @property
-    def source_size(self) -> Size:
-        """The assumed (height, width) in px to which a source image is resized before the autoencoder encodes it."""
-        return self.planned_size
-
-    def tokens(self, described: PartConfigs, *, sources: int) -> int:
-        """Number of tokens of one row: its text, its output, and ``sources`` source images."""
-        output = self.image_tokens(self.size or self.planned_size, described)
-        return output + (self.text_tokens or INSTRUCTION_TOKENS) + sources * self.source_tokens(described)
-
-    def source_tokens(self, described: PartConfigs) -> int:
-        """Number of tokens that one source image adds to a row."""
-        return self.image_tokens(self.planned_size, described) + self.condition_tokens(described)
-
-    def image_tokens(self, size: Size, described: PartConfigs) -> int:
-        """Number of tokens of an image of ``size`` px."""
-        side = self.token_pixels(described)
-        return (size[0] // side) * (size[1] // side)
-
-    def token_pixels(self, described: PartConfigs) -> int:
-        """Side of a token in px."""
-        return 2 * self.latent_pixels(described["vae"])
-
-    def latent_pixels(self, vae: Part) -> int:
-        """Side of a latent in px."""
-        return int(2 ** (len(vae["config"]["block_out_channels"]) - 1))
-
-    def condition_tokens(self, described: PartConfigs) -> int:
-        """Number of tokens of a source image in the text encoder."""
-        return 0
-
-    def shape(self, transformer: Part) -> Shape:
-        """The shape of the described transformer."""
-        config = transformer["config"]
-        return Shape(
-            blocks=(Blocks(config["num_layers"], TWO_STREAMS), Blocks(config.get("num_single_layers", 0), ONE_STREAM)),
-            width=config["num_attention_heads"] * config["attention_head_dim"],
-            latents=config["in_channels"],
-            text=config["joint_attention_dim"],
-        )
-
-    def one_of_each_block(self, transformer: Part) -> Part:
-        """Reduce the description of the transformer to one block of each type."""
-        config = transformer["config"]
-        counts = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers")
-        return {**transformer, "config": {**config, **{key: 1 for key in counts if key in config}}}
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        """The transformer's keyword arguments in one denoising step, on the meta device. The latents come first."""
-        raise NotImplementedError(f"{type(self).__name__} defines no step_inputs")
-
-    def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
-        """The latents that the autoencoder decodes, on the meta device."""
-        side = self.latent_pixels(vae)
-        return batch.empty(vae["config"]["latent_channels"], batch.size[0] // side, batch.size[1] // side)
-
-    def pixels(self, vae: Part, batch: ImageBatch) -> Tensor:
-        """The source images that the autoencoder encodes, on the meta device."""
-        return batch.empty(vae["config"].get("in_channels", 3), *batch.source)
-
-    def prepare_vae(self, vae: nn.Module) -> None:
-        """Change the autoencoder in the same way as the class ``adapter`` changes it."""

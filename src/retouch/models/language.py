@@ -1,7 +1,7 @@
 """Base classes of the recipe's sections of language models, which are trained as policies.
 
 Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A model is
-*described* part by part, ``{"writer": {"class": ..., "config": ...}, ...}``, so that its memory can be planned before any weight is
+*described* part by part, ``{"writer": {"class": ..., "config": ...}, ...}``, so that a step can be rehearsed before any weight is
 loaded; ``writer`` is the language model.
 """
 
@@ -19,7 +19,7 @@ from retouch.config.imports import build_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Section
 from retouch.models.base import Dtype, TaskInputs
-from retouch.models.shapes import INSTRUCTION_TOKENS, PartConfigs, Size
+from retouch.models.shapes import PartConfigs, Size
 from retouch.protocols import AutoregressiveModel
 from retouch.records.files import read_json
 
@@ -32,15 +32,13 @@ Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "flash_attention_3",
 _PACKAGES = {"flash_attention_2": ("flash_attn", "flash-attn"), "flash_attention_3": ("flash_attn_interface", "flash-attn-3")}
 """The module and the package of each attention implementation that is not part of torch."""
 TokenKind: TypeAlias = Literal["text", "vision"]
-TEMPLATE_TOKENS = 128
-"""Length in tokens that the memory plan assumes for a chat template."""
 
 
 class LanguageModel(Section):
     """Base of the language models that a recipe can train, built in or your own. Subclasses override ``build``.
 
-    The memory of a class that derives directly from this one is not planned, and a LoRA must name its targets. A model in
-    transformers' layout derives from ``PretrainedLanguageModel``.
+    A class that derives directly from this one is not rehearsed, and its LoRA must name its targets. A model in transformers'
+    layout derives from ``PretrainedLanguageModel``.
     """
 
     kind: str = "import"
@@ -197,24 +195,6 @@ class PretrainedLanguageModel(LanguageModel):
     def describe(self, folder: Path | None) -> PartConfigs | None:
         part = published_language_model(self.path) if folder is None else read_description(folder)
         return None if part is None else {"writer": part}
-
-    # For the memory plan
-
-    def prompt_tokens(self, described: PartConfigs, *, image_tokens: int) -> int:
-        """Assumed maximum number of tokens of a prompt.
-
-        ``image_tokens``: tokens of a source image, which the model reads if it writes for an editor.
-        """
-        return TEMPLATE_TOKENS + INSTRUCTION_TOKENS + image_tokens
-
-    def longest_completion(self, described: PartConfigs) -> int | None:
-        """Maximum number of tokens of a completion under the model's grammar; None if only ``max_new_tokens`` limits it."""
-        return None
-
-    @property
-    def vocabularies(self) -> int:
-        """Number of vocabularies of the model's grammar."""
-        return 1
 
     @property
     def planned_size(self) -> Size:

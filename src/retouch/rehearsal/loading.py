@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Emu3VQVAE
 
-from retouch.memory.ip_adapter import vision_part
-from retouch.memory.sizes import image_encoder
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
 from retouch.models.emu3.family import Emu3Model
+from retouch.models.ip_adapter.image_encoder import vision_part
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
 from retouch.models.shapes import PartConfigs
+from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks
 from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor, on_host
@@ -46,16 +46,21 @@ _PROCESSOR = {
 }
 
 
+class UnknownConfiguration(ValueError):
+    """The configuration of a model is not known, so the recipe cannot be rehearsed."""
+
+
 def without_paths(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe with folders of configurations instead of paths of weights that are not on this machine.
 
-    Raises ValueError if the configuration of a model is not known.
+    Raises UnknownConfiguration if the configuration of a model is not known.
     """
     train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
     if encoder is not None and find_encoder(encoder) is None:
         described = image_encoder(encoder)
         if described is None:
-            raise ValueError(f"policy.train.encoder: the configuration of {encoder} is not known; download its configuration files")
+            message = f"policy.train.encoder: the configuration of {encoder} is not known; download its configuration files"
+            raise UnknownConfiguration(message)
         target = write_single(folder / "encoder" / Path(encoder).name, vision_part(described))
         train = train.model_copy(update={"encoder": str(target), "init_from": None})
     elif hasattr(train, "init_from"):
@@ -77,7 +82,8 @@ def _described(model: Any, folder: Path, key: str) -> Any:
             return model
     described = model.published() if isinstance(model, DiffusersModel) else model.describe(None)
     if described is None:
-        raise ValueError(f"{key}.path: the configuration of {model.source} is not known; download its configuration files")
+        message = f"{key}.path: the configuration of {model.source} is not known; download its configuration files"
+        raise UnknownConfiguration(message)
     target = folder / key / Path(model.path).name
     if isinstance(model, DiffusersModel):
         write_folder(target, described)

@@ -13,6 +13,8 @@ from retouch.records.files import read_json
 
 _GIB = 2**30
 TFLOPS = 10**12
+FREE_SHARE = 0.1
+"""The share of a device's memory that must stay free, for the CUDA context, workspaces of kernels and fragmentation."""
 _PUBLISHED = "published rates, scaled to what kernels reach"
 
 
@@ -115,6 +117,11 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 """The GPUs that are known by name."""
+
+
+def fits(needed: int, memory: int) -> bool:
+    """Whether ``needed`` bytes leave enough of the ``memory`` bytes of a device free."""
+    return needed <= (1 - FREE_SHARE) * memory
 
 
 def find_machine(name: str) -> Machine:

@@ -1,26 +1,58 @@
 """The text report of a rehearsal: memory peaks and their holders, work, host waits, time, and errors with their location."""
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 
-from retouch.memory import plan
+from retouch.rehearsal import machines
 from retouch.rehearsal.machines import TFLOPS, Machine
 from retouch.rehearsal.meter import OURS
-from retouch.rehearsal.stages import Stage, Work
+from retouch.rehearsal.stages import Work
 from retouch.rehearsal.step import Rehearsed
 
 _HOLDERS = 8
 _HOLDERS_OF_OTHER_STAGES = 3
 _WAITS = 6
+_SHOWN = 5 * 10**6
+"""Fewer bytes would be shown as 0.00 GB."""
 
 
 def fits(found: Rehearsed, machine: Machine) -> bool:
-    """Return whether the largest peak leaves enough of the machine's memory free."""
-    return plan.fits(peak(found), machine.memory)
+    """Return whether the step and the reward models leave enough of the machine's memory free."""
+    return machines.fits(needed(found), machine.memory)
+
+
+def needed(found: Rehearsed, place: int | None = None) -> int:
+    """Return the most bytes that the step and the weights of reward models need on a device; with None, on any device."""
+    return largest(found, place)[2]
+
+
+def largest(found: Rehearsed, place: int | None = None) -> tuple[str, int, int]:
+    """Return the stage and the device with the most bytes, with the weights of reward models, and these bytes.
+
+    ``place``: look only at this device.
+    """
+    rewards = {each: weights.total() for each, weights in found.rewards.items()}
+    held = [("rewards", each, size) for each, size in rewards.items()]
+    for name, stage in found.stages.items():
+        held += [(name, each, size + rewards.get(each, 0)) for each, size in stage.peaks.items()]
+    return max((each for each in held if place in (None, each[1])), key=lambda each: each[2], default=("step", 0, 0))
+
+
+def holders(found: Rehearsed, name: str, place: int) -> list[tuple[str, int]]:
+    """Return what holds the most bytes on a device at the peak of a stage, the largest first, and the sum of the others.
+
+    Holders with less than 0.005 GB are counted as others.
+    """
+    held = found.rewards.get(place, Counter()).copy()
+    held.update(found.stages[name].held.get(place, {}) if name in found.stages else {})
+    named = [each for each in held.most_common(_HOLDERS) if each[0] != "other" and each[1] >= _SHOWN]
+    rest = held.total() - sum(size for _, size in named)
+    return [*named, *([("other", rest)] if rest >= _SHOWN else [])]
 
 
 def peak(found: Rehearsed) -> int:
-    """Return the largest peak of all stages and devices, in bytes."""
+    """Return the largest peak of all stages and devices, in bytes, without reward models."""
     return max((stage_peak(found, name) for name in found.stages), default=0)
 
 
@@ -80,30 +112,21 @@ def lines(found: Rehearsed, machine: Machine) -> Iterator[str]:
 
 
 def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
-    name, place, size = max(
-        ((name, place, size) for name, stage in found.stages.items() for place, size in stage.peaks.items()),
-        key=lambda each: each[2],
-    )
+    name, place, size = largest(found)
     share = size / machine.memory
-    verdict = "fits" if plan.fits(size, machine.memory) else "does not fit"
+    verdict = "fits" if fits(found, machine) else "does not fit"
     of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB, of which a tenth must stay free"
     yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
-    for holder, of_holder in _largest(found.stages[name], place):
+    for holder, of_holder in holders(found, name, place):
         yield f"  {of_holder / 1e9:>8.2f} GB  {holder}"
     others = {other: stage for other, stage in found.stages.items() if other != name and stage.peak}
     if others:
         yield "largest tensors at the peaks of the other stages:"
     for other, stage in others.items():
-        held = _largest(stage, max(stage.peaks, key=stage.peaks.__getitem__))[:_HOLDERS_OF_OTHER_STAGES]
+        held = holders(found, other, max(stage.peaks, key=stage.peaks.__getitem__))[:_HOLDERS_OF_OTHER_STAGES]
         named = ", ".join(f"{size / 1e9:.2f} GB {holder}" for holder, size in held)
         yield f"  {other:<24}{named}"
     yield f"checkpoint: {found.checkpoint / 1e9:.2f} GB, in host memory at most {found.host_peak / 1e9:.2f} GB"
-
-
-def _largest(stage: Stage, place: int) -> list[tuple[str, int]]:
-    held = stage.held[place].most_common()
-    rest = sum(size for _, size in held[_HOLDERS:])
-    return [*held[:_HOLDERS], *([("other", rest)] if rest else [])]
 
 
 def _time(found: Rehearsed, machine: Machine) -> Iterator[str]:

@@ -5,9 +5,10 @@ By default, the step is rehearsed twice with few blocks of the models, and the n
 
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter
 from retouch.rehearsal.parallel import both, each_in_turn
 from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
+from retouch.rehearsal.rewards import reward_weights
 from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
@@ -66,7 +68,8 @@ class Rehearsed:
 
     ``world``: the number of ranks. ``evaluations``: the number of evaluations in the whole run. ``checkpoint``: the bytes of the
     tensors of a checkpoint. ``host_peak``: the peak bytes of large tensors in host memory. ``units``: the work of one "denoising
-    step" or one "token" of the rollout, by name.
+    step" or one "token" of the rollout, by name. ``rewards``: bytes of the weights of reward models by device, which no stage
+    contains.
     """
 
     stages: Mapping[str, Stage]
@@ -76,6 +79,7 @@ class Rehearsed:
     checkpoint: int
     host_peak: int
     units: Mapping[str, Work]
+    rewards: Mapping[int, Counter[str]] = field(default_factory=dict)
 
 
 def rehearse(
@@ -87,12 +91,13 @@ def rehearse(
     these two rehearsals run at the same time, the second one in a process of its own. Raises the errors that the run would raise.
     """
     register()
+    rewards = reward_weights(recipe)
     with tempfile.TemporaryDirectory() as folder:
         compiled = recipe.policy.compile is not None
         recipe = fake_devices(without_paths(recipe, Path(folder)))
         depths = None if full_depth else choose_depths(stacks_of(recipe))
         if depths is None:
-            return _rehearse(recipe, machine, world, {}, compiled=compiled)
+            return replace(_rehearse(recipe, machine, world, {}, compiled=compiled), rewards=rewards)
         rehearsal = partial(_rehearse, recipe, machine, world, compiled=compiled)
         run = both if processes > 1 else each_in_turn
         first, second = run(rehearsal, depths.first, depths.second)
@@ -103,6 +108,7 @@ def rehearse(
             checkpoint=first.checkpoint + (second.checkpoint - first.checkpoint) * times,
             host_peak=first.host_peak + (second.host_peak - first.host_peak) * times,
             units={name: extrapolated_work(work, second.units[name], times) for name, work in first.units.items()},
+            rewards=rewards,
         )
 
 

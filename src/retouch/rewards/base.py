@@ -175,7 +175,7 @@ class RewardSection(Section):
             yield f"{path}.{key}"
 
     def loaded_models(self) -> Iterator[LoadedModel]:
-        """Yield the models that the reward keeps in this process, for the memory plan: those with a size that is known without
+        """Yield the models that the reward keeps in this process, for the doctor: those with a size that is known without
         loading."""
         yield from ()
 

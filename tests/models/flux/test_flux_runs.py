@@ -13,19 +13,14 @@ from safetensors.torch import load_file
 
 import tiny_flux_runs
 import tiny_models
-from published_plans import plan
 from retouch import cli
-from retouch.assembly.model import lora_targets
 from retouch.data.requirements import RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
-from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_recipe, read_target
 from retouch.inference.sampling import sample_target
-from retouch.memory.plan import LoraShape, Setup
 from retouch.models.base import DiffusersModel, TaskInputs
-from retouch.models.flux.family import FluxFillModel
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.flux.text import FluxText
 from retouch.models.kinds import IMAGE_MODELS
@@ -123,32 +118,6 @@ def test_missing_mask_in_a_data_folder_raises_before_the_model_is_loaded(
         ValueError, match=r"metadata\.jsonl:1: error: flux-fill takes one image and a mask, and this row has no mask"
     ):
         run(parse(made), fresh=False)
-
-
-def test_memory_is_planned_from_the_published_configuration(folders: dict[str, Path], triplets: Path) -> None:
-    made = recipe_of("flux-fill", folders, triplets)
-    made["policy"]["model"] = {"kind": "flux-fill", "path": "black-forest-labs/FLUX.1-Fill-dev", "size": [512, 512]}
-    recipe = parse(made)
-    described = describe(recipe, None)
-    assert described is not None
-    found = footprint(recipe, described)
-    assert found.tokens == (512 // 16) ** 2 + 512
-    setup = Setup(
-        lora=LoraShape(4, tuple(lora_targets(recipe.policy))),
-        rows=32,
-        tokens=found.tokens,
-        trained_dtype=torch.bfloat16,
-        gradient_checkpointing=False,
-    )
-    *training, _ = found.plan.rows
-    assert training == list(plan(FluxFillModel(path="black-forest-labs/FLUX.1-Fill-dev"), setup).rows)
-    sampling = ["one denoising step", "encoding of source images", "decoding of latents"]
-    assert [phase.name for phase in found.plan.phases] == [f"sampling: {name}" for name in sampling]
-    made["policy"]["model"] |= {"kind": "flux-kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev"}
-    edits = parse(made)
-    described = describe(edits, None)
-    assert described is not None
-    assert footprint(edits, described).tokens == (512 // 16) ** 2 + (1024 // 16) ** 2 + 512
 
 
 # Whole runs

@@ -2,17 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import tiny_flux2
-from family_runs import description_of, metrics_rows, small_recipe
-from measured_memory import saved_bytes
-from retouch.memory.plan import Setup, activation_bytes
-from retouch.memory.sizes import parameter_count, stored_count
+from family_runs import metrics_rows, small_recipe
 from retouch.models.flux2.family import Flux2KleinModel
+from retouch.models.sizes import parameter_count, stored_count
 from retouch.recipe.recipe import load, parse
 from retouch.session.session import run
 
@@ -58,18 +54,3 @@ def test_parameter_counts_match_the_published_models(path: str, transformer: int
     assert parameter_count(parts["vae"]) == 84_046_115
     assert stored_count(parts["vae"]) == 84_046_115 + 2 * 128 + 1, "the running statistics are part of the weights"
     assert Flux2KleinModel(path="somebody/else").published() is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
-    part = description_of(tiny_flux2.transformer())
-    part["config"] |= {"num_layers": 3, "num_single_layers": 6, "num_attention_heads": 8}
-    module = type(tiny_flux2.transformer())(**part["config"]).to(dtype).train()
-    inputs: dict[str, Any] = {"hidden_states": torch.randn(2, 256, 64, dtype=dtype), "timestep": torch.tensor([0.5, 0.1])}
-    inputs |= {"encoder_hidden_states": torch.randn(2, 40, 48, dtype=dtype)}
-    inputs |= {"img_ids": torch.zeros(256, 4), "txt_ids": torch.zeros(40, 4)}
-    setup: dict[str, Any] = {"lora": None, "rows": 2, "tokens": 296, "dtype": dtype}
-    measured, shape = saved_bytes(lambda: module(**inputs), module), FAMILY.shape(part)
-    assert activation_bytes(shape, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
-    module.enable_gradient_checkpointing()
-    assert saved_bytes(lambda: module(**inputs), module) < activation_bytes(shape, Setup(**setup)) < measured

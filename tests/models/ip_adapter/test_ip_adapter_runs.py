@@ -15,12 +15,10 @@ from rank_commands import on_two_ranks
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target, write_export
 from retouch.inference.opening import open_recipe, read_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
-from retouch.models.playground.family import playground_weights
 from retouch.policies.denoising.policy import drop_references
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
@@ -216,46 +214,6 @@ def test_row_without_a_reference_raises_with_its_line(world: Path, tmp_path: Pat
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError, match=r"metadata.jsonl:1: error: an IP-Adapter reads a reference image, and this row"):
         assemble(recipe(world, data={"kind": "folder", "path": str(tmp_path), "held_out": 2}), Ranks())
-
-
-def test_memory_plan_counts_the_adapter_and_its_encoder(world: Path, tmp_path: Path) -> None:
-    lora = {"kind": "lora", "rank": 2, "alpha": 4}
-    alone, with_lora = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
-    for made in (alone, with_lora):
-        described = describe(made, playground_weights())
-        assert described is not None
-        rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
-        parts = assemble(made, Ranks())
-        trained = sum(weight.numel() for weight in parts.copies.parameters.values())
-        assert rows["transformer, trained weights"] == 4 * trained
-        assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]
-
-
-def test_memory_plan_with_fsdp2_counts_the_projection_unsharded(world: Path, tmp_path: Path) -> None:
-    made = recipe(world, out=str(tmp_path), sharding="fsdp2", ranks=2)
-    described = describe(made, playground_weights())
-    assert described is not None
-    rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
-    parts = assemble(made, Ranks())
-    numbers = {name: weight.numel() for name, weight in parts.copies.parameters.items()}
-    projection = sum(count for name, count in numbers.items() if name.startswith("encoder_hid_proj."))
-    spread = sum(numbers.values()) - projection
-    assert min(projection, spread) > 0
-    assert rows["transformer, trained weights"] == rows["gradients"] == 4 * projection + 4 * spread // 2
-    assert rows["AdamW's two moments"] == 2 * rows["gradients"]
-
-
-def test_memory_plan_of_a_value_head_depends_on_the_reference_width(world: Path, tmp_path: Path) -> None:
-    made = recipe(world, out=str(tmp_path), advantage={"kind": "gae", "head": {"width": 512}}, group_size=1)
-    described = describe(made, playground_weights())
-    assert described is not None
-    planned, without = (footprint(made, each).plan.rows for each in (described, {**described, "image_encoder": NARROW}))
-    parts = assemble(made, Ranks())
-    assert parts.head is not None
-    count = sum(weight.numel() for weight in parts.head.parameters())
-    (row,), (narrow,) = ([row.bytes for row in rows if row.name == "value head"] for rows in (planned, without))
-    assert row - narrow == 16 * 512 * (parts.model.encoder.width - NARROW["config"]["projection_dim"])  # type: ignore[union-attr]
-    assert 0.7 * row < 16 * count <= row
 
 
 @pytest.mark.slow

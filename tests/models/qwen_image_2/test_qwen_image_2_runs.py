@@ -1,17 +1,13 @@
 """Recipes with Qwen-Image-2.1: tests of this family only; `test_family_runs.py` tests all families."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import tiny_qwen_image_2
-from family_runs import description_of, metrics_rows, write_edits
-from measured_memory import saved_bytes
-from retouch.memory.plan import Setup, activation_bytes
-from retouch.memory.sizes import parameter_count
+from family_runs import metrics_rows, write_edits
 from retouch.models.qwen_image_2.family import QwenImage2Model
+from retouch.models.sizes import parameter_count
 from retouch.recipe.recipe import load
 from retouch.session.session import run
 
@@ -46,18 +42,3 @@ def test_parameter_counts_match_the_published_model() -> None:
     assert parameter_count(parts["transformer"]) == 32 * block + ends + time == 7_115_124_736
     assert parameter_count(parts["text_encoder"]) == pytest.approx(8.77e9 - 151_936 * width, rel=0.002)
     assert parameter_count(parts["vae"]) == 337_740_404
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_planned_activation_bytes_approximate_what_autograd_saves(dtype: torch.dtype) -> None:
-    part = description_of(tiny_qwen_image_2.transformer())
-    part["config"] |= {"num_layers": 8, "num_attention_heads": 4}
-    module = type(tiny_qwen_image_2.transformer())(**part["config"]).to(dtype).train()
-    mask = torch.arange(40 + 256 // 4)[None] >= 40
-    inputs: dict[str, Any] = {"hidden_states": torch.randn(1, 256, 8, dtype=dtype), "timestep": torch.tensor([0.5])}
-    inputs |= {"encoder_hidden_states": torch.randn(1, 40, 32, dtype=dtype), "img_shapes": [[(1, 16, 16)]], "img_mask": mask}
-    setup: dict[str, Any] = {"lora": None, "rows": 1, "tokens": 296, "dtype": dtype}
-    measured, shape = saved_bytes(lambda: module(**inputs), module), FAMILY.shape(part)
-    assert activation_bytes(shape, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
-    module.enable_gradient_checkpointing()
-    assert saved_bytes(lambda: module(**inputs), module) < activation_bytes(shape, Setup(**setup)) < measured

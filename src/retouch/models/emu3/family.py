@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from retouch.config.section import Pixels
 from retouch.models.base import TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
-from retouch.models.shapes import INSTRUCTION_TOKENS, PartConfigs, Size
+from retouch.models.shapes import PartConfigs, Size
 
 if TYPE_CHECKING:
     import torch
 
     from retouch.models.common.loaded import LoadedLanguageModel
     from retouch.protocols import AutoregressiveModel
-
-_FORM_TOKENS = 16
-"""Number of tokens of a prompt that are neither codes nor text: the begin, the size and the end of an image."""
 
 
 class Emu3Family(PretrainedLanguageModel):
@@ -66,21 +63,6 @@ class Emu3Family(PretrainedLanguageModel):
             parts: PartConfigs = json.loads((files("retouch.models.emu3") / "emu3.json").read_text(encoding="utf-8"))["parts"]
             return parts
         return parts_of_emu3(folder, autoencoder=autoencoder)
-
-    def prompt_tokens(self, described: PartConfigs, *, image_tokens: int) -> int:
-        return self._image_tokens(described) + INSTRUCTION_TOKENS
-
-    def longest_completion(self, described: PartConfigs) -> int | None:
-        return self._image_tokens(described) if self.grammar and not self.think else None
-
-    def _image_tokens(self, described: PartConfigs) -> int:
-        side = 2 ** (len(described["autoencoder"]["config"]["channel_multiplier"]) - 1)
-        height, width = self.planned_size[0] // side, self.planned_size[1] // side
-        return height * (width + 1) + _FORM_TOKENS
-
-    @property
-    def vocabularies(self) -> int:
-        return 2
 
 
 class Emu3Model(Emu3Family):

@@ -9,7 +9,6 @@ from pydantic import Field
 from retouch.config.section import NonNegative
 from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import ImageBatch, PartConfigs, Size
 
 
 class FluxFamily(DiffusersModel):
@@ -29,26 +28,9 @@ class FluxFamily(DiffusersModel):
     ip_adapter_blocks = ("double", "all")
     configurations: ClassVar[tuple[tuple[str, str], ...]] = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
     comfyui = ComfyUINames(prefix="transformer.")
-    text_tokens = 512
 
     def options(self, source: Any) -> dict[str, Any]:
         return {} if self.guidance is None else {"guidance": self.guidance}
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        import torch
-
-        config = described["transformer"]["config"]
-        tokens = self.image_tokens(batch.size, described) + batch.sources * self.source_tokens(described)
-        inputs = {
-            "hidden_states": batch.empty(tokens, config["in_channels"]),
-            "timestep": batch.times(),
-            "pooled_projections": batch.empty(config["pooled_projection_dim"]),
-            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
-            "img_ids": torch.empty(tokens, 3, device="meta"),
-            "txt_ids": torch.empty(batch.text, 3, device="meta"),
-            "return_dict": False,
-        }
-        return {**inputs, "guidance": batch.times()} if config["guidance_embeds"] else inputs
 
 
 class FluxModel(FluxFamily):
@@ -75,13 +57,6 @@ class FluxFillModel(FluxFamily):
     adapter = "retouch.models.flux.fill:FluxFill"
     pipeline = "FluxFillPipeline"
     configurations = (("", "flux.1-fill-dev.json"),)
-
-    def source_tokens(self, described: PartConfigs) -> int:
-        return 0  # source and mask are channels of the output's tokens
-
-    @property
-    def source_size(self) -> Size:
-        return self.size or self.planned_size
 
 
 class FluxKontextModel(FluxFamily):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape
 
 
 class Flux2KleinModel(DiffusersModel):
@@ -28,7 +27,6 @@ class Flux2KleinModel(DiffusersModel):
         *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
     )
     configurations = (("4b", "flux.2-klein-4b.json"), ("9b", "flux.2-klein-9b.json"))
-    loaded_as = (("text_encoder", "Qwen3Model"),)
     comfyui = ComfyUINames(
         joined={
             "double_blocks.*.img_attn.qkv": [f"transformer_blocks.*.attn.to_{part}" for part in "qkv"],
@@ -48,25 +46,3 @@ class Flux2KleinModel(DiffusersModel):
             "final_layer.linear": ["proj_out"],
         }
     )
-    text_tokens = 512
-
-    def shape(self, transformer: Part) -> Shape:
-        shape, config = super().shape(transformer), transformer["config"]
-        # Measured by rehearsing flux2/ocr-grpo: the gradients of the fused projection's output, and of its parts.
-        single = Blocks(config["num_single_layers"], {2: 62, 4: 100}, backward=18)
-        blocks = Blocks(config["num_layers"], {2: 66, 4: 116}), single
-        return Shape(blocks=blocks, width=shape.width, latents=shape.latents, text=shape.text)
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        import torch
-
-        config, output = described["transformer"]["config"], self.image_tokens(batch.size, described)
-        tokens = output + batch.sources * self.image_tokens(batch.source, described)
-        return {
-            "hidden_states": batch.empty(tokens, config["in_channels"]),
-            "timestep": batch.times(),
-            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
-            "img_ids": torch.empty(tokens, 4, device="meta"),
-            "txt_ids": torch.empty(batch.text, 4, device="meta"),
-            "return_dict": False,
-        }

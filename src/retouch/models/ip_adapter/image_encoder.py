@@ -32,6 +32,8 @@ _KINDS: dict[str, tuple[Any, Any, str]] = {
     "siglip_vision_model": _SIGLIP,
 }
 
+_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
+
 
 class ImageEncoder:
     """Encodes images as CLIP's projected embedding (as diffusers' pipelines do) or SigLIP's pooled output.
@@ -99,3 +101,13 @@ def _config(folder: Path) -> dict[str, Any]:
     if not place.is_file():
         raise ValueError(f"policy.train.encoder: {folder} contains no model (config.json)")
     return dict(read_json(place))
+
+
+def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the class and configuration of the part of a described encoder that is loaded: the vision tower of a two-tower model
+    (CLIP, SigLIP), else the whole model."""
+    if described["class"] not in _VISION_TOWERS:
+        return dict(described)
+    config = described["config"]
+    projection = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
+    return {"class": _VISION_TOWERS[described["class"]], "config": {**config["vision_config"], **projection}}

@@ -48,5 +48,5 @@ class JanusModel(PretrainedLanguageModel):
         )
 
     def describe(self, folder: Path | None) -> PartConfigs | None:
-        """None: the model's memory is not planned."""
+        """None: the model is not rehearsed."""
         return None

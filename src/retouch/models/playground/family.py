@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
 from retouch.models.base import DiffusersModel, Dtype
-from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel, vision_pixels
-from retouch.models.shapes import PartConfigs, Size
+from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel
+from retouch.models.shapes import Size
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:
@@ -80,14 +80,6 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
     shipped = "editor"
     built_by = ("model", "retouch playground build")
     stated = ("template", "condition_area", "source_area")
-
-    def source_tokens(self, described: PartConfigs) -> int:
-        return self.image_tokens(self.size or self.planned_size, described) + self.condition_tokens(described)
-
-    def condition_tokens(self, described: PartConfigs) -> int:
-        side = vision_pixels(described)
-        height, width = self.size or self.planned_size
-        return (height // side) * (width // side)
 
 
 class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):

@@ -15,7 +15,6 @@ class PlaygroundWords(PlaygroundFamily, FluxFillModel):
     shipped = "words"
     built_by = ("model that renders words", "retouch playground build --words")
     stated = ("max_sequence_length",)
-    text_tokens = 14
 
     @property
     def planned_size(self) -> Size:

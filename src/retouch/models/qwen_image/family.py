@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.models.base import DiffusersModel, TaskInputs
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import ImageBatch, Part, PartConfigs
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from retouch.protocols import AutoregressiveModel, DenoisingModel
 
@@ -26,33 +25,6 @@ class QwenImageFamily(DiffusersModel):
     ip_adapter_blocks = ("double",)
     comfyui = ComfyUINames(prefix="diffusion_model.")
     configurations = (("2511", "qwen-image-edit-2511.json"), ("", "qwen-image.json"))
-    pads_prompts = False
-
-    def latent_pixels(self, vae: Part) -> int:
-        return int(2 ** len(vae["config"]["temperal_downsample"]))
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        config, side = described["transformer"]["config"], self.token_pixels(described)
-        grids = [(1, height // side, width // side) for height, width in (batch.size, *[batch.source] * batch.sources)]
-        return {
-            "hidden_states": batch.empty(sum(height * width for _, height, width in grids), config["in_channels"]),
-            "timestep": batch.times(),
-            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
-            "img_shapes": [grids] * batch.rows,
-            "return_dict": False,
-        }
-
-    def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
-        side = self.latent_pixels(vae)
-        return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // side, batch.size[1] // side)
-
-    def pixels(self, vae: Part, batch: ImageBatch) -> Tensor:
-        return batch.empty(vae["config"].get("input_channels", 3), 1, *batch.source)
-
-    def prepare_vae(self, vae: nn.Module) -> None:
-        from retouch.models.qwen_image.layout import use_last_temporal_tap
-
-        use_last_temporal_tap(vae)
 
     def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
         from retouch.models.qwen_image.model import QwenFlow
@@ -99,10 +71,6 @@ class QwenImageModel(QwenImageFamily):
 class QwenImageEditor(QwenImageFamily):
     """Base class of the sections of Qwen-Image's editing models."""
 
-    def condition_tokens(self, described: PartConfigs) -> int:
-        area: int = self.adapter_class().CONDITION_AREA
-        return area // vision_pixels(described) ** 2
-
 
 class QwenImageEditModel(QwenImageEditor):
     """Qwen-Image-Edit: it edits one source image.
@@ -128,10 +96,3 @@ class QwenImageEditPlusModel(QwenImageEditor):
     takes = TaskInputs(images=(1, 8), responses=True)
     adapter = "retouch.models.qwen_image.edit:QwenImageEditPlus"
     pipeline = "QwenImageEditPlusPipeline"
-
-
-def vision_pixels(described: PartConfigs) -> int:
-    """Return the side in px of a token of the text encoder's vision model."""
-    vision = described["text_encoder"]["config"]["vision_config"]
-    side: int = vision["patch_size"] * vision["spatial_merge_size"]
-    return side

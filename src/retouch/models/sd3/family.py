@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from retouch.models.base import DiffusersModel
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import ImageBatch, Part, PartConfigs
 
 
 class SD3Model(DiffusersModel):
@@ -31,23 +30,3 @@ class SD3Model(DiffusersModel):
         ("3-medium", "sd3-medium.json"),
     )
     comfyui = ComfyUINames(prefix="transformer.")
-    text_tokens = 77 + 256  # CLIP and T5
-
-    def token_pixels(self, described: PartConfigs) -> int:
-        patch: int = described["transformer"]["config"]["patch_size"]
-        return self.latent_pixels(described["vae"]) * patch
-
-    def one_of_each_block(self, transformer: Part) -> Part:
-        part = super().one_of_each_block(transformer)
-        dual = part["config"].get("dual_attention_layers")
-        return part if dual is None else {**part, "config": {**part["config"], "dual_attention_layers": [0] if dual else []}}
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
-        return {
-            "hidden_states": batch.empty(config["in_channels"], batch.size[0] // side, batch.size[1] // side),
-            "timestep": batch.times(),
-            "pooled_projections": batch.empty(config["pooled_projection_dim"]),
-            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
-            "return_dict": False,
-        }

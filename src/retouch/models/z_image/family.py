@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from retouch.models.base import DiffusersModel
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import Blocks, ImageBatch, Part, PartConfigs, Shape
 
 
 class ZImageModel(DiffusersModel):
@@ -26,20 +25,3 @@ class ZImageModel(DiffusersModel):
     )
     configurations = (("", "z-image.json"),)
     comfyui = ComfyUINames(prefix="diffusion_model.")
-    text_tokens = 512
-    pads_prompts = False
-
-    def shape(self, transformer: Part) -> Shape:
-        config = transformer["config"]
-        # As many refiner blocks read the image as the text: together they cost as much as n_refiner_layers blocks on all tokens.
-        blocks = Blocks(config["n_layers"] + config["n_refiner_layers"], {2: 90, 4: 132})
-        return Shape(blocks=(blocks,), width=config["dim"], latents=4 * config["in_channels"], text=config["cap_feat_dim"])
-
-    def step_inputs(self, described: PartConfigs, batch: ImageBatch) -> dict[str, Any]:
-        config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
-        return {
-            "x": list(batch.empty(config["in_channels"], 1, batch.size[0] // side, batch.size[1] // side)),
-            "t": batch.times(),
-            "cap_feats": list(batch.empty(batch.text, config["cap_feat_dim"])),
-            "return_dict": False,
-        }

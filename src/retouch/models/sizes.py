@@ -6,7 +6,7 @@ source; ``models/configs/writers/*.json`` one language model each, ``models/conf
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -21,37 +21,6 @@ from retouch.models.language import published_language_model
 from retouch.records.files import read_json
 
 _MODELS = Path(str(files("retouch.models")))
-
-
-def known_models() -> list[str]:
-    """The names of models with a packaged configuration, in the form that ``parts`` accepts."""
-    return sorted(file.stem for file in _MODELS.glob("*/*.json"))
-
-
-def parts(name: str) -> dict[str, dict[str, Any]]:
-    """The parts of a published model: name of each part with its class and configuration. Raises ValueError for an unknown name."""
-    if name not in known_models():
-        raise ValueError(f"no configuration of {name!r} is packaged; choose one of {', '.join(known_models())}")
-    file = next(_MODELS.glob(f"*/{name}.json"))
-    return dict(json.loads(file.read_text(encoding="utf-8"))["parts"])
-
-
-def parts_in(folder: Path, *, loaded_as: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """The parts of a model in a local diffusers folder, in the form of ``parts``. Raises ValueError if it has no transformer.
-
-    ``loaded_as``: part to class, for parts that are loaded as another class than their configuration names.
-    """
-    described = {}
-    for place in sorted(folder.glob("*/config.json")):
-        config = read_json(place)
-        name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-        if name is not None:
-            kept = {key: value for key, value in config.items() if not key.startswith("_")}
-            part = place.parent.name
-            described[part] = {"class": (loaded_as or {}).get(part, name), "config": kept}
-    if "transformer" not in described:
-        raise ValueError(f"{folder} is not a diffusers folder: it has no transformer/config.json")
-    return described
 
 
 def reward_model(name: str) -> dict[str, Any] | None:
@@ -85,23 +54,6 @@ def stored_count(part: Mapping[str, Any]) -> int:
     module = build_meta(part)
     saved = module.state_dict()
     return parameter_count(part) + sum(tensor.numel() for name, tensor in module.named_buffers() if name in saved)
-
-
-def lora_count(part: Mapping[str, Any], *, rank: int, targets: Sequence[str]) -> int:
-    """Number of parameters of LoRA (arXiv 2106.09685) on all linear layers whose names end in a target: rank * (in + out) each.
-
-    Raises ValueError for a target without a layer.
-    """
-    linear = {name: module for name, module in build_meta(part).named_modules() if isinstance(module, nn.Linear)}
-    unmatched = [target for target in targets if not any(_matches(name, target) for name in linear)]
-    if unmatched:
-        raise ValueError(f"{part['class']} has no linear layer named {unmatched[0]!r}")
-    layers = [module for name, module in linear.items() if any(_matches(name, target) for target in targets)]
-    return sum(rank * (module.in_features + module.out_features) for module in layers)
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
 
 
 @cache
