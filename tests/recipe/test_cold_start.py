@@ -74,7 +74,7 @@ def test_the_first_step_runs_at_most_60_modules_outside_its_model_family_and_dat
 @pytest.mark.parametrize(
     "package",
     [
-        *("audit", "doctor", "inference", "integrations", "memory", "pretraining", "report", "serving", "testing", "watch"),
+        *("audit", "doctor", "inference", "integrations", "pretraining", "rehearsal", "report", "serving", "testing", "watch"),
         *("rewards.client", "rewards.judges", "rewards.scorers", "rewards.text", "rewards.wire"),
         *("rewards.vlm.base", "rewards.vlm.answers", "rewards.ledger.answers", "rewards.ledger.caching"),
         *("data.sources", "models.sd3", "models.z_image", "models.qwen_image_2", "models.emu3", "models.common.lora"),

@@ -126,12 +126,11 @@ def test_the_curriculum_recipe_trains_100_steps_on_each_of_five_stages() -> None
 
 
 def test_lora_targets_of_writer_recipes_are_the_four_attention_projections() -> None:
-    from retouch.assembly.model import lora_targets
-
     for name in (*WRITERS, ENHANCER):
-        assert sorted(target.rpartition(".")[2] for target in lora_targets(load(name).policy)) == [
-            *("k_proj", "o_proj", "q_proj", "v_proj")
-        ]
+        policy = load(name).policy
+        assert policy.train.lora is not None
+        targets = policy.train.lora.layers(policy.model.lora_targets)
+        assert sorted(target.rpartition(".")[2] for target in targets) == ["k_proj", "o_proj", "q_proj", "v_proj"]
 
 
 def test_writer_recipe_variants_differ_only_in_encoder_or_reward_combination() -> None:

@@ -127,9 +127,9 @@ def test_weights_of_reward_models_are_added_on_their_device() -> None:
     assert needed(rehearsed()) == 30 * GB
     assert largest(rehearsed(device0=4 * GB)) == ("update", 0, 34 * GB)
     assert dict(holders(rehearsed(device0=4 * GB), "update", 0))["weights: reward x"] == 4 * GB
-    beside = rehearsed(device1=40 * GB)
-    assert largest(beside) == ("rewards", 1, 40 * GB)
-    assert (needed(beside, 0), needed(beside, 1)) == (30 * GB, 40 * GB)
+    separate = rehearsed(device1=40 * GB)
+    assert largest(separate) == ("rewards", 1, 40 * GB)
+    assert (needed(separate, 0), needed(separate, 1)) == (30 * GB, 40 * GB)
 
 
 @pytest.mark.parametrize(
