@@ -15,15 +15,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
-from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import plan_placement
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.distributed.stepper import Stepper
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import DenoisingModel
@@ -34,6 +33,7 @@ from retouch.rehearsal.fake.accelerator import Accelerator, register
 from retouch.rehearsal.fake.attention import fused_attention
 from retouch.rehearsal.fake.tensors import DEVICE, active
 from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, scores
+from retouch.rehearsal.labels import Labels
 from retouch.rehearsal.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter
@@ -45,9 +45,6 @@ from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
 from retouch.types import Batch, Task
-
-_TEXT = "text encoders"
-_LABELS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), _TEXT)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +113,7 @@ def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Count
     register()  # a second process has no fake device yet
     meter = Meter(machine)
     repeats = Repeats(meter)
+    labels = Labels(meter, repeats)
     count = world or recipe.ranks or 1
     ranks = Ranks(rank=0, world=count, device=torch.device(DEVICE, 0))
     with ExitStack() as stack:
@@ -123,38 +121,18 @@ def _rehearse(recipe: Recipe, machine: Machine, world: int | None, blocks: Count
         stack.enter_context(fused_attention())
         stack.enter_context(fake_ranks(count, meter))
         stack.enter_context(fake_deepspeed(meter))
-        stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=_Labels(meter, repeats)))
-        return _Rehearsal(recipe, meter, ranks, repeats, compiled=compiled).run()
-
-
-class _Labels:
-    """Labels the weights and activations of a model's parts. It is called again for a module whose weights were moved.
-
-    Equal layers of a text encoder run only once.
-    """
-
-    def __init__(self, meter: Meter, repeats: Repeats) -> None:
-        self.meter = meter
-        self.repeats = repeats
-        self._met: set[nn.Module] = set()
-
-    def __call__(self, name: str, module: nn.Module) -> None:
-        self.meter.relabel(list(module.parameters()), f"weights: {name}")
-        label = _LABELS.get(name)
-        if label is not None and module not in self._met:
-            self._met.add(module)
-            self.meter.label_module(module, f"activations: {label}")
-            if label == _TEXT:
-                self.repeats.layers(module)
+        stack.enter_context(without_weights(ranks.device, blocks=blocks, on_module=labels.module))
+        return _Rehearsal(recipe, meter, ranks, repeats, labels, compiled=compiled).run()
 
 
 class _Rehearsal:
-    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats, *, compiled: bool) -> None:
+    def __init__(self, recipe: Recipe, meter: Meter, ranks: Ranks, repeats: Repeats, labels: Labels, *, compiled: bool) -> None:
         self.recipe = recipe
         self.compiled = compiled
         self.meter = meter
         self.ranks = ranks
         self.repeats = repeats
+        self.labels = labels
         self.pace = Pace(meter)
         self.token: Work | None = None
 
@@ -163,11 +141,11 @@ class _Rehearsal:
         with meter.stage("build"), fake_parameters(self.ranks.device), active().moving_weights():
             placement = plan_placement(recipe, self.ranks)
             parts = connect(recipe, self.ranks, placement=placement, judge=made_up_judge(), sets=made_up_sets(recipe))
-            self._label_weights(parts)
+            self.labels.weights(parts)
             if self.compiled:
                 meter.compiled.watch(parts.model.module)
             stepper = parts.stepper()
-            self._label_master_weights(stepper)
+            self.labels.master_weights(stepper)
             self._take_first_step(stepper)
         meter.label = "activations"
         self._count_repeats(parts)
@@ -227,32 +205,7 @@ class _Rehearsal:
             start = torch.zeros((), device=self.ranks.device, requires_grad=True)
             stepper.backward(sum((each.float().flatten()[:1].sum() for each in shards), start))
             stepper.step(1e-6)
-        self._label_moments(stepper)
-
-    def _label_weights(self, parts: Assembly) -> None:
-        if isinstance(parts.model, DenoisingModel):  # its weights may have been moved after loading
-            self.meter.relabel(list(parts.model.module.parameters()), "weights: transformer")
-        trained = list(parts.copies.parameters.values())
-        self.meter.relabel(trained, "trained weights")
-        for copy in parts.copies.copies.values():
-            self.meter.relabel(list(copy.values()), "copies of the trained weights")
-        for parameter in trained:
-            parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
-
-    def _label_master_weights(self, stepper: Stepper) -> None:
-        """Label fp32 master weights of weights in 16 bits, and their gradients, which the stepper accumulates without a hook."""
-        own = stepper.policy if isinstance(stepper, HeadStepper) else stepper
-        if not isinstance(own, ReplicatedStepper):
-            return
-        masters = [weight for name, weight in own.weights.items() if weight is not own.parameters[name]]
-        self.meter.relabel(masters, "master weights")
-        backward = own.backward
-
-        def labelled(loss: Tensor) -> None:
-            backward(loss)
-            self.meter.relabel([weight.grad for weight in masters], "gradients")
-
-        own.backward = labelled  # type: ignore[method-assign]
+        self.labels.moments(stepper)
 
     def _count_repeats(self, parts: Assembly) -> None:
         """Run equal calls of a model without gradient only once, and count the rest. Tasks differ only in their text lengths."""
@@ -308,16 +261,9 @@ class _Rehearsal:
             collected = collect(run, phase, step)
         with self._few_parts(policy):
             update(run, phase, step, collected)
-        self._label_moments(run.stepper)
+        self.labels.moments(run.stepper)
         self.token = getattr(getattr(policy, "engine", None), "token", None)
         del policy.rollout
-
-    def _label_moments(self, stepper: Any) -> None:
-        engine = getattr(stepper, "engine", stepper)
-        optimizer = getattr(getattr(engine, "optimizer", None), "optimizer", getattr(engine, "optimizer", None))
-        if optimizer is not None:
-            for state in optimizer.state.values():
-                self.meter.relabel([each for each in state.values() if isinstance(each, Tensor)], "AdamW's moments")
 
     @contextmanager
     def _few_parts(self, policy: Any) -> Iterator[None]:
