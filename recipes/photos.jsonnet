@@ -29,7 +29,7 @@ local sampling = import 'lib/sampling.libsonnet';
   },
   rollout: sampling.pictures(6),
   data: photos.tasks('photos', held_out=3) { crops: 24 },
-  reward: photos.judge(colour=[200, 60, 40], side=8),
+  reward: photos.graded(saturation=0),
   objective: objectives.nft { shift: 3 },
   optimizer: { schedule: 'cosine' },
   eval: { every: 20, tasks: 24, batch: 48 },

@@ -16,10 +16,10 @@ PHOTOGRAPHS = (
     *(("sklearn", f"datasets/images/{name}") for name in ("china.jpg", "flower.jpg")),
 )
 INSTRUCTIONS = (
-    "make it look like sunset",
-    "make the picture warmer",
-    "give it the light of the evening",
-    "make it glow like a fire",
+    "make it black and white",
+    "turn it into a monochrome photograph",
+    "remove all colours",
+    "make the picture grey",
 )
 
 

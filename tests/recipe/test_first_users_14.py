@@ -12,7 +12,7 @@ from retouch.config.packaged import available, find, short_name
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import load
 
-TOY_REWARDS = {"photos", "share"}
+TOY_REWARDS = {"photos", "grade", "share"}
 SMALL = ("-playground", "tiny", "playground/", "quickstart", "photos")
 """Parts of the names of recipes for tiny models."""
 

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from retouch.data.examination import available_cpus
+from retouch.data.checking.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.estimate import cost_of, ranks_of, time_of
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok

@@ -1,7 +1,7 @@
 """Model families: the code that connects published architectures to the two kinds of policies, one folder per family.
 
-``base.py`` and ``language.py`` have the base classes of the recipe's sections, ``shapes.py`` and ``sizes.py`` describe published
-models from their configurations, ``kinds.py`` lists the families, and ``train.py`` has the sections that say which weights train.
+``base.py`` and ``language.py`` have the base classes of the recipe's sections, ``sizes.py`` counts the
+parameters of published models, ``kinds.py`` lists the families, and ``train.py`` has the sections that say which weights train.
 ``common`` is shared by the families. This package may import ``core``, ``config``, ``types`` and ``protocols``; it knows no policy,
 objective or reward.
 

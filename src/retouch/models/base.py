@@ -1,13 +1,15 @@
 """Base classes of the recipe's sections of image models.
 
-Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute.
+Recipes are read without torch, so this module and every ``family.py`` import torch inside the methods that compute. A published
+model is *described* part by part, ``{"transformer": {"class": ..., "config": ...}, "vae": ..., ...}``, so that a step can be
+rehearsed before any weight is loaded.
 """
 
 from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,7 +22,6 @@ from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Pixels, Section
 from retouch.models.common.comfyui_lora import ComfyUINames
-from retouch.models.shapes import MEGAPIXEL, PartConfigs, Size
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from retouch.protocols import AutoregressiveModel
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Size: TypeAlias = tuple[int, int]
+"""(height, width) in px."""
+PartConfigs: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""The described parts of a model by name. A part has a "class" and a "config"."""
+MEGAPIXEL = (1024, 1024)
 Area: TypeAlias = Annotated[int, Field(ge=32 * 32)]
 """Area in px of a resized image, whose sides are multiples of 32."""
 

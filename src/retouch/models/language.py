@@ -18,8 +18,7 @@ from pydantic import Field, JsonValue
 from retouch.config.imports import build_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Section
-from retouch.models.base import Dtype, TaskInputs
-from retouch.models.shapes import PartConfigs, Size
+from retouch.models.base import Dtype, PartConfigs, Size, TaskInputs
 from retouch.protocols import AutoregressiveModel
 from retouch.records.files import read_json
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from retouch.data.examination import available_cpus
+from retouch.data.checking.examination import available_cpus
 from retouch.recipe.recipe import Recipe, parse
 from retouch.rehearsal.changes import LEAST_GAIN, changes
 from retouch.rehearsal.machines import Machine, find_machine

@@ -11,9 +11,8 @@ import torch
 from PIL.Image import new as new_image
 
 from retouch.data.base import DataSets
-from retouch.models.base import TaskInputs
+from retouch.models.base import MEGAPIXEL, TaskInputs
 from retouch.models.language import PretrainedLanguageModel
-from retouch.models.shapes import MEGAPIXEL
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import differentiated_rewards
 from retouch.rehearsal.fake.tensors import DEVICE

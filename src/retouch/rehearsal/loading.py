@@ -19,14 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Emu3VQVAE
 
-from retouch.models.base import DiffusersModel
+from retouch.models.base import DiffusersModel, PartConfigs
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.emu3 import load as emu3
 from retouch.models.emu3.family import Emu3Model
 from retouch.models.ip_adapter.image_encoder import vision_part
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.offloading.store import EmbeddingStore
-from retouch.models.shapes import PartConfigs
 from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.depth import Counts, reduce_layers, with_blocks

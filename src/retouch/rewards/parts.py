@@ -10,6 +10,7 @@ SINGLE = {
     "playground-scenes": "retouch.rewards.playground.scene_judge:SceneReward",
     "playground-signs": "retouch.rewards.playground.sign_judge:SignReward",
     "photos": "retouch.rewards.scorers.photos:PhotosReward",
+    "grade": "retouch.rewards.scorers.grade:GradeReward",
     "share": "retouch.rewards.scorers.pixels:ShareReward",
     "target": "retouch.rewards.scorers.pixels:TargetReward",
     "compressibility": "retouch.rewards.scorers.pixels:CompressibilityReward",

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 from retouch.config.live import LIVE
-from retouch.models.base import DiffusersModel, Dtype, ImageModel
+from retouch.models.base import MEGAPIXEL, DiffusersModel, Dtype, ImageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import Attention, LanguageModel
 from retouch.models.playground.family import PlaygroundFamily
-from retouch.models.shapes import MEGAPIXEL
 from retouch.records.files import read_json
 
 _WRITERS = {

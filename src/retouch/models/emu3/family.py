@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import TaskInputs
+from retouch.models.base import PartConfigs, Size, TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
-from retouch.models.shapes import PartConfigs, Size
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from retouch.models.base import TaskInputs
+from retouch.models.base import PartConfigs, TaskInputs
 from retouch.models.language import PretrainedLanguageModel, TokenKind
-from retouch.models.shapes import PartConfigs
 
 if TYPE_CHECKING:
     import torch

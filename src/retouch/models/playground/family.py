@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.config.section import Pixels
-from retouch.models.base import DiffusersModel, Dtype
+from retouch.models.base import DiffusersModel, Dtype, Size
 from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel
-from retouch.models.shapes import Size
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.models.base import Dtype
+from retouch.models.base import Dtype, PartConfigs, Size
 from retouch.models.emu3.family import Emu3Family
 from retouch.models.language import PretrainedLanguageModel
 from retouch.models.playground.family import playground_weights
 from retouch.models.qwen_vl.family import QwenFamily
-from retouch.models.shapes import PartConfigs, Size
 from retouch.records.files import read_json
 
 if TYPE_CHECKING:

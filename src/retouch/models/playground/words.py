@@ -2,9 +2,9 @@
 
 from typing import Literal
 
+from retouch.models.base import Size
 from retouch.models.flux.family import FluxFillModel
 from retouch.models.playground.family import PlaygroundFamily
-from retouch.models.shapes import Size
 
 
 class PlaygroundWords(PlaygroundFamily, FluxFillModel):
