@@ -20,7 +20,7 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal import machines
 from retouch.rehearsal.command import ERRORS, smallest_changes
-from retouch.rehearsal.loading import UnknownConfiguration
+from retouch.rehearsal.fake.loading import UnknownConfiguration
 from retouch.rehearsal.machines import MACHINES, Machine
 from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, holders, hours, largest, needed, seconds, step_work

@@ -1,4 +1,5 @@
-"""The fake accelerator of a rehearsal: tensors without data, its kernels for attention, and tokenizers without files.
+"""What a rehearsal replaces: the accelerator (tensors without data, its kernels for attention), the other ranks, DeepSpeed, weights
+and tokenizers.
 
-It may import torch and transformers, and nothing else of the project.
+The accelerator's modules (``accelerator.py``, ``tensors.py``, ``attention.py``) import torch and nothing else of the project.
 """
