@@ -26,8 +26,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
 from retouch.data.base import DataContext, DataSets, ImageData
-from retouch.data.checking.requirements import RowRequirements
 from retouch.data.playground.indirect import IndirectPlaygroundData
+from retouch.data.requirements import RowRequirements
 from retouch.data.sources.complex_edit import ComplexEditData
 from retouch.data.sources.folder import FolderData
 from retouch.integrations.trl import RetouchReward

@@ -23,8 +23,8 @@ from retouch.models.ip_adapter.image_encoder import vision_part
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sizes import image_encoder
 from retouch.recipe.recipe import Recipe, load
-from retouch.rehearsal.fake.loading import without_weights, write_folder, write_single
 from retouch.rehearsal.inputs import made_up_judge, made_up_sets, scores
+from retouch.rehearsal.loading import without_weights, write_folder, write_single
 from retouch.training.loop import Phase, Run
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"

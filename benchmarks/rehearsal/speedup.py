@@ -37,7 +37,7 @@ def rehearse_without(names: Sequence[str]) -> dict[str, float]:
     """
     from retouch.recipe.recipe import load
     from retouch.rehearsal import report
-    from retouch.rehearsal.machines import MACHINES
+    from retouch.rehearsal.counting.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
     machine = MACHINES[MACHINE]

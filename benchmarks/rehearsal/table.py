@@ -121,7 +121,7 @@ def recipe_of(name: str) -> "Recipe":
 def figures(recipe: "Recipe", machine_name: str) -> dict[str, Any]:
     """Rehearse a recipe. Returns bytes, FLOPs and seconds for the stages of its last phase, and figures of one step or token."""
     from retouch.rehearsal import report
-    from retouch.rehearsal.machines import MACHINES
+    from retouch.rehearsal.counting.machines import MACHINES
     from retouch.rehearsal.step import rehearse
 
     machine, started = MACHINES[machine_name], time.process_time()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from retouch.core.transitions import transition
-from retouch.rehearsal.machines import find_machine
+from retouch.rehearsal.counting.machines import find_machine
 from warm_python import python
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"

@@ -13,7 +13,7 @@ import stream_files
 from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.data.base import DataContext
-from retouch.data.checking.guard import find_test_sets
+from retouch.data.guard import find_test_sets
 from retouch.data.sources.folder import FolderData
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.stream import StreamData

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from retouch.benchmarks.kinds import SUITES
-from retouch.data.checking.guard import find_test_sets
+from retouch.data.guard import find_test_sets
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = {

@@ -36,7 +36,7 @@ from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import libraries
 from retouch.records.folder import RunFolder
-from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.counting.machines import MACHINES
 from retouch.rewards.base import close
 from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.rewards.votes.calibration import Calibration

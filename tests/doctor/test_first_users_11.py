@@ -22,9 +22,9 @@ from retouch.doctor.reward import check_scoring
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
-from retouch.rehearsal.machines import find_machine
+from retouch.rehearsal.counting.machines import find_machine
+from retouch.rehearsal.counting.stages import Stage, Work
 from retouch.rehearsal.report import hours
-from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import RehearsedPhase
 from warm_python import python
 

@@ -59,7 +59,7 @@ PLACING = (
     ),
     Mutant(
         "tensors that are freed on the fake device stay counted",
-        "rehearsal/meter.py",
+        "rehearsal/counting/meter.py",
         "            self._sizes[where] -= size",
         "            pass",
         f"{MEMORY}::test_freed_tensors_are_not_counted_and_views_are_not_counted_twice",
@@ -73,7 +73,7 @@ PLACING = (
     ),
     Mutant(
         "a step that needs the whole memory of a GPU fits",
-        "rehearsal/machines.py",
+        "rehearsal/counting/machines.py",
         "needed <= (1 - FREE_SHARE) * memory",
         "needed <= memory",
         f"{MEMORY}::test_a_step_fits_if_a_tenth_of_the_memory_stays_free",

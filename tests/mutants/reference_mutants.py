@@ -108,7 +108,7 @@ REFERENCES = (
     ),
     Mutant(
         "a row without a reference image is accepted",
-        "data/checking/requirements.py",
+        "data/requirements.py",
         "if required.reference and row.reference is None:",
         "if required.reference and row.reference is not None:",
         f"{RUNS}::test_row_without_a_reference_raises_with_its_line",

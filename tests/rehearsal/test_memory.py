@@ -16,10 +16,10 @@ from measured_memory import measured_peak
 from retouch.doctor import rehearsal as doctor
 from retouch.doctor.findings import Finding
 from retouch.recipe.recipe import load
-from retouch.rehearsal.machines import FREE_SHARE, MACHINES, fits
+from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES, fits
+from retouch.rehearsal.counting.stages import Stage
 from retouch.rehearsal.report import holders, largest, needed
 from retouch.rehearsal.rewards import reward_weights, uncounted_rewards
-from retouch.rehearsal.stages import Stage
 from retouch.rehearsal.step import Rehearsed
 from warm_python import python
 
@@ -30,8 +30,8 @@ import json, sys
 import torch
 from torch import nn
 from retouch.rehearsal.fake.accelerator import Accelerator, register
-from retouch.rehearsal.machines import MACHINES
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.counting.meter import Meter
 import test_memory
 
 register()

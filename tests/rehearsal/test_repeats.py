@@ -2,8 +2,8 @@
 
 import pytest
 
-from retouch.rehearsal.machines import MACHINES
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.counting.meter import Meter
 from retouch.rehearsal.repeats import Repeats
 from retouch.types import Slice
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.counting.stages import Stage, Work
 from retouch.rehearsal.report import lines
-from retouch.rehearsal.stages import Stage, Work
 from retouch.rehearsal.step import Rehearsed, RehearsedPhase
 from warm_python import python
 
@@ -19,8 +19,8 @@ import json
 import torch
 from retouch.rehearsal.fake.accelerator import Accelerator, register
 from retouch.rehearsal.fake.tensors import DEVICE
-from retouch.rehearsal.machines import MACHINES
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.counting.meter import Meter
 
 register()
 meter = Meter(MACHINES["h100"])

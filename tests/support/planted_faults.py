@@ -21,7 +21,7 @@ from retouch.models.sd3.family import SD3Model
 from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
 from retouch.rehearsal.command import smallest_changes
-from retouch.rehearsal.machines import FREE_SHARE, MACHINES
+from retouch.rehearsal.counting.machines import FREE_SHARE, MACHINES
 from retouch.rehearsal.report import error_line, fits, peak
 from retouch.rehearsal.step import rehearse
 

@@ -17,8 +17,8 @@ from unittest.mock import patch
 from retouch.models.base import DiffusersModel
 from retouch.recipe.recipe import load
 from retouch.rehearsal import parallel
-from retouch.rehearsal.fake.loading import write_folder, write_single
-from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.loading import write_folder, write_single
 from retouch.rehearsal.step import Rehearsed, rehearse
 
 ROOT = Path(__file__).resolve().parents[2]

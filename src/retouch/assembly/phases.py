@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from retouch.data.base import DataContext, DataSets, DataSource
-from retouch.data.checking.requirements import RowRequirements
+from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import (
     Drawable,
     Subset,

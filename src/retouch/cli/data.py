@@ -66,8 +66,8 @@ def add_data(commands: Commands) -> None:
 
 
 def _data_check(arguments: argparse.Namespace) -> int:
-    from retouch.data.checking.check import check
-    from retouch.data.checking.guard import find_test_sets
+    from retouch.data.check import check
+    from retouch.data.guard import find_test_sets
 
     failed = False
     for name, places, rows in _data_sets(arguments):
@@ -86,7 +86,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
     """Yield the name, the paths and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they
     cannot be read."""
     from retouch.config.packaged import is_recipe
-    from retouch.data.checking.check import read_path
+    from retouch.data.check import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
         if arguments.overrides:
@@ -97,7 +97,7 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
     from retouch.assembly.phases import required_rows
     from retouch.data.base import StoredData
-    from retouch.data.checking.requirements import RequiredRows
+    from retouch.data.requirements import RequiredRows
     from retouch.recipe.recipe import load
 
     recipe = load(arguments.path, arguments.overrides)

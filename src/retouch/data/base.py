@@ -18,14 +18,14 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
-from retouch.data.checking.guard import refuse_test_sets
-from retouch.data.checking.requirements import CheckedShare, RowRequirements
-from retouch.data.checking.validation import OnBadRow, accept, accept_rows
+from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
+from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Problem, Rows
 from retouch.data.sampler import Drawable, Subset
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Tasks, UncheckedTasks
+from retouch.data.validation import OnBadRow, accept, accept_rows
 from retouch.types import Json, SplitName, Task, TaskContents
 
 _log = logging.getLogger(__name__)

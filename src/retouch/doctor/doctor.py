@@ -48,7 +48,7 @@ from retouch.models.playground.family import playground_weights
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
-from retouch.rehearsal.machines import MACHINES, Machine
+from retouch.rehearsal.counting.machines import MACHINES, Machine
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 _LARGE = 10**9

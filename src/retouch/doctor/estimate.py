@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from retouch.doctor.findings import Finding, duration, note
 from retouch.recipe.derived.judge_calls import Calls
-from retouch.rehearsal.machines import Machine
+from retouch.rehearsal.counting.machines import Machine
 from retouch.rehearsal.report import hours, seconds, step_work
 from retouch.rehearsal.step import Rehearsed
 

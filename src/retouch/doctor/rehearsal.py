@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from retouch.data.checking.examination import available_cpus
+from retouch.data.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.estimate import cost_of, ranks_of, time_of
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
@@ -18,10 +18,10 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
-from retouch.rehearsal import machines
 from retouch.rehearsal.command import ERRORS, smallest_changes
-from retouch.rehearsal.fake.loading import UnknownConfiguration
-from retouch.rehearsal.machines import MACHINES, Machine
+from retouch.rehearsal.counting import machines
+from retouch.rehearsal.counting.machines import MACHINES, Machine
+from retouch.rehearsal.loading import UnknownConfiguration
 from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, holders, hours, largest, needed, seconds, step_work
 from retouch.rehearsal.rewards import uncounted_rewards

@@ -29,11 +29,11 @@ from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
 from retouch.data.base import DataSource, usable_tasks
-from retouch.data.checking.check import read_path
-from retouch.data.checking.validation import OnBadRow
+from retouch.data.check import read_path
 from retouch.data.kinds import DATA
 from retouch.data.sources.features import Feature
 from retouch.data.sources.tokens import FEATURES, LIST
+from retouch.data.validation import OnBadRow
 from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_language_model
 from retouch.models.emu3.images import Emu3ImageTokenizer

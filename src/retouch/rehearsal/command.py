@@ -4,10 +4,10 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from retouch.data.checking.examination import available_cpus
+from retouch.data.examination import available_cpus
 from retouch.recipe.recipe import Recipe, parse
 from retouch.rehearsal.changes import LEAST_GAIN, changes
-from retouch.rehearsal.machines import Machine, find_machine
+from retouch.rehearsal.counting.machines import Machine, find_machine
 from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse

@@ -15,7 +15,7 @@ from retouch.models.base import DiffusersModel
 from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.recipe import Recipe
 from retouch.records.files import read_json
-from retouch.rehearsal.stages import Event, Peaks, Stage, Work
+from retouch.rehearsal.counting.stages import Event, Peaks, Stage, Work
 
 FEWEST = 4
 """The smallest number of blocks of a stack: the first, the last, and two inner ones with inner neighbours. With fewer blocks, the

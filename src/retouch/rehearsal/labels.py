@@ -8,7 +8,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.protocols import DenoisingModel
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.counting.meter import Meter
 from retouch.rehearsal.repeats import Repeats
 
 _TEXT = "text encoders"

@@ -15,9 +15,9 @@ from retouch.policies.autoregressive.decoding import CHECK_EVERY, CachedDecoding
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, TokenizesText
 from retouch.policies.engines.base import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
+from retouch.rehearsal.counting.meter import Meter
+from retouch.rehearsal.counting.stages import Rise, Work
 from retouch.rehearsal.fake.tensors import FakeTensor
-from retouch.rehearsal.meter import Meter
-from retouch.rehearsal.stages import Rise, Work
 from retouch.types import Batch, Codes, Conditioning, Prompts, Task
 
 PARTS = 2

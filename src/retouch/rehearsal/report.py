@@ -4,10 +4,10 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 
-from retouch.rehearsal import machines
-from retouch.rehearsal.machines import TFLOPS, Machine
-from retouch.rehearsal.meter import OURS
-from retouch.rehearsal.stages import Work
+from retouch.rehearsal.counting import machines
+from retouch.rehearsal.counting.machines import TFLOPS, Machine
+from retouch.rehearsal.counting.meter import OURS
+from retouch.rehearsal.counting.stages import Work
 from retouch.rehearsal.step import Rehearsed
 
 _HOLDERS = 8

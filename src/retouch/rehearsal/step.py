@@ -27,21 +27,21 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import DenoisingModel
 from retouch.recipe.recipe import Recipe
+from retouch.rehearsal.collectives import fake_ranks
+from retouch.rehearsal.counting.machines import Machine
+from retouch.rehearsal.counting.meter import Meter
+from retouch.rehearsal.counting.stages import Stage, Work
 from retouch.rehearsal.depth import Counts, choose_depths, extrapolated, extrapolated_work, stacks_of
 from retouch.rehearsal.fake.accelerator import Accelerator, register
 from retouch.rehearsal.fake.attention import fused_attention
-from retouch.rehearsal.fake.collectives import fake_ranks
-from retouch.rehearsal.fake.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.fake.tensors import DEVICE, active
-from retouch.rehearsal.fake.zero import fake_deepspeed
 from retouch.rehearsal.inputs import fake_devices, made_up_judge, made_up_sets, scores
 from retouch.rehearsal.labels import Labels
-from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.loading import fake_parameters, without_paths, without_weights
 from retouch.rehearsal.parallel import both, each_in_turn
 from retouch.rehearsal.repeats import FewTokens, Pace, Repeats
 from retouch.rehearsal.rewards import reward_weights
-from retouch.rehearsal.stages import Stage, Work
+from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
 from retouch.types import Batch, Task

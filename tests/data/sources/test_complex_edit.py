@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from retouch.assembly.phases import build_sets
-from retouch.data.checking.check import check
+from retouch.data.check import check
 from retouch.data.rows import sources
 from retouch.data.sources.complex_edit import levels, read_complex_edit
 from retouch.data.split import split_by_source

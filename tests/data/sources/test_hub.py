@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from retouch.data.checking.check import check, read_path
+from retouch.data.check import check, read_path
 from retouch.data.rows import sources
 from retouch.data.sources.hub import read_hub
 from retouch.data.tasks import Tasks

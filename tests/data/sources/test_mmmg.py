@@ -8,7 +8,7 @@ import pytest
 
 from retouch.assembly.phases import sets_of
 from retouch.cli import main
-from retouch.data.checking.guard import find_test_sets
+from retouch.data.guard import find_test_sets
 from retouch.data.sources.mmmg import DIFFICULTY, TRAIN, write_curriculum
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.recipe import load

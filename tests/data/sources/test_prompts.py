@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.checking.check import check, read_path
+from retouch.data.check import check, read_path
 from retouch.data.rows import quoted
 from retouch.data.sources.folder import read_folder
 from retouch.data.sources.prompts import read_prompts

@@ -14,7 +14,7 @@ from PIL import Image
 import stream_files
 from retouch.config.live import live_objects
 from retouch.data.base import DataContext
-from retouch.data.checking.requirements import RowRequirements
+from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import UnindexedTasks, examples
 from retouch.data.sources.stream import IterableData, StreamData
 from retouch.testing import check_data_source

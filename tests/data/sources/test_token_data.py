@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from PIL.Image import new
 
 from retouch.data.base import DataContext
-from retouch.data.checking.check import check, read_path
-from retouch.data.checking.requirements import RowRequirements
-from retouch.data.checking.validation import accept
+from retouch.data.check import check, read_path
+from retouch.data.requirements import RowRequirements
 from retouch.data.rows import LONGEST_THOUGHT, thought_of
 from retouch.data.sources.features import Feature, read_feature
 from retouch.data.sources.tokens import TokenData, TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
+from retouch.data.validation import accept
 
 GRID = (2, 3)
 
@@ -185,8 +185,8 @@ def test_unusable_files_and_codes_raise_with_the_file_name_before_training(tmp_p
 
 
 def test_require_also_checks_rows_that_worker_processes_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("retouch.data.checking.examination.PARALLEL_FROM", 4)
-    monkeypatch.setattr("retouch.data.checking.examination.available_cpus", lambda: 2)
+    monkeypatch.setattr("retouch.data.examination.PARALLEL_FROM", 4)
+    monkeypatch.setattr("retouch.data.examination.available_cpus", lambda: 2)
     rows = TokenRows([save(tmp_path / "d", [feature(k) for k in range(4)])], trusted=False)
     good, _ = accept(rows, on_bad_row="refuse")
     assert [rows.known(k) for k in good] == [True] * 4

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from retouch.data.checking.check import check, read_path
-from retouch.data.checking.guard import refuse_test_sets
-from retouch.data.checking.validation import accept
+from retouch.data.check import check, read_path
+from retouch.data.guard import refuse_test_sets
 from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
+from retouch.data.validation import accept
 
 SIZE = (48, 32)
 BOX = (8, 8, 30, 20)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import tiny_flux_runs
 import tiny_models
 from retouch import cli
-from retouch.data.checking.requirements import RequiredRows, RowRequirements
+from retouch.data.requirements import RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.inference.exporting import export_target

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue
 from retouch.benchmarks.judges.ladders import Item, Probe, item_of
 from retouch.config.section import Section
 from retouch.data.images import load_image
-from retouch.data.tables import Entry, read_table
+from retouch.data.sources.tables import Entry, read_table
 from retouch.types import Sample, Task
 
 FILE = "ladder.jsonl"

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import PrivateAttr
 
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
-from retouch.data.checking.validation import find_problems
 from retouch.data.rows import Layout, Row, Rows
 from retouch.data.sources.folder import image_under
 from retouch.data.sources.table import ListRows
 from retouch.data.tasks import load_task
+from retouch.data.validation import find_problems
 from retouch.records.files import read_json
 from retouch.rewards.base import RewardSection
 from retouch.rewards.vlm.base import JudgeModel

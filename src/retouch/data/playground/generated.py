@@ -7,8 +7,8 @@ from typing import ClassVar, Self, overload
 
 from retouch.config.section import Count
 from retouch.data.base import DataContext, DataSets, DataSource
-from retouch.data.checking.guard import refuse_test_sets
-from retouch.data.checking.validation import OnBadRow
+from retouch.data.guard import refuse_test_sets
+from retouch.data.validation import OnBadRow
 from retouch.playground.world.choices import Numbers
 from retouch.types import SplitName, Task
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.data.checking.guard import refuse_test_sets
+from retouch.data.guard import refuse_test_sets
 from retouch.data.sources.folder import METADATA, path_under
 from retouch.records.files import read_json
 from retouch.types import Json

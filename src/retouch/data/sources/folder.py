@@ -15,10 +15,10 @@ from pydantic import Field
 
 from retouch.config.section import Count, NonEmpty
 from retouch.data.base import ImageData
-from retouch.data.columns import find_columns
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout
-from retouch.data.tables import TableRows, read_table
+from retouch.data.sources.columns import find_columns
+from retouch.data.sources.tables import TableRows, read_table
 from retouch.data.tasks import Tasks
 from retouch.types import Task
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import NonEmpty
 from retouch.data.base import ImageData
-from retouch.data.checking.examination import file_state
-from retouch.data.columns import find_columns
+from retouch.data.examination import file_state
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Identity, Layout, Problem, Row
+from retouch.data.sources.columns import find_columns
 from retouch.types import TaskContents
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from retouch.data.checking.guard import refuse_test_sets
+from retouch.data.guard import refuse_test_sets
 from retouch.records.files import read_json
 
 TRAIN = "train.json"

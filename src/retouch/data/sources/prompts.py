@@ -13,14 +13,14 @@ from typing import Any, Literal
 from retouch.config.packaged import shipped
 from retouch.config.section import NonEmpty
 from retouch.data.base import StoredData
-from retouch.data.checking.validation import accept
-from retouch.data.columns import find_columns
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout, PromptRows
 from retouch.data.sampler import Subset
+from retouch.data.sources.columns import find_columns
 from retouch.data.sources.folder import METADATA, image_under, names_images
-from retouch.data.tables import TableRows, read_table
+from retouch.data.sources.tables import TableRows, read_table
 from retouch.data.tasks import Tasks
+from retouch.data.validation import accept
 from retouch.types import TaskContents
 
 _PROMPT_COLUMNS = {"id": ("id",), "instruction": ("prompt", "instruction"), "text": ("text",), "source": ("source",)}

@@ -28,13 +28,13 @@ from retouch.data.base import (
     held_out_problems,
     resize_to,
 )
-from retouch.data.checking.validation import OnBadRow, accept_rows
-from retouch.data.columns import find_columns
 from retouch.data.rows import Layout, Row
 from retouch.data.sampler import Subset
+from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import embedded_image
 from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
 from retouch.data.tasks import Tasks
+from retouch.data.validation import OnBadRow, accept_rows
 from retouch.types import Json, SplitName, TaskContents
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most, resize_to
-from retouch.data.checking.validation import accept_rows
-from retouch.data.columns import find_columns
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows
 from retouch.data.sampler import Subset
+from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import HubRows, embedded_image
 from retouch.data.split import limit
 from retouch.data.tasks import Tasks
+from retouch.data.validation import accept_rows
 from retouch.types import SplitName, TaskContents
 
 if TYPE_CHECKING:

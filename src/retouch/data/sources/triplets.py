@@ -18,7 +18,7 @@ from retouch.data.base import ImageData
 from retouch.data.images import MAX_PIXELS, EncodedImage, load_mask
 from retouch.data.rows import Identity, InvalidRow, Problem, Row
 from retouch.data.sources.folder import image_under
-from retouch.data.tables import Entry, read_table
+from retouch.data.sources.tables import Entry, read_table
 from retouch.types import Json, TaskContents
 
 LIST = "self_bench.txt"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from retouch.core.random import generator
-from retouch.data.checking.requirements import RequiredRows, RowRequirements
+from retouch.data.requirements import RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow, Layout, Problem, PromptRows, Row
 
 if TYPE_CHECKING:

@@ -1,5 +1,4 @@
-"""What a rehearsal replaces: the accelerator (tensors without data, its kernels for attention), the other ranks, DeepSpeed, weights
-and tokenizers.
+"""The fake accelerator of a rehearsal: tensors without data, its kernels for attention, and tokenizers without files.
 
-The accelerator's modules (``accelerator.py``, ``tensors.py``, ``attention.py``) import torch and nothing else of the project.
+It may import torch and transformers, and nothing else of the project.
 """

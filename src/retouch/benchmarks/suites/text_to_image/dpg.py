@@ -11,7 +11,7 @@ from retouch.benchmarks.suite import SuiteItem
 from retouch.benchmarks.suites.row_suite import RowSuite, pooled_mean
 from retouch.data.rows import InvalidRow, Layout, Problem, Row, Rows
 from retouch.data.sources.table import encoded_image
-from retouch.data.tables import read_table
+from retouch.data.sources.tables import read_table
 from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.panel import NAN, Prompt
 from retouch.rewards.judges.rubrics import image_parts, quoted, rubric

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config.consent import user_folder
-from retouch.data.checking.examination import FileState, RowReport, examine_all, file_state
-from retouch.data.checking.requirements import CheckedShare, RowRequirements
+from retouch.data.examination import FileState, RowReport, examine_all, file_state
 from retouch.data.images import MAX_PIXELS
+from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Identity, Problem, Rows
 from retouch.data.split import limit
 

@@ -11,16 +11,16 @@ import pytest
 from PIL import Image
 
 from retouch.assembly.phases import build_sets
+from retouch.data import examination, stored_check
 from retouch.data.base import DataContext
-from retouch.data.checking import examination, stored_check
-from retouch.data.checking.check import check
-from retouch.data.checking.examination import examine, examine_all
-from retouch.data.checking.requirements import RowRequirements
-from retouch.data.checking.validation import accept, accept_rows
+from retouch.data.check import check
+from retouch.data.examination import examine, examine_all
 from retouch.data.images import EncodedImage
+from retouch.data.requirements import RowRequirements
 from retouch.data.rows import Row
 from retouch.data.sources.folder import FolderData, read_folder
 from retouch.data.sources.table import TableData
+from retouch.data.validation import accept, accept_rows
 from retouch.recipe.recipe import load
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from retouch.rehearsal.counting.meter import Meter
 from retouch.rehearsal.fake.accelerator import HANDLERS, Accelerator
 from retouch.rehearsal.fake.tensors import FakeTensor, fake_tensors_of, mapped, tensors_of
-from retouch.rehearsal.meter import Meter
 
 _GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from retouch.data.checking.requirements import CheckedShare, RequiredRows, RowRequirements
 from retouch.data.images import MAX_PIXELS
+from retouch.data.requirements import CheckedShare, RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow, Problem, Rows
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
@@ -54,7 +54,7 @@ def accept_rows(
     """
     if on_bad_row not in ("refuse", "skip"):
         raise ValueError(f'on_bad_row must be "refuse" or "skip", not {on_bad_row!r}')
-    from retouch.data.checking.stored_check import checked_rows
+    from retouch.data.stored_check import checked_rows
 
     checked = checked_rows(rows, check=check, seed=seed)
     complete = None if required is None else RequiredRows(rows, required)
@@ -91,6 +91,6 @@ def _lacking(rows: RequiredRows, index: int) -> list[Problem]:
 
 def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS) -> Iterator[tuple[int, list[Problem]]]:
     """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
-    from retouch.data.checking.stored_check import checked_rows
+    from retouch.data.stored_check import checked_rows
 
     yield from checked_rows(rows, max_pixels=max_pixels).findings()

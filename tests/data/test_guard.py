@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from retouch.data.checking.guard import find_test_sets, refuse_test_sets
+from retouch.data.guard import find_test_sets, refuse_test_sets
 
 TESTS = {
     "UCSC-VLAA/Complex-Edit": "Complex-Edit",

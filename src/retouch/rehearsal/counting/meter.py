@@ -3,7 +3,7 @@
 Memory is the memory requested from the allocator, in blocks of 512 bytes like those of torch's allocator. The peak is kept for each
 kind of allocation, so that two rehearsals of different depths can be compared (``retouch.rehearsal.depth``). The time of a kernel
 is modelled as the larger of FLOPs / rate and bytes / bandwidth of the machine. Kernels do not overlap, and only kernels of compiled
-blocks are fused (``retouch.rehearsal.fusion``).
+blocks are fused (``retouch.rehearsal.counting.fusion``).
 """
 
 import sys
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from retouch.rehearsal.counting.fusion import Compiled, FusedKernel, is_fusible
+from retouch.rehearsal.counting.machines import Machine
+from retouch.rehearsal.counting.stages import Event, Rise, Stage, Work
 from retouch.rehearsal.fake.tensors import DEVICE, FakeTensor
-from retouch.rehearsal.fusion import Compiled, FusedKernel, is_fusible
-from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.stages import Event, Rise, Stage, Work
 
-OURS = str(Path(__file__).parents[1]) + "/"
-_MINE = str(Path(__file__).parent) + "/"
+OURS = str(Path(__file__).parents[2]) + "/"
+_MINE = str(Path(__file__).parents[1]) + "/"
 BLOCK = 512
 _aten = torch.ops.aten
 _FREE = (  # these start no kernel

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from retouch.data.base import DataSource
-from retouch.data.checking.validation import find_problems
 from retouch.data.images import MAX_PIXELS
 from retouch.data.kinds import DATA
 from retouch.data.rows import Problem, Rows
 from retouch.data.sources.hub import read_hub
+from retouch.data.validation import find_problems
 
 
 def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Problem]:

@@ -6,12 +6,12 @@ import logging
 import pytest
 from PIL import Image
 
-from retouch.data.checking.check import check, read_path
-from retouch.data.checking.validation import accept
+from retouch.data.check import check, read_path
 from retouch.data.rows import Problem
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
+from retouch.data.validation import accept
 
 
 @pytest.fixture

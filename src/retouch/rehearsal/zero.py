@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retouch.distributed import zero
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.counting.meter import Meter
 
 
 @contextmanager
