@@ -1,14 +1,16 @@
-// Your own photographs with the tiny models: the code path of a full-size run, in a few minutes on a CPU.
+// Your own photographs with the tiny models: the code path of a full-size run, in two to three minutes on a CPU.
 //
 //   retouch train recipes/photos.jsonnet --set data.path=DIR
 //
-// DIR contains photographs and a metadata.jsonl with one line for each: {"file_name": "a.png", "instruction": "make it warmer"}.
+// DIR contains photographs and a metadata.jsonl with one line for each: {"file_name": "a.png", "instruction": "make it grey"}.
 //
-// A healthy run. The built-in editor was made for coloured shapes, and its autoencoder keeps only the layout of a photograph: its
-// output has a `preservation` of 0.60, which compares images shrunk to 8 px (0.24 at 48 px), and the output of the untrained editor
-// 0.31. `preservation` rises within 20 steps, to 0.42 on held-out photographs; `colour` hardly changes, because the autoencoder can
-// represent few colours. Each photograph is used in 24 versions: itself, and random crops of it.
-// docs/guides/photos.md has the figures.
+// The reward is the closeness to the photograph in black and white. It is differentiable, so the run uses DRaFT, which follows its
+// gradient. photos-nft.jsonnet trains with a reward that has no gradient.
+//
+// A healthy run. The built-in editor was made for coloured shapes, and its autoencoder keeps only the layout of a photograph: an
+// encoded and decoded black-and-white photograph has a `closeness` of 0.89 on average. The untrained editor has 0.81 to 0.86, with
+// coloured spots and hard edges. On held-out photographs `closeness` rises to 0.85 to 0.89 within 40 steps, and the spots disappear.
+// Each photograph is used in 24 versions: itself, and random crops of it. docs/guides/photos.md has the figures.
 local objectives = import 'lib/objectives.libsonnet';
 local photos = import 'lib/photos.libsonnet';
 local playground = import 'lib/playground.libsonnet';
@@ -17,20 +19,20 @@ local sampling = import 'lib/sampling.libsonnet';
 {
   name: 'photos',
   steps: 40,
-  tasks_per_step: 4,
-  group_size: 12,
+  tasks_per_step: 8,
+  group_size: 2,
   learning_rate: 2e-3,
-  microbatch: 48,
+  microbatch: 16,
   policy: {
     kind: 'denoising',
     model: playground.model { size: [48, 48] },
     train: { kind: 'lora', rank: 32, alpha: 64 },
     ema: { decay: 0.9, every: 1 },
   },
-  rollout: sampling.pictures(6),
+  rollout: sampling.pictures(6) { chunk: 16 },
   data: photos.tasks('photos', held_out=3) { crops: 24 },
-  reward: photos.graded(saturation=0),
-  objective: objectives.nft { shift: 3 },
+  reward: photos.black_and_white { combine: { closeness: 1 } },
+  objective: objectives.draft(steps=2, reward=photos.black_and_white),
   optimizer: { schedule: 'cosine' },
   eval: { every: 20, tasks: 24, batch: 48 },
   samples: { every: 20, tasks: 4 },

@@ -26,11 +26,11 @@ DIFFERENTIABLE_REWARDS = Kinds(
     {
         "target": "retouch.rewards.scorers.pixels:TargetReward",
         "share": "retouch.rewards.scorers.pixels:ShareReward",
-        "grade": "retouch.rewards.scorers.grade:GradeReward",
         "clip": "retouch.rewards.scorers.clip:ClipReward",
         "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
         "hps": "retouch.rewards.scorers.clip:HpsReward",
         "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
+        "grade": "retouch.rewards.scorers.grade:GradeReward",
         "several": "retouch.rewards.combine.several:SeveralRewards",
     },
 )

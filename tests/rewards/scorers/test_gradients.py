@@ -11,6 +11,7 @@ from retouch.protocols import DifferentiableReward
 from retouch.rewards.scorers.aesthetic import AestheticReward
 from retouch.rewards.scorers.clip import ClipReward, HpsReward, PickScoreReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder, tensor_pixels
+from retouch.rewards.scorers.grade import GradeReward
 from retouch.rewards.scorers.pixels import ShareReward, TargetReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
@@ -31,7 +32,9 @@ def tensors(images):
 
 def samples(count=4, **how):
     words = ("a cat", "two dogs", "a cat", "red")
-    return [Sample(Task(f"t{k}", words[k], target=picture(30 + k)), picture(k, **how)) for k in range(count)]
+    return [
+        Sample(Task(f"t{k}", words[k], images=(picture(40 + k),), target=picture(30 + k)), picture(k, **how)) for k in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +52,11 @@ def rewards(tmp_path_factory):
         "aesthetic": (AestheticReward(path=root / "clip", head=root / "head.safetensors"), "aesthetic"),
         "target": (TargetReward(), "closeness"),
         "share": (ShareReward(channel="green"), "share"),
+        "grade": (GradeReward(saturation=0.5, colour=(200, 60, 40), strength=0.25), "closeness"),
     }
 
 
-NAMES = ("clip", "siglip", "pickscore", "hps", "aesthetic", "target", "share")
+NAMES = ("clip", "siglip", "pickscore", "hps", "aesthetic", "target", "share", "grade")
 
 
 def test_every_differentiable_reward_is_tested():
