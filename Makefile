@@ -31,7 +31,7 @@ test: lint
 
 # The imports fail where a broken installation would only skip tests.
 test-all: lint .venv-all/.installed
-	DS_ACCELERATOR=cpu .venv-all/bin/python -c 'import deepspeed, optuna, ray'
+	DS_ACCELERATOR=cpu .venv-all/bin/python -c 'import deepspeed, optuna, ray, trl'
 	OMP_NUM_THREADS=1 .venv-all/bin/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not engines"
 	$(MAKE) trackers
 	$(MAKE) engines

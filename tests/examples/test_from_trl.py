@@ -5,6 +5,7 @@ import difflib
 import re
 import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def test_the_script_with_retouch_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed (extra `trl`)")
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL sets arguments of transformers that are deprecated
 def test_the_script_with_trl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trl = pytest.importorskip("trl")

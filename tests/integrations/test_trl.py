@@ -116,6 +116,7 @@ def test_two_ranks_share_group_keys_have_distinct_slots_and_raise_together(tmp_p
 
 
 @WITH_TRL
+@WITH_TRL
 @pytest.mark.parametrize("cls", [QwenImageEdit, QwenImageEditPlus])
 def test_the_processor_encodes_prompts_and_images_like_the_writer(cls):
     from trl.data_utils import prepare_multimodal_messages
@@ -138,6 +139,7 @@ def test_the_processor_encodes_prompts_and_images_like_the_writer(cls):
     assert [len(row["images"]) for row in rows] == [len(task.images) for task in tasks]
 
 
+@WITH_TRL
 def test_the_processor_pads_on_the_left():
     """TRL pads the prompts' ids on the left; the token types, which determine the positions, must be aligned with them."""
     writer = writer_for(tiny_editing.editor(tiny_editing.parts()), tiny_writers.module())
@@ -152,6 +154,7 @@ def test_the_processor_pads_on_the_left():
     assert writer.template.tokenizer.padding_side == "right"
 
 
+@WITH_TRL
 def test_jinja_syntax_in_a_template_or_prompt_is_not_evaluated():
     template = TURNS.format(system='say "{{ 1 + 1 }}" {% raw %} \\n é', user="{}")
     writer = QwenWriter(
@@ -164,6 +167,7 @@ def test_jinja_syntax_in_a_template_or_prompt_is_not_evaluated():
     assert text == template.replace("{}", "{{ red }}")
 
 
+@WITH_TRL
 def test_processor_for_raises_for_a_text_only_writer():
     writer = QwenWriter(tiny_writers.module("qwen2.5"), tiny_writers.tokenizer(), template=tiny_writers.TEMPLATE)
     with pytest.raises(ValueError, match="takes no images; give TRL its tokenizer"):

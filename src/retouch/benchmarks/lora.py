@@ -134,7 +134,7 @@ def _load_peft(pipeline: Any, place: Path, path: str | Path) -> None:
         model = PeftModel.from_pretrained(pipeline.transformer, place)  # inserts the layers into pipeline.transformer in place
     except (ValueError, RuntimeError, KeyError) as error:
         raise ValueError(f"--lora {path}: PEFT cannot load it into {type(pipeline).__name__}: {error}") from error
-    placed = get_peft_model_state_dict(model)
+    placed = get_peft_model_state_dict(model, save_embedding_layers=False)
     with safe_open(place / _PEFT, framework="pt") as content:
         keys = list(content.keys())
     left = dict.fromkeys(_layer(key) for key in keys if key not in placed)

@@ -9,7 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from PIL.Image import Resampling
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
@@ -17,6 +19,8 @@ from retouch.models.common.chat_template import PAD
 from retouch.models.common.latents import Area, fit
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.types import Task
+
+_TRANSFORMERS = Version("5.23")  # the first release whose processors mark image tokens for TRL
 
 
 class WriterProcessor(ProcessorMixin):
@@ -45,8 +49,12 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
     """Build the trainer's ``processing_class``: it encodes the prompts of ``dataset_of`` to the same ids as ``writer.encode``.
 
     Also sets the end-of-sequence ids of the writer's model to the writer's stop ids. Raises ValueError if the writer takes no
-    images.
+    images, or if transformers is too old.
     """
+    if Version(transformers.__version__) < _TRANSFORMERS:
+        raise ValueError(
+            f"images in TRL need transformers {_TRANSFORMERS}, and this is {transformers.__version__}: pip install 'retouch[trl]'"
+        )
     template = writer.template
     if template.image_processor is None:
         raise ValueError(f"{type(writer.module).__name__} takes no images; give TRL its tokenizer as processing_class")

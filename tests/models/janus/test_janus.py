@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 import tiny_janus
 import tiny_models
@@ -35,6 +37,7 @@ def policy(model, *, train="lora", **sampling):
     return tiny_writing.policy(writer=model, train=train, sampling={"max_new_tokens": COUNT + 1, **sampling})
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.19"), reason="its own generation of images raises TypeError")
 @pytest.mark.parametrize("seed", range(3))
 def test_greedy_image_tokens_match_transformers(seed):
     whole = tiny_janus.whole(seed)

@@ -128,7 +128,9 @@ def write_lora(
     adapted module has no name in ComfyUI, ``all`` skips ComfyUI's file with a warning, and ``comfyui`` raises ValueError.
     """
     config = _with_sorted_targets(module.peft_config["default"])
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
+    # Without this argument, peft asks the Hugging Face Hub whether the vocabulary was changed.
+    state = get_peft_model_state_dict(module, save_embedding_layers=False)
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
     if format in ("all", "peft"):
         config.save_pretrained(to)
         save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
