@@ -10,9 +10,8 @@ import torch
 from retouch.distributed.ranks import init_distributed
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.recipe.recipe import Recipe
-from retouch.rehearsal.counting.machines import MACHINES, Machine, find_machine
+from retouch.rehearsal.counting.machines import DEFAULT_GPU, MACHINES, Machine, find_machine
 
-DEFAULT_GPU = "h100"
 PROFILE = ".json"
 """The ending of a file with the measured rates of a GPU (``retouch.rehearsal.counting.machines``)."""
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")

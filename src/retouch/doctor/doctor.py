@@ -29,7 +29,6 @@ from retouch.doctor.checks import (
     phase_steps,
 )
 from retouch.doctor.device import (
-    DEFAULT_GPU,
     PlannedDevice,
     check_device,
     check_kernels,
@@ -48,7 +47,7 @@ from retouch.models.playground.family import playground_weights
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
-from retouch.rehearsal.counting.machines import MACHINES, Machine
+from retouch.rehearsal.counting.machines import DEFAULT_GPU, MACHINES
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 _LARGE = 10**9
@@ -193,20 +192,20 @@ def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device
     if not group.gather_failures(report.found) and "" not in devices:
         assert checked.device is not None
         ranks = Ranks(rank=group.ranks.rank, world=group.ranks.world, device=checked.device)
-        report.add(check_trial(recipe, ranks, steps=checked.steps, check_disk=not checked.rehearsed))
+        report.add(check_trial(recipe, ranks, steps=checked.steps, check_disk=not checked.disk))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
     """The results of the checks that load no weights.
 
-    ``device``: the device of the trial step; None if weights or device are missing. ``steps``: see ``phase_steps``. ``rehearsed``:
-    whether a step was rehearsed, so that the size of a checkpoint is known.
+    ``device``: the device of the trial step; None if weights or device are missing. ``steps``: see ``phase_steps``. ``disk``:
+    whether the first rank has checked the disk, because a rehearsal gave the size of a checkpoint.
     """
 
     device: torch.device | None
     steps: Sequence[int] | None
-    rehearsed: bool
+    disk: bool
 
 
 def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, doctor_options: DoctorOptions) -> _Checked:
@@ -227,57 +226,57 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
     rehearsable, missing = _rehearsable(recipe, doctor_options.base)
     if rehearsable is None:
         report.add(missing)
-        return _Checked(device=None, steps=steps, rehearsed=False)
+        return _Checked(device=None, steps=steps, disk=False)
     folder, weights_here = _weights(rehearsable)
     joined = None if report.world is None else group.ranks.device
     target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
     report.add([finding])
     report.add(check_kernels(recipe, target))
-    rehearsed = _rehearses(rehearsable, target, doctor_options)
-    if rehearsed and target is not None and report.is_main:
-        machine, timed = machine_of(target, device_name), not _on_cpu(target)
-        if not timed and doctor_options.estimate:
-            machine, timed = MACHINES[DEFAULT_GPU], True
-            report.add([note("time", f"estimated for {DEFAULT_GPU}, because no GPU was named; --device names one")])
-        _rehearse(report, rehearsable, machine, world=world, timed=timed, price=doctor_options.price, calls=calls, steps=steps)
-    elif target is not None and not doctor_options.rehearsal:
-        report.add([note("memory", "not checked, because of --no-rehearsal")])
+    disk = False
+    if target is not None and report.is_main:
+        checkpoint = _rehearse(report, rehearsable, target, device_name, doctor_options, world=world, calls=calls)
+        disk = checkpoint is not None
+        if checkpoint is not None:
+            report.add([check_disk(recipe, checkpoint, steps=steps)])
     report.add(missing or [_weights_finding(recipe, folder, weights_here)])
     trial = weights_here and not missing and target is not None
-    return _Checked(device=target.device if trial and target is not None else None, steps=steps, rehearsed=rehearsed)
-
-
-def _rehearses(recipe: Recipe, target: PlannedDevice | None, doctor_options: DoctorOptions) -> bool:
-    """Whether to rehearse a step: for a GPU, for large weights, or on request."""
-    if target is None or not doctor_options.rehearsal:
-        return False
-    folders = {section.find_weights()[0] for section in (recipe.policy.model, recipe.image_model)} - {None}
-    size = sum(file.stat().st_size for folder in folders if folder is not None for file in folder.rglob("*.safetensors"))
-    return doctor_options.estimate or not _on_cpu(target) or size >= _LARGE
-
-
-def _on_cpu(target: PlannedDevice) -> bool:
-    return target.device is not None and target.device.type == "cpu"
+    return _Checked(device=target.device if trial and target is not None else None, steps=steps, disk=disk or not report.is_main)
 
 
 def _rehearse(
     report: _Report,
     recipe: Recipe,
-    machine: Machine,
+    target: PlannedDevice,
+    device_name: str,
+    doctor_options: DoctorOptions,
     *,
     world: int,
-    timed: bool,
-    price: float | None,
     calls: Sequence[Calls],
-    steps: Sequence[int] | None,
-) -> None:
-    """Rehearse a step; report its memory, its time, and whether the disk has room for the checkpoints."""
+) -> int | None:
+    """Rehearse a step for a GPU, for large weights, or on request, and report its memory and time. Returns the bytes of a
+    checkpoint; None if they are not known."""
+    if not doctor_options.rehearsal:
+        report.add([note("memory", "not checked, because of --no-rehearsal")])
+        return None
+    on_cpu = target.device is not None and target.device.type == "cpu"
+    if on_cpu and not doctor_options.estimate and _weight_bytes(recipe) < _LARGE:
+        return None
+    machine = machine_of(target, device_name)
+    if on_cpu and doctor_options.estimate:
+        machine = MACHINES[DEFAULT_GPU]
+        report.add([note("time", f"estimated for {DEFAULT_GPU}, because no GPU was named; --device names one")])
     from retouch.doctor.rehearsal import check_rehearsal  # it is slow to import
 
-    findings, checkpoint = check_rehearsal(recipe, machine, world=world, timed=timed, price=price, calls=calls)
+    timed = not on_cpu or doctor_options.estimate
+    findings, checkpoint = check_rehearsal(recipe, machine, world=world, timed=timed, price=doctor_options.price, calls=calls)
     report.add(findings)
-    if checkpoint is not None:
-        report.add([check_disk(recipe, checkpoint, steps=steps)])
+    return checkpoint
+
+
+def _weight_bytes(recipe: Recipe) -> int:
+    """The bytes of the weights on this machine."""
+    folders = {section.find_weights()[0] for section in (recipe.policy.model, recipe.image_model)} - {None}
+    return sum(file.stat().st_size for folder in folders if folder is not None for file in folder.rglob("*.safetensors"))
 
 
 def _rehearsable(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:

@@ -36,7 +36,7 @@ def check_rehearsal(
     Returns the findings about memory and, if ``timed``, about time and cost of the run; and the bytes of a checkpoint, which are
     None if the step could not be rehearsed. ``price``: dollars per hour of one GPU. ``calls``: the calls to all judges.
 
-    This takes 15 to 90 s of CPU time for the recipes of this repository. It uses a process of its own: a rehearsal adds a fake
+    This takes 15 to 74 s of CPU time for the recipes of this repository. It uses a process of its own: a rehearsal adds a fake
     device, and autograd knows only the devices that existed at the first backward pass of a process, such as the one of the trial
     step.
     """

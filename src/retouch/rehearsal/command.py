@@ -7,12 +7,11 @@ from typing import TextIO
 from retouch.data.examination import available_cpus
 from retouch.recipe.recipe import Recipe, parse
 from retouch.rehearsal.changes import LEAST_GAIN, changes
-from retouch.rehearsal.counting.machines import Machine, find_machine
+from retouch.rehearsal.counting.machines import DEFAULT_GPU, Machine, find_machine
 from retouch.rehearsal.parallel import quiet
 from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse
 
-DEFAULT = "h100"
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """The errors that a step may raise because of wrong shapes, devices or dtypes."""
 MOST_CHANGES = 6
@@ -25,7 +24,7 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     ``full_depth``: run all blocks of the models. Raises ValueError for an unknown machine.
     """
     quiet()
-    target = find_machine(machine or DEFAULT)
+    target = find_machine(machine or DEFAULT_GPU)
     started = time.perf_counter()
     try:
         found = rehearse(recipe, target, world=world, full_depth=full_depth, processes=available_cpus())

@@ -117,6 +117,8 @@ MACHINES: Mapping[str, Machine] = {
     )
 }
 """The GPUs that are known by name."""
+DEFAULT_GPU = "h100"
+"""The GPU that is assumed if none is named."""
 
 
 def fits(needed: int, memory: int) -> bool:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import NonNegative, Share
 from retouch.rewards.base import RewardSection, source_image
-from retouch.rewards.scorers.photos import Colour
-from retouch.rewards.scorers.pixels import LUMA, to_tensor
+from retouch.rewards.scorers.photos import Colour, at_size
+from retouch.rewards.scorers.pixels import LUMA, pixels_of_tasks, to_tensor
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:
@@ -62,20 +62,14 @@ class GradeReward(RewardSection):
 
         Raises ValueError if a task has no source image.
         """
-        import torch
-
-        height, width = images.shape[-2:]
-        graded = {id(task): self._graded(task, (width, height)) for task in tasks}
-        target = torch.stack([graded[id(task)] for task in tasks]).to(images)
+        target = pixels_of_tasks(images, tasks, self._graded)
         return 1 - ((images - target).square().flatten(1).mean(dim=1) + _LEAST).sqrt()
 
     def _graded(self, task: Task, size: tuple[int, int]) -> Float[Tensor, "3 h w"]:
         """The source image of the task after the grade, at ``size`` (width, height), 0 to 1, float64."""
         import torch
-        from PIL.Image import Resampling
 
-        source = source_image(task)
-        pixels = to_tensor(source if source.size == size else source.convert("RGB").resize(size, Resampling.LANCZOS))
+        pixels = to_tensor(at_size(source_image(task), size))
         grey = (pixels @ torch.tensor(LUMA, dtype=pixels.dtype))[..., None]
         colourful = (grey + self.saturation * (pixels - grey)).clamp(0, 1)
         mixed: Tensor = torch.lerp(colourful, torch.tensor(self.colour, dtype=pixels.dtype) / 255, self.strength)

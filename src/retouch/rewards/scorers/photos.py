@@ -80,7 +80,9 @@ class PhotosReward(RewardSection):
         for row, sample in enumerate(samples):
             source = source_image(sample.task)
             if sample.image is not None:
-                table[row, 0] = _preservation(*(self._shrunk(image) for image in (_at_size(source, sample.image), sample.image)))
+                table[row, 0] = _preservation(
+                    *(self._shrunk(image) for image in (at_size(source, sample.image.size), sample.image))
+                )
                 table[row, 1] = self._closeness(sample.image)
         preservation, colour = table.unbind(dim=1)
         scores = {"preservation": preservation, "colour": colour, "reward": preservation**self.preserve * colour}
@@ -111,8 +113,9 @@ class PhotosReward(RewardSection):
         return closeness
 
 
-def _at_size(source: Image.Image, image: Image.Image) -> Image.Image:
-    return source if source.size == image.size else source.convert("RGB").resize(image.size, Image.Resampling.LANCZOS)
+def at_size(source: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The source image at ``size`` (width, height), resized with Lanczos if it has another size."""
+    return source if source.size == size else source.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def _preservation(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from PIL.Image import Image
@@ -28,6 +28,17 @@ def to_tensor(image: Image) -> Float[Tensor, "h w 3"]:
 
     pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     return torch.from_numpy(pixels.astype(np.float64)) / 255
+
+
+def pixels_of_tasks(
+    images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task], pixels_of: Callable[[Task, tuple[int, int]], Float[Tensor, "3 h w"]]
+) -> Float[Tensor, "r 3 h w"]:
+    """Return ``pixels_of(task, (w, h))`` for the task of each image, with dtype and device of the images; once for equal tasks."""
+    import torch
+
+    height, width = images.shape[-2:]
+    made = {key: pixels_of(task, (width, height)) for key, task in {id(task): task for task in tasks}.items()}
+    return torch.stack([made[id(task)] for task in tasks]).to(images)
 
 
 class ShareReward(RewardSection):
@@ -103,11 +114,7 @@ class TargetReward(RewardSection):
 
         Raises ValueError if a task has no target image.
         """
-        import torch
-
-        height, width = images.shape[-2:]
-        targets = {id(task): self._target(task, (width, height)) for task in tasks}
-        target = torch.stack([targets[id(task)] for task in tasks]).to(images)
+        target = pixels_of_tasks(images, tasks, self._target)
         return 1 - (images - target).square().flatten(1).mean(dim=1)
 
     @staticmethod
