@@ -335,6 +335,8 @@ def page(found: dict[Entry, list[dict]]) -> str:
         "",
         "The columns of the first table of each section:",
         "",
+        "- **gain (95 %)**: the mean of after - before over the same tasks, with Student's t interval "
+        "([formula](maths.md#confidence-intervals-coreintervalspy)). It contains the spread between tasks, not between seeds.",
         "- **share of gap**: (after - before) / (ceiling - before) of the overall score, on compound tasks (those with "
         "several edits or objects in one instruction); for text rendering, on all tasks.",
         "- **best of k**: the score of the best of k samples of the base model, chosen by the judge.",

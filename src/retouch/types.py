@@ -29,7 +29,9 @@ class Task:
     """One row of data: an instruction, and what a reward may need to score the result.
 
     ``id`` is unique in its data set and identifies the group: two rows with equal instructions are two tasks.
-    ``tags`` are the categories of result tables (``{"complexity": "2"}``); ``meta`` is JSON for rewards that know the data set.
+    ``source`` names what the task was made from, such as its source image; the intervals of an evaluation treat tasks with the same
+    source as one cluster, and "" as a source of its own. ``tags`` are the categories of result tables (``{"complexity": "2"}``);
+    ``meta`` is JSON for rewards that know the data set.
     ``chosen`` and ``rejected``: two results of which people preferred the first, for DPO without rollouts.
 
     Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``
@@ -46,6 +48,7 @@ class Task:
     meta: Mapping[str, Json] = field(default_factory=dict)
     chosen: Image | None = None
     rejected: Image | None = None
+    source: str = ""
 
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
+from retouch.benchmarks.statistics import bootstrap_interval, resample_counts
+from retouch.core.intervals import cluster_numbers
 from retouch.core.quantiles import t_quantile
 
 BENCHMARKS = 1000

@@ -69,8 +69,8 @@ def test_the_table_has_the_paired_change_of_the_tasks_with_both_scores(tmp_path:
         write_json(folder.evaluation(step), {"tasks": ["a", "b", "c"], "rewards": scores, "scores": {"overall": scores}})
     header, _, *rows = (_scores(folder, 2, split="heldout") or "").splitlines()[-4:]
     assert header == "| score | before | after 2 steps | change (95 % interval) |"
-    # The changes are 1 and 0.5, so the standard error of their mean is 0.25.
-    assert rows == ["| overall | 5 | 5 | +0.75 (+0.26 to +1.24) |", "| IP | 9 | 9 |  |"]
+    # The changes are 1 and 0.5, so the standard error of their mean is 0.25; t(1) = 12.706.
+    assert rows == ["| overall | 5 | 5 | +0.75 (-2.43 to +3.93) |", "| IP | 9 | 9 |  |"]
 
 
 def test_the_card_of_a_run_without_samples_and_evaluations_has_no_scores(tmp_path: Path) -> None:

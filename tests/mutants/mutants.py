@@ -8,6 +8,7 @@ from flux2_mutants import FLUX2
 from flux_mutants import FLUX
 from gradient_mutants import GRADIENTS
 from imitation_mutants import IMITATION
+from interval_mutants import INTERVALS
 from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
@@ -327,4 +328,5 @@ MUTANTS = (
     *QWEN_IMAGE_2,
     *CONSENT,
     *VOTING,
+    *INTERVALS,
 )

@@ -34,27 +34,6 @@ VOTING = (
         f"{_STATISTICS}::test_strength_intervals_have_95_percent_coverage",
     ),
     Mutant(
-        "the interval of a win rate treats votes on one task as independent",
-        "votes/shares.py",
-        "sums[cluster] += value - mean",
-        "sums[f'{cluster} {len(sums)}'] += value - mean",
-        f"{_STATISTICS}::test_interval_of_unanimous_clusters_matches_hand_computation",
-    ),
-    Mutant(
-        "the interval of a win rate uses 1.96 instead of Student's t quantile",
-        "votes/shares.py",
-        "t = t_quantile(0.975, groups - 1)",
-        "t = 1.96",
-        f"{_STATISTICS}::test_interval_of_independent_values_matches_hand_computation",
-    ),
-    Mutant(
-        "the variance of a win rate lacks the correction groups / (groups - 1)",
-        "votes/shares.py",
-        "variance = groups / (groups - 1) * ",
-        "variance = ",
-        f"{_STATISTICS}::test_interval_of_independent_values_matches_hand_computation",
-    ),
-    Mutant(
         "isotonic regression pools blocks without their weights",
         "rewards/votes/calibration.py",
         "last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)",

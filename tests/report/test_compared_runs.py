@@ -15,15 +15,15 @@ from retouch.report.comparison import comparison
 TASKS = ("a", "b", "c", "d")
 
 
-def run_with(root: Path, *, after: list[float | None], **changes: object) -> RunFolder:
-    """A run whose evaluations have these scores of `TASKS`; ``changes`` are made to its recipe."""
+def run_with(root: Path, *, after: list[float | None], sources: tuple[str, ...] = (), **changes: object) -> RunFolder:
+    """A run whose evaluations have these scores of `TASKS`, which have these ``sources``; ``changes`` are made to its recipe."""
     folder = write_new_run(root)
     record = json.loads(folder.recipe.read_text())
     record["recipe"] |= changes
     folder.recipe.write_text(json.dumps(record))
     folder.evaluation(0).parent.mkdir(exist_ok=True)
     for step, scores in ((0, [5.0, 6.0, 7.0, 8.0]), (9, after)):
-        evaluation = {"tasks": TASKS, "rewards": scores, "scores": {"overall": scores}}
+        evaluation = {"tasks": TASKS, "rewards": scores, "scores": {"overall": scores}} | ({"sources": sources} if sources else {})
         folder.evaluation(step).write_text(json.dumps(evaluation))
         folder.write_eval(step, "heldout", table={"all": {"n": 4, "overall": 6.5}}, ci95={})
     return folder
@@ -34,12 +34,20 @@ def test_differences_are_paired_over_the_tasks_with_both_scores(tmp_path: Path) 
     second = run_with(tmp_path / "second", after=[6.5, 8.5, 8.2, 9.0], seed=1)
     text = comparison([first.root, second.root])
     changes = [0.5, 1.0, 0.2]
-    half = 1.96 * stdev(changes) / math.sqrt(3)
-    interval = f"+{mean(changes):.2f} (+{mean(changes) - half:.2f} to +{mean(changes) + half:.2f})"
+    half = 4.30265 * stdev(changes) / math.sqrt(3)  # t(2)
+    interval = f"+{mean(changes):.2f} (−{half - mean(changes):.2f} to +{mean(changes) + half:.2f})"
     assert f"  second  {interval} on 3 tasks" in text
     scored = next(line for line in text.splitlines() if line.startswith("  first"))
     assert scored.split()[1:6] == ["9", "3", "6.00", "7.17", "+1.17"]  # of the 3 tasks with both scores
     assert text.endswith("What differs in the recipes\n        first  second\n  seed      0       1")
+
+
+def test_tasks_of_one_source_are_a_cluster_in_a_comparison(tmp_path: Path) -> None:
+    """Changes of 1 and 1 for one source, and of 3 and 3 for another: the standard error is 1 with 2 clusters."""
+    sources = ("one.png", "one.png", "two.png", "two.png")
+    first = run_with(tmp_path / "first", after=[5.0, 6.0, 5.0, 6.0], sources=sources)
+    second = run_with(tmp_path / "second", after=[6.0, 7.0, 8.0, 9.0], sources=sources)
+    assert "  second  +2.00 (−10.71 to +14.71) on 4 tasks" in comparison([first.root, second.root])
 
 
 def test_recipes_that_do_not_differ_and_tasks_that_do(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The held-out table: means, confidence intervals, the headline row; the gain between two evaluations of the same tasks."""
+"""The held-out table: means, confidence intervals, the headline row."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
 from retouch.rewards.judging import RewardScorer, ScoredBatch
-from retouch.training.evaluation import EvaluationResult, Evaluator, headline_tasks, paired_gain, score_table
+from retouch.training.evaluation import EvaluationResult, Evaluator, headline_tasks, score_table
 from retouch.types import Batch, Column, Sample, Task
 
 
@@ -27,8 +27,22 @@ def test_score_table_has_a_row_per_tag_value_with_means_and_confidence_intervals
     means, intervals = score_table(evaluated())
     assert list(means) == ["all", "complexity=1", "complexity=2"]
     assert means["all"] == {"n": 4, "reward": 4.0, "overall": 4.0}
-    half = 1.96 * math.sqrt(13.0) / math.sqrt(3)  # the variance of 8, 1 and 3
+    half = 4.302653 * math.sqrt(13.0) / math.sqrt(3)  # t(2), and the variance of 8, 1 and 3
     assert intervals["all"]["overall"] == pytest.approx((4.0 - half, 4.0 + half))
+
+
+def test_tasks_of_one_source_are_a_cluster_in_the_score_table_and_in_the_stored_evaluation() -> None:
+    """Three photographs with two tasks each contain no more information than three tasks if the tasks of each have equal scores."""
+    values = torch.tensor([8.0, 8.0, 1.0, 1.0, 3.0, 3.0])
+    tasks = [Task(id=str(i), instruction="x", source=f"photo {i // 2}") for i in range(6)]
+    result = EvaluationResult(tasks, {"overall": values}, values, shares=("overall",))
+    _, intervals = score_table(replace(result, shares=()))
+    assert intervals["all"]["overall"] == pytest.approx(score_table(evaluated())[1]["all"]["overall"])
+    one = [replace(task, source="photo") for task in tasks]
+    assert score_table(EvaluationResult(one, {"overall": values}, values))[1]["all"] == {}
+    assert score_table(EvaluationResult(one, {"right": values / 8}, values / 8, shares=("right",)))[1]["all"] == {}
+    assert result.to_json()["sources"] == [task.source for task in tasks]
+    assert "sources" not in evaluated().to_json()
 
 
 def test_reward_in_the_score_table_is_the_combined_reward_even_if_a_column_has_this_name() -> None:
@@ -44,8 +58,9 @@ def test_one_value_has_a_mean_and_no_interval() -> None:
 
 
 def test_confidence_intervals_of_proportions_are_wilson_intervals() -> None:
-    """Wilson's interval of 10 of 10 and of 5 of 10, as in published tables; the normal approximation of the first is [1, 1]."""
-    for share, low, high in ((1.0, 0.7225, 1.0), (0.5, 0.2366, 0.7634)):
+    """Wilson's interval with t(9) = 2.26216: of 10 of 10, and of 5 of 10 with the effective size 9. A mean of the first would have
+    the interval [1, 1]."""
+    for share, low, high in ((1.0, 0.6615, 1.0), (0.5, 0.1990, 0.8010)):
         values = torch.arange(10) < 10 * share
         result = EvaluationResult([Task(id=str(i), instruction="x") for i in range(10)], {"right": values.float()}, values.float())
         _, intervals = score_table(replace(result, shares=("right",)))
@@ -61,14 +76,6 @@ def test_score_table_has_a_headline_row_only_if_the_headline_is_a_subset() -> No
     assert list(means) == ["all", "headline", "complexity=1", "complexity=2"]
     assert means["headline"] == means["complexity=2"]
     assert "headline" not in score_table(some, headline_tasks(some.tasks, None))[0]
-
-
-def test_gain_and_its_interval_are_computed_from_paired_scores() -> None:
-    before, after = torch.tensor([1.0, 5.0, 9.0, float("nan")]), torch.tensor([2.0, 6.0, 10.0, 3.0])
-    gain, interval = paired_gain(before, after)
-    assert gain == 1.0
-    assert interval == (1.0, 1.0)
-    assert paired_gain(before[:1], after[:1]) == (1.0, None)
 
 
 class Said:

@@ -10,7 +10,7 @@ import pytest
 from retouch.rewards.votes.bradley_terry import preferences, strengths, table
 from retouch.rewards.votes.calibration import Calibration, calibrate, isotonic
 from retouch.rewards.votes.log import Vote
-from retouch.votes.shares import judge_agreement, share, voter_agreement, voters, win_rates
+from retouch.votes.shares import judge_agreement, voter_agreement, voters, win_rates
 from retouch.votes.simulated import Preference
 from retouch.votes.summary import as_text, summarise
 from vote_maker import VoteMaker
@@ -19,30 +19,6 @@ from vote_maker import VoteMaker
 @pytest.fixture
 def vote() -> VoteMaker:
     return VoteMaker()
-
-
-def test_interval_of_independent_values_matches_hand_computation() -> None:
-    """p = 0.7 of 10: v = 10/9 x 2.1 / 100, so the effective size is 9; t(9) = 2.26216."""
-    found = share([1.0] * 7 + [0.0] * 3, list("abcdefghij"))
-    assert (found.value, found.count, found.clusters) == (pytest.approx(0.7), 10, 10)
-    assert (found.low, found.high) == (pytest.approx(0.34223, abs=2e-4), pytest.approx(0.91277, abs=2e-4))
-
-
-def test_interval_of_unanimous_clusters_matches_hand_computation() -> None:
-    """Two tasks with opposite votes: v = 2 x (1 + 1) / 16 = p (1 - p), so the effective size is 1; half = t / (2 sqrt(1 + t^2))."""
-    found = share([1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "b"])
-    t = 12.7062
-    assert found.low == pytest.approx(0.5 - t / (2 * math.sqrt(1 + t * t)), abs=1e-5)
-    assert found.high == pytest.approx(1 - found.low)
-
-
-def test_interval_is_correct_for_unanimous_votes_one_cluster_and_no_votes() -> None:
-    won = share([1.0] * 8, list("abcdabcd"))
-    assert (won.value, won.high) == (1.0, 1.0)
-    assert won.low == pytest.approx(1 / (1 + 3.18245**2 / 4), abs=1e-3)  # Wilson's for 4 of 4, t(3)
-    one = share([1.0, 0.0], ["a", "a"])
-    assert (one.value, one.low, one.high) == (0.5, 0.0, 1.0)
-    assert math.isnan(share([], []).value)
 
 
 def test_win_rates_count_ties_as_one_half(vote) -> None:
@@ -173,21 +149,6 @@ def test_a_damaged_calibration_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=r"calibration|map|JSON"):
         Calibration.load(path)
-
-
-@pytest.mark.parametrize(("tasks", "votes", "mean"), [(40, 3, 0.6), (15, 4, 0.5), (60, 2, 0.8)])
-def test_win_rate_intervals_have_95_percent_coverage(tasks: int, votes: int, mean: float) -> None:
-    """Tasks differ in how often the arm wins, so votes on one task are correlated. One answer in five is a tie."""
-    random = np.random.default_rng(7)
-    clusters = [str(task) for task in range(tasks) for _ in range(votes)]
-    covered = 0
-    for _ in range(2000):
-        rates = random.beta(4 * mean, 4 * (1 - mean), size=tasks).repeat(votes)
-        won = (random.uniform(size=tasks * votes) < rates).astype(float)
-        won[random.uniform(size=tasks * votes) < 0.2] = 0.5
-        found = share(won.tolist(), clusters)
-        covered += found.low <= 0.8 * mean + 0.1 <= found.high
-    assert 0.93 <= covered / 2000 <= 0.97
 
 
 def test_strength_intervals_have_95_percent_coverage(vote) -> None:

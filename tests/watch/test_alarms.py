@@ -37,14 +37,19 @@ def with_scatter(made, name, amount):
 
 
 def test_paired_change_is_measured_in_standard_errors_of_the_differences():
-    before, after = torch.tensor([1.0, 2, 3, math.nan]), torch.tensor([2.0, 4, 6, 9])
-    found = paired_change(before, after)
+    def change(before: list[float], after: list[float], sources=()):
+        made = [Observation(0, (), {"heldout": torch.tensor(scores)}, sources=sources) for scores in (before, after)]
+        return paired_change(*made, "heldout")
+
+    before, after = [1.0, 2, 3, math.nan], [2.0, 4, 6, 9]
+    found = change(before, after)
     assert found.mean == 2
     assert found.sigmas == pytest.approx(2 / (1 / math.sqrt(3)))
-    assert paired_change(before, before).sigmas == 0
-    assert paired_change(before[:3], before[:3] - 1).sigmas == -math.inf
-    assert paired_change(before[:1], after[:1]).sigmas == 0
-    assert math.isnan(paired_change(before[3:], after[3:]).mean)
+    assert change(before, before).sigmas == 0
+    assert change(before[:3], [score - 1 for score in before[:3]]).sigmas == -math.inf
+    assert change(before[:1], after[:1]).sigmas == 0
+    assert math.isnan(change(before[3:], after[3:]).mean)
+    assert change([1.0, 1, 2, 2], [2.0, 2, 5, 5], ("a", "a", "b", "b")).sigmas == pytest.approx(2.0)  # changes 1 and 3
 
 
 def test_unchanged_observations_raise_no_alarm():

@@ -13,8 +13,9 @@ from numpy import ndarray
 
 from retouch.benchmarks.kinds import find_suite
 from retouch.benchmarks.results import ALL, RESULT, BenchmarkResult, item_values, scored_items, shown_difference
-from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
+from retouch.benchmarks.statistics import bootstrap_interval, resample_counts
 from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.core.intervals import cluster_numbers
 from retouch.records import files
 
 SCORES = "scores"

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from retouch.benchmarks.statistics import bootstrap_interval, cluster_numbers, resample_counts
+from retouch.benchmarks.statistics import bootstrap_interval, resample_counts
 from retouch.benchmarks.suite import Suite, SuiteItem
+from retouch.core.intervals import cluster_numbers
 from retouch.records import files
 
 RESULT, ROWS, ITEMS, TABLE = "result.json", "rows.jsonl", "items.jsonl", "table.md"

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from retouch.core.intervals import cluster_numbers
 from retouch.core.quantiles import t_quantile
 
 RESAMPLES = 2000
@@ -34,13 +35,6 @@ class Interval:
     def excludes_zero(self) -> bool:
         """Whether 0 is outside the interval."""
         return self.low > 0 or self.high < 0
-
-
-def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
-    """Return the cluster index of each item, and the number of clusters. An item with an empty name is a cluster by itself."""
-    numbers: dict[object, int] = {}
-    members = [numbers.setdefault(name or index, len(numbers)) for index, name in enumerate(clusters)]
-    return members, len(numbers)
 
 
 def resample_counts(clusters: Sequence[str]) -> Float[ndarray, "b n"]:

@@ -84,6 +84,7 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
         meta=row.meta,
         chosen=pair[0],
         rejected=pair[1],
+        source=row.source,
     )
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import ModelCardData
 
 from retouch.config.live import LIVE
+from retouch.core.intervals import MeanEstimate
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
 from retouch.models.playground.family import PlaygroundFamily
-from retouch.records.heldout import Change, paired_change, read_scores
+from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch.records.summary import split_label
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
         return None
     before, after = lines[min(lines)], lines[max(lines)]
     scores_before, scores_after = (read_scores(run, at) for at in (min(lines), max(lines)))
+    sources = read_sources(run, max(lines))
     first, last = before["table"]["all"], after["table"]["all"]
     better_low = set(after.get("lower_is_better", ()))
     left_out = "; tasks without a score are left out" if before.get("missing") or after.get("missing") else ""
@@ -177,14 +179,14 @@ def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
     ]
     rows.append("| --- | --- | --- | --- |")
     for column in [name for name in last if name != "n" and name in first]:
-        change = _change(paired_change(scores_before.get(column, {}), scores_after.get(column, {})))
+        change = _change(paired_change(scores_before.get(column, {}), scores_after.get(column, {}), sources))
         name = f"{column} (lower is better)" if column in better_low else column
         rows.append(f"| {name} | {first[column]:.4g} | {last[column]:.4g} | {change} |")
     return "\n".join(rows)
 
 
-def _change(found: Change | None) -> str:
-    if found is None:
+def _change(found: MeanEstimate) -> str:
+    if not found.count:
         return ""
     return f"{found.mean:+.3g}" + (f" ({found.interval[0]:+.3g} to {found.interval[1]:+.3g})" if found.interval else "")
 

@@ -2,18 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from statistics import mean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
+from retouch.core.intervals import MeanEstimate, estimate_mean
 from retouch.records import files
 from retouch.records.folder import RunFolder
-
-
-class Change(NamedTuple):
-    """The mean of after - before, and its 95 % confidence interval (paired, normal approximation); None with a single task."""
-
-    mean: float
-    interval: tuple[float, float] | None
 
 
 def read_scores(folder: RunFolder, step: int) -> dict[str, dict[str, float]]:
@@ -32,16 +25,18 @@ def read_scores(folder: RunFolder, step: int) -> dict[str, dict[str, float]]:
     }
 
 
-def paired_change(before: Mapping[str, float], after: Mapping[str, float]) -> Change | None:
-    """The change of the tasks that have both scores; None if there is no such task."""
-    changes = [after[task] - before[task] for task in before if task in after]
-    if not changes:
-        return None
-    middle = mean(changes)
-    if len(changes) == 1:
-        return Change(middle, None)
-    half = 1.96 * stdev(changes) / math.sqrt(len(changes))
-    return Change(middle, (middle - half, middle + half))
+def read_sources(folder: RunFolder, step: int) -> dict[str, str]:
+    """Read the source of each task of an evaluation, by task id. Empty if no tasks share a source."""
+    path = folder.evaluation(step)
+    record: Mapping[str, Any] = files.read_json(path) if path.exists() else {}
+    return dict(zip(record["tasks"], record["sources"], strict=True)) if "sources" in record else {}
+
+
+def paired_change(before: Mapping[str, float], after: Mapping[str, float], sources: Mapping[str, str]) -> MeanEstimate:
+    """Estimate the mean of after - before over the tasks that have both scores. ``sources``: the sources of tasks, by task id; a
+    task without one has a source of its own."""
+    both = [task for task in before if task in after]
+    return estimate_mean([after[task] - before[task] for task in both], [sources.get(task, "") for task in both])
 
 
 def _is_known(value: float | None) -> bool:

@@ -9,14 +9,15 @@ from statistics import mean
 
 from retouch.recipe.derived.differences import leaves
 from retouch.records.folder import RunFolder
-from retouch.records.heldout import paired_change, read_scores
+from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch.report.curves import headline_column, seconds_spent
 from retouch.report.numbers import MISSING, aligned, decimals_for, format_duration, format_percent, format_score, format_signed
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A run with its last evaluation. ``before``, ``after``: the known scores of held-out tasks, by id."""
+    """A run with its last evaluation. ``before``, ``after``: the known scores of held-out tasks, by id. ``sources``: the sources of
+    these tasks, by id."""
 
     name: str
     recipe: Mapping[str, str]
@@ -24,6 +25,7 @@ class _Run:
     step: int
     before: Mapping[str, float]
     after: Mapping[str, float]
+    sources: Mapping[str, str]
     gap_closed: float | None
     seconds: float
 
@@ -32,7 +34,7 @@ def comparison(folders: Sequence[Path]) -> str:
     """Compare two or more runs; each is compared to the first one.
 
     The score is the column that the first run reports, on all held-out tasks. A difference is the mean over the tasks that both
-    runs evaluated, with a 95 % interval (paired, normal approximation).
+    runs evaluated, with a paired 95 % interval (``core.intervals``).
 
     Raises ValueError for fewer than two runs, for the same run twice, and for a run without an evaluation or without this column.
     """
@@ -70,6 +72,7 @@ def _read(root: Path, name: str, column: str | None = None) -> _Run:
         step=known[-1]["step"],
         before=before[chosen],
         after=after[chosen],
+        sources=read_sources(folder, known[-1]["step"]),
         gap_closed=summary.gap_closed if summary is not None and summary.column == chosen else None,
         seconds=seconds_spent(folder.read_timings()),
     )
@@ -87,7 +90,7 @@ def _scores(runs: Sequence[_Run], decimals: int) -> Iterator[str]:
                 str(run.step),
                 str(len(both)),
                 *(format_score(end, decimals) for end in ends),
-                _change(run.before, run.after, decimals) if run.step else MISSING,
+                _change(run.before, run.after, run.sources, decimals) if run.step else MISSING,
                 MISSING if run.gap_closed is None else format_percent(run.gap_closed),
                 format_duration(run.seconds),
             ]
@@ -102,16 +105,16 @@ def _differences(runs: Sequence[_Run], decimals: int) -> Iterator[str]:
     yield f"Difference to {first.name} at the last evaluation, on the same held-out tasks (95 %)"
     rows = []
     for run in runs[1:]:
-        shared = first.after.keys() & run.after.keys()
-        text = f"{_change(first.after, run.after, decimals)} on {len(shared)} tasks" if shared else "no held-out task in common"
-        rows.append([run.name, text])
+        shared = len(first.after.keys() & run.after.keys())
+        difference = _change(first.after, run.after, run.sources, decimals)
+        rows.append([run.name, f"{difference} on {shared} tasks" if shared else "no held-out task in common"])
     yield from aligned(rows)
     yield "The intervals contain the spread between tasks, not the spread between seeds: repeat each run with other seeds."
 
 
-def _change(before: Mapping[str, float], after: Mapping[str, float], decimals: int) -> str:
-    found = paired_change(before, after)
-    if found is None:
+def _change(before: Mapping[str, float], after: Mapping[str, float], sources: Mapping[str, str], decimals: int) -> str:
+    found = paired_change(before, after, sources)
+    if not found.count:
         return MISSING
     ends = [format_signed(end, decimals) for end in found.interval or ()]
     return format_signed(found.mean, decimals) + (f" ({' to '.join(ends)})" if ends else "")

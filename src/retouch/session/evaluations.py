@@ -9,12 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from retouch.assembly.assembly import Assembly
+from retouch.core.intervals import cluster_numbers, estimate_mean
 from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.summary import Summary, split_label
 from retouch.rewards.combine.combination import WeightedSum
-from retouch.training.evaluation import EvaluationResult, headline_tasks, paired_gain, score_table
+from retouch.training.evaluation import EvaluationResult, headline_tasks, score_table
 from retouch.training.loop import TooManyMissing
 
 REWARD = "reward"
@@ -138,7 +139,7 @@ class RunEvaluations:
         baselines = self._stored_baselines()
         start, end = self._values(before), self._values(after)
         both = self.headline & ~(end - start).isnan()  # otherwise a missing score would change the gain
-        _, interval = paired_gain(start[both], end[both])
+        gain = estimate_mean((end - start)[self.headline].tolist(), self._headline_sources)
         seconds = math.fsum(line.get("time/step") or 0.0 for line in self.folder.read_timings())
         summary = Summary(
             column=self._column,
@@ -149,7 +150,7 @@ class RunEvaluations:
             ceiling=baselines.get("ceiling"),
             best_of_k=baselines.get("best_of_k"),
             k=None if (k := baselines.get("k")) is None else int(k),
-            gain_ci95=interval,
+            gain_ci95=gain.interval,
             lower_is_better=self._column in self.evaluator.lower_is_better,
             cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
         )
@@ -197,8 +198,13 @@ class RunEvaluations:
 
     def _on(self) -> str:
         tags = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
-        count = int(self.headline.sum())
-        return f"{count} {self._split_label} task{'s' * (count != 1)}" + (f" of {tags}" if tags else "")
+        count, sources = int(self.headline.sum()), cluster_numbers(self._headline_sources)[1]
+        tasks = f"{count} {self._split_label} task{'s' * (count != 1)}" + (f" of {tags}" if tags else "")
+        return tasks if sources == count else f"{tasks} from {sources} source{'s' * (sources != 1)}"
+
+    @property
+    def _headline_sources(self) -> list[str]:
+        return [task.source for task, included in zip(self.evaluator.tasks, self.headline.tolist(), strict=True) if included]
 
     @property
     def _baselines_path(self) -> Path:

@@ -10,6 +10,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.core.intervals import cluster_numbers, estimate_mean, estimate_share
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.base import Objective
 from retouch.protocols import Renderer
@@ -38,11 +39,22 @@ class EvaluationResult:
     texts: Sequence[str | None] = field(default_factory=tuple)
     shares: Sequence[str] = ()
 
+    @property
+    def sources(self) -> list[str]:
+        """The source of each task."""
+        return [task.source for task in self.tasks]
+
+    @property
+    def has_shared_sources(self) -> bool:
+        return cluster_numbers(self.sources)[1] < len(self.tasks)
+
     def to_json(self) -> dict[str, Any]:
-        """Return the scores of every task as JSON, as they are stored in the run's folder."""
+        """Return the scores of every task as JSON, as they are stored in the run's folder. ``sources`` are only stored if tasks
+        share a source."""
         return {
             **({"shares": list(self.shares)} if self.shares else {}),
             "tasks": [task.id for task in self.tasks],
+            **({"sources": self.sources} if self.has_shared_sources else {}),
             "rewards": self.rewards.tolist(),
             "scores": {name: column.tolist() for name, column in self.scores.items()},
         }
@@ -183,7 +195,7 @@ Row = dict[str, float | int]
 def score_table(
     evaluated: EvaluationResult, headline: Tensor | None = None
 ) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
-    """Return the column means of each row of the table, and their 95 % confidence intervals if more than one score is known.
+    """Return the column means of each row of the table, and their 95 % confidence intervals if scores of two sources are known.
 
     The rows of the table are: ``all``; ``headline``, the tasks for which ``headline`` (n,) is True (left out if it is all tasks);
     and ``tag=value`` for each value of the tags with at most ``MOST_TAG_VALUES`` values. "reward" is the combined reward, also if a
@@ -197,14 +209,15 @@ def score_table(
         groups = {"all": groups.pop("all"), "headline": headline.nonzero().flatten().tolist(), **groups}
     for name, rows in groups.items():
         means[name] = {"n": len(rows)}
+        sources = [evaluated.tasks[row].source for row in rows]
         intervals[name] = {}
         for column, values in columns.items():
             known = values[rows][~values[rows].isnan()].double()
             if len(known):
                 means[name][column] = known.mean().item()
-            if len(known) > 1:
-                interval = _share_interval if column in evaluated.shares else _interval
-                intervals[name][column] = interval(known)
+            interval = _interval(values[rows].tolist(), sources, is_share=column in evaluated.shares)
+            if interval is not None:
+                intervals[name][column] = interval
     return means, intervals
 
 
@@ -224,28 +237,12 @@ def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] 
     return mask
 
 
-def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float] | None]:
-    """Return the mean of after - before over the tasks with both scores, and its 95 % interval (normal approximation, paired).
-
-    The interval is None if only one task has both scores.
-    """
-    difference = (after - before).double()
-    difference = difference[~difference.isnan()]
-    return difference.mean().item(), _interval(difference) if len(difference) > 1 else None
-
-
-def _interval(values: Tensor) -> tuple[float, float]:
-    """The 95 % confidence interval of the mean of (n,) values, n > 1, by the normal approximation."""
-    mean, half = values.mean().item(), 1.96 * values.std().item() / math.sqrt(len(values))
-    return mean - half, mean + half
-
-
-def _share_interval(values: Tensor) -> tuple[float, float]:
-    """The 95 % confidence interval of a share, from (n,) values between 0 and 1 (Wilson 1927, score interval)."""
-    share, count, square = values.mean().item(), len(values), 1.96**2
-    middle = (share + square / (2 * count)) / (1 + square / count)
-    half = 1.96 / (1 + square / count) * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
-    return middle - half, middle + half
+def _interval(values: Sequence[float], sources: Sequence[str], *, is_share: bool) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the mean; None if there are values of fewer than two sources."""
+    if not is_share:
+        return estimate_mean(values, sources).interval
+    found = estimate_share(values, sources)
+    return (found.low, found.high) if found.clusters > 1 else None
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, list[int]]:

@@ -4,7 +4,6 @@ An arm is a set of images, for example the images of a run after a step. Votes o
 interval is clustered by task.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,50 +11,11 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from retouch.core.quantiles import t_quantile
+from retouch.core.intervals import ShareInterval, estimate_share
 from retouch.rewards.votes.log import Vote
 
 FEWEST_REPEATS = 10
 MOST_TAG_VALUES = 8
-
-
-@dataclass(frozen=True, slots=True)
-class ShareInterval:
-    """A share, 0 to 1, with its 95 % interval; NaN if there is no value. ``count``: number of values. ``clusters``: number of
-    tasks."""
-
-    value: float
-    low: float
-    high: float
-    count: int
-    clusters: int
-
-
-def share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
-    """The mean of values between 0 and 1, with a confidence interval that is clustered by ``clusters``.
-
-    Wilson's interval (1927) with the effective sample size p (1 - p) / v, where v is the cluster-robust variance of the mean with
-    the factor G / (G - 1), and a quantile of Student's t with G - 1 degrees of freedom (Korn and Graubard 1998, Survey Methodology
-    24, use the same effective size). It stays inside 0 to 1. If all values are 0 or all are 1, the effective size is the number of
-    clusters. With one cluster the variance is unknown, and the interval is 0 to 1.
-    """
-    count = len(values)
-    if not count:
-        return ShareInterval(math.nan, math.nan, math.nan, 0, 0)
-    mean = math.fsum(values) / count
-    sums: dict[str, float] = defaultdict(float)
-    for value, cluster in zip(values, clusters, strict=True):
-        sums[cluster] += value - mean
-    groups = len(sums)
-    if groups < 2:
-        return ShareInterval(mean, 0.0, 1.0, count, groups)
-    variance = groups / (groups - 1) * math.fsum(part * part for part in sums.values()) / count**2
-    binomial = mean * (1 - mean)
-    size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else float(groups)
-    t = t_quantile(0.975, groups - 1)
-    centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
-    half = t / (1 + t * t / size) * math.sqrt(binomial / size + (t / (2 * size)) ** 2)
-    return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), count, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +37,9 @@ def win_rates(votes: Iterable[Vote]) -> list[WinRate]:
             first, second = sorted((vote.left.arm, vote.right.arm), key=_natural)
             won = vote.left_points if vote.left.arm == second else 1 - vote.left_points
             points[first, second].append((won, vote.task, vote.is_decided))
+    shares = {arms: estimate_share([won for won, _, _ in rows], [task for _, task, _ in rows]) for arms, rows in points.items()}
     return [
-        WinRate(second, first, share([won for won, _, _ in rows], [task for _, task, _ in rows]), sum(not row[2] for row in rows))
+        WinRate(second, first, shares[first, second], ties=sum(not is_decided for _, _, is_decided in rows))
         for (first, second), rows in sorted(points.items())
     ]
 
@@ -123,7 +84,7 @@ def judge_agreement(votes: Iterable[Vote]) -> list[JudgeAgreement]:
     return [
         JudgeAgreement(
             *key,
-            share([right for right, _ in rows[key]], [task for _, task in rows[key]]),
+            estimate_share([right for right, _ in rows[key]], [task for _, task in rows[key]]),
             sum(right == 0.5 for right, _ in rows[key]),
         )
         for key in order
@@ -169,13 +130,13 @@ def _voter(name: str, votes: Sequence[Vote]) -> Voter:
         if vote.repeat and vote.pair in before:
             same.append((float(before[vote.pair] == answer), vote.task))
         before[vote.pair] = answer
-    consistency = share([value for value, _ in same], [task for _, task in same])
+    consistency = estimate_share([value for value, _ in same], [task for _, task in same])
     ties = 1 - len(decided) / len(votes)
     by_chance = (1 - ties) ** 2 / 2 + ties**2
     status: Status = "unknown"
     if consistency.count >= FEWEST_REPEATS:
         status = "consistent" if consistency.low > by_chance else "inconsistent"
-    left = share([float(vote.choice == "left") for vote in decided], [vote.task for vote in decided])
+    left = estimate_share([float(vote.choice == "left") for vote in decided], [vote.task for vote in decided])
     return Voter(name, len(votes), len(votes) - len(decided), left, consistency, by_chance, status)
 
 
@@ -195,4 +156,4 @@ def voter_agreement(votes: Iterable[Vote]) -> ShareInterval:
         for given in by_pair.values()
         for one, other in combinations(given.values(), 2)
     ]
-    return share([value for value, _ in rows], [task for _, task in rows])
+    return estimate_share([value for value, _ in rows], [task for _, task in rows])

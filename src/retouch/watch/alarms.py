@@ -7,9 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from retouch.core.intervals import MeanEstimate
 from retouch.recipe.watch import Diversity, Factor, HeldOutJudge, Response, Shift, Watch
 from retouch.types import Column
-from retouch.watch.observations import Observation, PairedChange, paired_change
+from retouch.watch.observations import Observation, paired_change
 
 
 class AlarmStop(ValueError):
@@ -57,14 +58,14 @@ def find_alarms(
     return [Alarm(name, text, rules[name].on_alarm) for name, text in found.items() if text is not None]
 
 
-def since_best(observations: Sequence[Observation]) -> tuple[Observation, PairedChange, PairedChange]:
+def since_best(observations: Sequence[Observation]) -> tuple[Observation, MeanEstimate, MeanEstimate]:
     """Return the observation with the best held-out score, and the changes of the training reward and of the held-out score since.
 
     Source: the signature of reward over-optimisation (Gao et al. 2022, arXiv 2210.10760).
     """
     best = max(observations, key=lambda each: -math.inf if math.isnan(each.mean("heldout")) else each.mean("heldout"))
     now = observations[-1]
-    proxy, heldout = (paired_change(best.scores[name], now.scores[name]) for name in ("proxy", "heldout"))
+    proxy, heldout = (paired_change(best, now, name) for name in ("proxy", "heldout"))
     return best, proxy, heldout
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retouch.core.intervals import MeanEstimate, estimate_mean
 from retouch.records import files
 from retouch.types import Scores
 
@@ -19,7 +20,8 @@ class Observation:
     """The measurements after ``step`` steps.
 
     ``scores``: by name, one score per task (n,), NaN if it could not be measured. ``canaries``: by reward column, the scores (k,)
-    of the canary images. ``judge``: the fingerprint of the held-out judge, or "".
+    of the canary images. ``judge``: the fingerprint of the held-out judge, or "". ``sources``: the source of each task; empty if no
+    tasks share a source.
     """
 
     step: int
@@ -27,6 +29,7 @@ class Observation:
     scores: Scores
     canaries: Scores = field(default_factory=dict)
     judge: str = ""
+    sources: tuple[str, ...] = ()
 
     def mean(self, name: str) -> float:
         """Return the mean over the tasks with a score."""
@@ -37,6 +40,7 @@ class Observation:
             "step": self.step,
             "judge": self.judge,
             "tasks": list(self.tasks),
+            **({"sources": list(self.sources)} if self.sources else {}),
             "scores": {name: column.tolist() for name, column in self.scores.items()},
             "canaries": {name: column.tolist() for name, column in self.canaries.items()},
         }
@@ -45,27 +49,13 @@ class Observation:
     def from_json(cls, record: Mapping[str, Any]) -> "Observation":
         """Read the result of ``to_json``."""
         scores, canaries = ({name: _column(record[part][name]) for name in record[part]} for part in ("scores", "canaries"))
-        return cls(record["step"], tuple(record["tasks"]), scores, canaries, record["judge"])
+        return cls(record["step"], tuple(record["tasks"]), scores, canaries, record["judge"], tuple(record.get("sources", ())))
 
 
-@dataclass(frozen=True, slots=True)
-class PairedChange:
-    """The mean difference over the tasks that both observations scored. ``sigmas``: ``mean`` in standard errors of the paired
-    difference."""
-
-    mean: float
-    sigmas: float
-
-
-def paired_change(before: Float[Tensor, " n"], after: Float[Tensor, " n"]) -> PairedChange:
-    """Return the change of the scores of the same n tasks. NaN if no task has both scores; ``sigmas`` is 0 for a single task."""
-    difference = (after - before).double()
-    difference = difference[~difference.isnan()]
-    mean = difference.mean().item()
-    if len(difference) < 2:
-        return PairedChange(mean, 0.0 if len(difference) else math.nan)
-    error = difference.std().item() / math.sqrt(len(difference))
-    return PairedChange(mean, mean / error if error > 0 else math.copysign(math.inf, mean) if mean else 0.0)
+def paired_change(before: Observation, after: Observation, name: str) -> MeanEstimate:
+    """Estimate the mean change of the scores ``name`` over the tasks that both observations scored."""
+    change = (after.scores[name] - before.scores[name]).double().tolist()
+    return estimate_mean(change, after.sources or [""] * len(change))
 
 
 class ObservationStore:

@@ -131,7 +131,8 @@ class Watcher:
         if not self._observations:
             self._write_canaries(evaluated.images, evaluated.texts)
         tasks = tuple(task.id for task in evaluated.tasks)
-        observation = Observation(step, tasks, evaluated.scores, self._score_canaries(step), self._fingerprint)
+        sources = tuple(evaluated.sources) if evaluated.has_shared_sources else ()
+        observation = Observation(step, tasks, evaluated.scores, self._score_canaries(step), self._fingerprint, sources)
         if self.ranks.is_main:
             self._store.write(observation)
         self._observations.append(observation)

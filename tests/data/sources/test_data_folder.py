@@ -65,6 +65,18 @@ def test_every_field_reaches_the_task(photos):
     assert (second.mask, second.target, second.reference, second.text) == (None, None, None, None)
 
 
+def test_a_task_has_the_source_of_its_row(photos):
+    write(
+        photos,
+        [
+            {"file_name": "images/a.png", "instruction": "make it blue"},
+            {"file_name": "images/a.png", "instruction": "make it red"},
+            {"file_name": "images/b.png", "instruction": "make it blue", "source": "scene 7"},
+        ],
+    )
+    assert [task.source for task in Tasks(read_folder(photos), resize=None)] == ["images/a.png", "images/a.png", "scene 7"]
+
+
 def test_csv_metadata_gives_the_same_task_as_jsonl(photos, tmp_path):
     rows = Tasks(read_folder(photos), resize=None)
     (photos / "metadata.csv").write_bytes(

@@ -1,0 +1,112 @@
+"""95 % confidence intervals of means and shares whose values come in clusters, such as tasks with the same source image.
+
+Values of one cluster are not independent. The variance of a mean m is therefore computed from the clusters, for n values in G
+clusters: v = G / (G - 1) Σ_clusters (Σ (y - m))² / n² (Cameron and Miller 2015, Journal of Human Resources 50; Miller 2024, arXiv
+2411.00640, recommends it for evaluations). Intervals use quantiles of Student's t with G - 1 degrees of freedom. If each value is a
+cluster by itself, this is the usual t interval. Missing values (NaN) are left out.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retouch.core.quantiles import t_quantile
+
+_TAIL = 0.975
+
+
+@dataclass(frozen=True, slots=True)
+class MeanEstimate:
+    """A mean with its standard error. ``count``: number of values. ``clusters``: number of clusters.
+
+    ``mean`` is NaN without values. ``error`` is NaN for fewer than two clusters, because the variance is then unknown.
+    """
+
+    mean: float
+    error: float
+    count: int
+    clusters: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % confidence interval; None for fewer than two clusters."""
+        if self.clusters < 2:
+            return None
+        half = t_quantile(_TAIL, self.clusters - 1) * self.error
+        return self.mean - half, self.mean + half
+
+    @property
+    def sigmas(self) -> float:
+        """The mean in standard errors: 0 for a single cluster, infinite if all values are equal and not 0, NaN without values."""
+        if self.clusters == 1 or self.mean == 0:
+            return 0.0
+        return self.mean / self.error if self.error != 0 else math.copysign(math.inf, self.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareInterval:
+    """A share, 0 to 1, with its 95 % interval; NaN if there is no value. ``count``: number of values. ``clusters``: number of
+    clusters."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+    clusters: int
+
+
+def cluster_numbers(clusters: Sequence[str]) -> tuple[list[int], int]:
+    """Return the cluster index of each value, and the number of clusters. A value with an empty name is a cluster by itself."""
+    numbers: dict[object, int] = {}
+    members = [numbers.setdefault(name or index, len(numbers)) for index, name in enumerate(clusters)]
+    return members, len(numbers)
+
+
+def estimate_mean(values: Sequence[float], clusters: Sequence[str]) -> MeanEstimate:
+    """The mean of the values that are not NaN, and its standard error, clustered by ``clusters``: the name of each value's cluster,
+    "" for a value that is a cluster by itself."""
+    values, clusters = _known(values, clusters)
+    if not values:
+        return MeanEstimate(math.nan, math.nan, 0, 0)
+    mean, variance, groups = _clustered(values, clusters)
+    return MeanEstimate(mean, math.sqrt(variance), len(values), groups)
+
+
+def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
+    """The mean of values between 0 and 1, with a confidence interval that is clustered by ``clusters``, as in ``estimate_mean``.
+
+    Wilson's interval (1927) with the effective sample size p (1 - p) / v, where v is the clustered variance of the mean, and a
+    quantile of Student's t (Korn and Graubard 1998, Survey Methodology 24, use the same effective size). It stays inside 0 to 1. If
+    all values are 0 or all are 1, the effective size is the number of clusters. With one cluster the variance is unknown, and the
+    interval is 0 to 1.
+    """
+    values, clusters = _known(values, clusters)
+    if not values:
+        return ShareInterval(math.nan, math.nan, math.nan, 0, 0)
+    mean, variance, groups = _clustered(values, clusters)
+    if groups < 2:
+        return ShareInterval(mean, 0.0, 1.0, len(values), groups)
+    binomial = mean * (1 - mean)
+    size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else float(groups)
+    t = t_quantile(_TAIL, groups - 1)
+    centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
+    half = t / (1 + t * t / size) * math.sqrt(binomial / size + (t / (2 * size)) ** 2)
+    return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), len(values), groups)
+
+
+def _known(values: Sequence[float], clusters: Sequence[str]) -> tuple[list[float], list[str]]:
+    rows = [row for row in zip(values, clusters, strict=True) if not math.isnan(row[0])]
+    return [value for value, _ in rows], [cluster for _, cluster in rows]
+
+
+def _clustered(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float, int]:
+    """The mean, its variance (NaN for one cluster), and the number of clusters."""
+    count, mean = len(values), math.fsum(values) / len(values)
+    members, groups = cluster_numbers(clusters)
+    sums: dict[int, float] = defaultdict(float)
+    for value, member in zip(values, members, strict=True):
+        sums[member] += value - mean
+    if groups < 2:
+        return mean, math.nan, groups
+    return mean, groups / (groups - 1) * math.fsum(part * part for part in sums.values()) / count**2, groups

@@ -1,0 +1,43 @@
+"""Deliberate bugs in confidence intervals."""
+
+from mutant import Mutant
+
+_INTERVALS = "tests/core/test_intervals.py"
+
+INTERVALS = (
+    Mutant(
+        "intervals treat tasks of one source, or votes on one task, as independent",
+        "core/intervals.py",
+        "sums[member] += value - mean",
+        "sums[len(sums)] += value - mean",
+        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
+    ),
+    Mutant(
+        "the interval of a share uses 1.96 instead of Student's t quantile",
+        "core/intervals.py",
+        "t = t_quantile(_TAIL, groups - 1)",
+        "t = 1.96",
+        f"{_INTERVALS}::test_interval_of_independent_values_matches_hand_computation",
+    ),
+    Mutant(
+        "the interval of a mean uses 1.96 instead of Student's t quantile",
+        "core/intervals.py",
+        "half = t_quantile(_TAIL, self.clusters - 1) * self.error",
+        "half = 1.96 * self.error",
+        f"{_INTERVALS}::test_intervals_of_clustered_means_have_95_percent_coverage",
+    ),
+    Mutant(
+        "the variance of a mean lacks the correction groups / (groups - 1)",
+        "core/intervals.py",
+        "return mean, groups / (groups - 1) * math",
+        "return mean, math",
+        f"{_INTERVALS}::test_interval_of_independent_values_matches_hand_computation",
+    ),
+    Mutant(
+        "the held-out table forgets which tasks share a source image",
+        "data/tasks.py",
+        "        source=row.source,\n",
+        "",
+        "tests/data/sources/test_data_folder.py::test_a_task_has_the_source_of_its_row",
+    ),
+)
