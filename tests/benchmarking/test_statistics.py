@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from retouch.benchmarks.statistics import bootstrap_interval, resample_counts
-from retouch.core.intervals import cluster_numbers
-from retouch.core.quantiles import t_quantile
+from retouch.core.intervals import cluster_numbers, t_quantile
 
 BENCHMARKS = 1000
 

@@ -96,6 +96,7 @@ def metrics(step: int, skill: float) -> dict[str, float | int | None]:
         "reward/mean": overall + 0.35 * noise[0],
         "reward/std": 1.9 - 0.6 * skill,
         "reward/count": 96,
+        "reward/ci95": 0.4 - 0.1 * skill,
         "reward/overall": overall + 0.35 * noise[0],
         "reward/IF": overall - 0.6 + 0.4 * noise[1],
         "reward/IP": 9.3 - 0.2 * skill + 0.1 * noise[2],

@@ -1,6 +1,7 @@
 """The training loop: the gradient of a step does not depend on chunks, microbatches, ranks, or rows without a score."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -72,6 +73,8 @@ def test_training_step_matches_a_hand_written_grpo_loop():
     torch.testing.assert_close(collected.advantages, advantages[:, None].expand(-1, 2), atol=1e-3, rtol=1e-3)
     assert step == 0
     assert metrics["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-6)
+    error = rewards.view(2, 4).mean(dim=1).std().item() / math.sqrt(2)  # of the means of the two groups; t(1) = 12.7062
+    assert metrics["reward/ci95"] == pytest.approx(12.7062 * error, rel=1e-4, abs=1e-6)
     assert metrics["policy/ratio_max_first"] <= 1e-6 < metrics["policy/ratio_max"]
     assert metrics["policy/learning_rate"] == 1e-3
 

@@ -18,7 +18,7 @@ def judged_run(write_run, name: str, *, cost: float | None) -> RunFolder:
     """A run with bands, whose judge took 10 requests a step. ``cost``: of a step, None without prices."""
     folder: RunFolder = write_run(name, steps=0)
     for step in range(1, 5):
-        folder.append_metrics(step, "main", {"reward/mean": 0.1 * step, "reward/std": 0.2, "reward/count": 6})
+        folder.append_metrics(step, "main", {"reward/mean": 0.1 * step, "reward/std": 0.2, "reward/ci95": 0.16})
         totals = {"judge/requests": 10 * step, "judge/input_tokens": 1000 * step}
         priced = {"judge/unpriced_requests": 10 * step} if cost is None else {"judge/cost": cost * step}
         folder.append_timings(step, {"time/step": 2.0, **totals, **priced})
@@ -36,7 +36,7 @@ def test_chart_bands_are_95_percent_confidence_intervals(write_run, tab, address
     tab.goto(f"{address}/#/run/one")
     chart = tab.locator("figure", has_text="reward/mean").first
     chart.locator("svg").hover()
-    half = 1.96 * 0.2 / 6**0.5
+    half = 0.16
     found = chart.locator(".readout").inner_text()
     middle = next(mean for mean in (0.1, 0.2, 0.3, 0.4) if found.startswith(f"{mean:.3g} ("))
     assert found.partition(" at")[0] == f"{middle:.3g} ({middle - half:.3g} to {middle + half:.3g})"

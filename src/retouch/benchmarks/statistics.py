@@ -17,8 +17,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from retouch.core.intervals import cluster_numbers
-from retouch.core.quantiles import t_quantile
+from retouch.core.intervals import cluster_numbers, t_quantile
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -1,5 +1,5 @@
 """The mathematics of training: advantages, surrogate losses, loss weights, SDE transitions, divergences, token distributions,
-quantiles, random generators, and the answer in a completion.
+confidence intervals, random generators, and the answer in a completion.
 
 The functions of tensors are pure, return tensors in fp32 (unless their docstring says otherwise), and cite their source. A module
 here may import torch and other modules of ``core``, and nothing else of the project.

@@ -40,7 +40,7 @@ WATCHED = {
 }
 ALARM = "watch/alarm/"
 HEADLINE_ROW = "headline"  # row of the held-out table with the tasks of the summary; absent if the summary is about all tasks
-AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")
+AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/ci95", "reward/missing_fraction")
 NOT_METRICS = ("step", "phase")
 
 
@@ -74,11 +74,10 @@ def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[P
 
 
 def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The mean reward of each step's samples, with the band mean ± 1.96 std / sqrt(n)."""
+    """The mean reward of each step's samples, with its 95 % interval. Older runs have no intervals."""
     points = []
     for line in metrics:
-        mean, std, count = (number(line.get(f"reward/{name}")) for name in ("mean", "std", "count"))
-        half = 1.96 * std / math.sqrt(count) if count > 0 else math.nan
+        mean, half = (number(line.get(f"reward/{name}")) for name in ("mean", "ci95"))
         points.append(Point(line["step"], mean, mean - half, mean + half))
     return points
 
@@ -136,7 +135,7 @@ def _width(points: Sequence[Point]) -> int:
 def _legend(training: Sequence[Line], marks: Sequence[Line], *, width: int) -> Html:
     entries = []
     if training:
-        entries.append(("train", "training reward: mean of each step's samples, band 95 % over them"))
+        entries.append(("train", "training reward: mean of each step's samples, band 95 %, groups as clusters"))
         if any(math.isfinite(point.y) for point in training[1].points):
             entries.append(("train smooth", f"mean of the last {width} steps"))
     entries += [("held", f"{line.name}: without exploration noise, bars 95 %") for line in marks]

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from retouch.benchmarks.judges.asking import JudgeAnswer, ProbeScores
 from retouch.core.agreement import kendall
-from retouch.core.quantiles import t_quantile
+from retouch.core.intervals import t_quantile
 
 SHOWN = 0.95
 """The level of the intervals that the report shows."""

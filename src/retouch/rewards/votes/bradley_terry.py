@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from retouch.core.quantiles import t_quantile
+from retouch.core.intervals import t_quantile
 
 if TYPE_CHECKING:
     from jaxtyping import Float

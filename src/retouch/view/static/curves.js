@@ -1,11 +1,10 @@
 // The curves of runs: points [step, value, low, high], where low and high are a 95 % interval or null; and the axes of a comparison.
 
-/** The mean reward of each step's samples, with mean ± 1.96 std / sqrt(n), as in report.html. */
+/** The mean reward of each step's samples with its 95 % interval, as in report.html. Older runs have no intervals. */
 export function rewardPoints(run) {
   return run.metrics.filter((line) => "reward/mean" in line).map((line) => {
-    const [mean, std, count] = ["mean", "std", "count"].map((name) => line[`reward/${name}`] ?? null);
-    if (mean === null || std === null || !(count > 0)) return [line.step, mean, null, null];
-    const half = (1.96 * std) / Math.sqrt(count);
+    const [mean, half] = ["mean", "ci95"].map((name) => line[`reward/${name}`] ?? null);
+    if (mean === null || half === null) return [line.step, mean, null, null];
     return [line.step, mean, mean - half, mean + half];
   });
 }

@@ -8,6 +8,7 @@ import { evaluationPoints, rewardPoints } from "./curves.js";
 const FIRST = ["reward/mean", "reward/std", "group/zero_std_fraction", "policy/loss", "policy/grad_norm", "policy/clip_fraction"];
 const HELP = {
   "reward/mean": "mean over the step's samples, with its 95 % interval",
+  "reward/ci95": "half of the width of the mean's 95 % interval; groups are clusters",
   "reward/std": "spread over the step's samples",
   "group/zero_std_fraction": "groups whose samples all scored the same: they teach nothing",
   "policy/grad_norm": "before clipping",
