@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from retouch.assembly.assembly import Assembly
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_recipe, read_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.rewards.judging import BatchScorer, ScoredBatch
 from retouch.training.evaluation import Evaluator, score_table
@@ -47,7 +47,8 @@ def switch_off(parts: Assembly) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="the folder of a run with an IP-Adapter, or its recipe")
-    parts, step = open_target(parser.parse_args().run)
+    recipe, folder = read_target(parser.parse_args().run)
+    parts, step = open_recipe(recipe, folder, trained=folder is not None)
     evaluate, policy = parts.evaluator(parts.judge.for_split("heldout", 0)), parts.policy(parts.recipe.rollout)
     found = {f"as it is (step {step})": evaluate(policy), "another's reference": exchanged(evaluate)(policy)}
     switch_off(parts)

@@ -19,16 +19,14 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.append(str(HERE.parents[1] / "tests" / "support"))
 import folder_faults as faults  # noqa: E402
-from kill_places import import_models  # noqa: E402
-
-from folders import in_fork  # noqa: E402  # isort: skip
+from kill_places import import_models, run_in_fork  # noqa: E402
 
 
 def killed_fork(made: faults.Recipe, log: Path, after: float) -> bool:
     """Train in a forked process and kill it after ``after`` seconds. Returns False if the process had ended before."""
     child = os.fork()
     if child == 0:
-        os._exit(in_fork(lambda: faults.train(made), log))
+        os._exit(run_in_fork(lambda: faults.train(made), log))
     time.sleep(after)
     return _kill(child)
 
@@ -68,7 +66,7 @@ def main() -> int:
         out = Path(temporary)
         whole = faults.six_step_recipe(out, "whole")
         began = time.monotonic()
-        assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
+        assert run_in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
         length = time.monotonic() - began
         cold = {round(index * arguments.kills / max(1, arguments.cold)) for index in range(arguments.cold)}
         while kills < arguments.kills:
@@ -80,7 +78,7 @@ def main() -> int:
                     hit = kill(made, log, draw.uniform(0.0, length * (2.0 if kills in cold else 1.0)))
                     kills, mine = kills + hit, mine + hit
                     printed += log.read_text()
-            code = in_fork(lambda made=made: faults.train(made), log)
+            code = run_in_fork(lambda made=made: faults.train(made), log)
             printed += log.read_text()
             same = code == 0 and faults.file_hashes(made.folder, faults.ALL) == faults.file_hashes(whole.folder, faults.ALL)
             bad = not same or "Traceback" in printed

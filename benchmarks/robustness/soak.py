@@ -26,8 +26,7 @@ import chaos  # noqa: E402
 import servers  # noqa: E402
 
 import folder_faults as faults  # noqa: E402
-
-from folders import in_fork  # noqa: E402  # isort: skip
+from kill_places import run_in_fork  # noqa: E402
 
 SHARE = 0.15  # share of the replies that the proxies spoil
 FAULTS = ("kill", "kill", "pause", "full disk", "kill a replica", "nothing")
@@ -64,7 +63,7 @@ def lap(made: "faults.Recipe", log: Path, server: "servers.Ours", draw: random.R
     for attempt in range(60):
         child = os.fork()
         if child == 0:
-            os._exit(abs(in_fork(lambda: faults.train(made), log)) % 256)
+            os._exit(abs(run_in_fork(lambda: faults.train(made), log)) % 256)
         if attempt < 8:
             time.sleep(draw.uniform(0.0, 6.0))
             kind = draw.choice(FAULTS)
@@ -93,7 +92,7 @@ def main() -> int:
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(servers.ours("Digest", {}, replicas=2))
         whole = judged_by(out, "whole", list(server.urls))
-        assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
+        assert run_in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
         urls = [stack.enter_context(chaos._proxy(url, SHARE, seed)) for seed, url in enumerate(server.urls)]
         began = time.monotonic()
         while time.monotonic() - began < 60 * arguments.minutes:
