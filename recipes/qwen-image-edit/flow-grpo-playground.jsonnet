@@ -18,7 +18,7 @@ qwen.flow_grpo(
     steps: 100,
     tasks_per_step: 8,
     group_size: 12,
-    learning_rate: 1e-3,
+    learning_rate: 3e-4,
     ranks: 1,
     rank: 32,
     num_steps: 6,
