@@ -69,11 +69,14 @@ def test_policy_passes_the_contract_checks_with_forced_tokens_and_two_vocabulari
 @pytest.mark.parametrize("sampling", [{}, TRUNCATED], ids=str)
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_the_ratio_is_one_before_a_step(kind, sampling):
+    """In float64, so that a difference is an error and not rounding. In fp32, kernels of single tokens and of whole rows round
+    differently: the ratio then deviates by up to 1e-5, depending on the version of torch."""
     policy = tiny_writing.policy(kind, sampling=sampling)
+    policy.module.double()
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind), 4))
     for part in policy.microbatches(trajectory):
         evaluation = policy.evaluate(trajectory, part, Needs())
-        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
