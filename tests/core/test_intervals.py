@@ -56,11 +56,11 @@ def test_intervals_of_clustered_means_have_95_percent_coverage(clusters: int) ->
     assert naive / runs < 0.85
 
 
-def test_interval_of_independent_values_matches_hand_computation() -> None:
-    """p = 0.7 of 10: v = 10/9 x 2.1 / 100, so the effective size is 9; t(9) = 2.26216."""
+def test_interval_of_independent_values_matches_published_tables() -> None:
+    """Wilson's interval of 7 of 10 (Newcombe 1998, method 3)."""
     found = estimate_share([1.0] * 7 + [0.0] * 3, list("abcdefghij"))
     assert (found.value, found.count, found.clusters) == (pytest.approx(0.7), 10, 10)
-    assert (found.low, found.high) == (pytest.approx(0.34223, abs=2e-4), pytest.approx(0.91277, abs=2e-4))
+    assert (found.low, found.high) == (pytest.approx(0.3968, abs=1e-4), pytest.approx(0.8922, abs=1e-4))
 
 
 def test_interval_of_unanimous_clusters_matches_hand_computation() -> None:

@@ -15,9 +15,9 @@ INTERVALS = (
     Mutant(
         "the interval of a share uses 1.96 instead of Student's t quantile",
         "core/intervals.py",
-        "t = t_quantile(_TAIL, groups - 1)",
-        "t = 1.96",
-        f"{_INTERVALS}::test_interval_of_independent_values_matches_hand_computation",
+        "z = t_quantile(_TAIL, groups - 1)",
+        "z = 1.96",
+        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
     ),
     Mutant(
         "the interval of a mean uses 1.96 instead of Student's t quantile",
@@ -31,7 +31,7 @@ INTERVALS = (
         "core/intervals.py",
         "return mean, groups / (groups - 1) * math",
         "return mean, math",
-        f"{_INTERVALS}::test_interval_of_independent_values_matches_hand_computation",
+        f"{_INTERVALS}::test_interval_of_unanimous_clusters_matches_hand_computation",
     ),
     Mutant(
         "the held-out table forgets which tasks share a source image",

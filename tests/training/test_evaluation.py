@@ -58,9 +58,8 @@ def test_one_value_has_a_mean_and_no_interval() -> None:
 
 
 def test_confidence_intervals_of_proportions_are_wilson_intervals() -> None:
-    """Wilson's interval with t(9) = 2.26216: of 10 of 10, and of 5 of 10 with the effective size 9. A mean of the first would have
-    the interval [1, 1]."""
-    for share, low, high in ((1.0, 0.6615, 1.0), (0.5, 0.1990, 0.8010)):
+    """Wilson's interval of 10 of 10 and of 5 of 10, as in published tables; the normal approximation of the first is [1, 1]."""
+    for share, low, high in ((1.0, 0.7225, 1.0), (0.5, 0.2366, 0.7634)):
         values = torch.arange(10) < 10 * share
         result = EvaluationResult([Task(id=str(i), instruction="x") for i in range(10)], {"right": values.float()}, values.float())
         _, intervals = score_table(replace(result, shares=("right",)))

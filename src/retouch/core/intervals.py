@@ -75,10 +75,10 @@ def estimate_mean(values: Sequence[float], clusters: Sequence[str]) -> MeanEstim
 def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInterval:
     """The mean of values between 0 and 1, with a confidence interval that is clustered by ``clusters``, as in ``estimate_mean``.
 
-    Wilson's interval (1927) with the effective sample size p (1 - p) / v, where v is the clustered variance of the mean, and a
-    quantile of Student's t (Korn and Graubard 1998, Survey Methodology 24, use the same effective size). It stays inside 0 to 1. If
-    all values are 0 or all are 1, the effective size is the number of clusters. With one cluster the variance is unknown, and the
-    interval is 0 to 1.
+    Wilson's interval (1927), which stays inside 0 to 1. If values share clusters, it uses the effective sample size p (1 - p) / v,
+    where v is the clustered variance of the mean (or the number of clusters if all values are 0 or all are 1), and a quantile of
+    Student's t (Korn and Graubard 1998, Survey Methodology 24, use the same effective size). With one cluster the variance is
+    unknown, and the interval is 0 to 1.
     """
     values, clusters = _known(values, clusters)
     if not values:
@@ -87,10 +87,12 @@ def estimate_share(values: Sequence[float], clusters: Sequence[str]) -> ShareInt
     if groups < 2:
         return ShareInterval(mean, 0.0, 1.0, len(values), groups)
     binomial = mean * (1 - mean)
-    size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else float(groups)
-    t = t_quantile(_TAIL, groups - 1)
-    centre = (mean + t * t / (2 * size)) / (1 + t * t / size)
-    half = t / (1 + t * t / size) * math.sqrt(binomial / size + (t / (2 * size)) ** 2)
+    size, z = float(groups), NormalDist().inv_cdf(_TAIL)
+    if groups < len(values):
+        size = binomial / variance if variance > 1e-12 and binomial > 1e-12 else size
+        z = t_quantile(_TAIL, groups - 1)
+    centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
+    half = z / (1 + z * z / size) * math.sqrt(binomial / size + (z / (2 * size)) ** 2)
     return ShareInterval(mean, max(0.0, centre - half), min(1.0, centre + half), len(values), groups)
 
 
