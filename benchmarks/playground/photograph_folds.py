@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from retouch.core.intervals import MeanEstimate, estimate_mean
+from retouch.core.intervals import MeanEstimate
 from retouch.data.sources.folder import read_folder
 from retouch.data.split import split_by_source
 from retouch.records.folder import RunFolder
-from retouch.records.heldout import read_scores, read_sources
+from retouch.records.heldout import paired_change, read_scores
 
 SEEDS = 100
 RUNS = Path("runs/photograph-folds")
@@ -32,26 +33,24 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="number of runs")
     chosen = parser.parse_args()
     rows = read_folder(chosen.folder)
-    sources = [rows[index].source for index in range(len(rows))]
+    source_of = {rows[index].id: rows[index].source for index in range(len(rows))}
+    sources = list(source_of.values())
     share, rest = divmod(len(set(sources)), chosen.runs)
     if rest:
         raise SystemExit(f"{len(set(sources))} photographs cannot be divided into {chosen.runs} equal parts")
     held_out = share * len(sources) // len(set(sources))
-    changes: list[float] = []
-    photographs: list[str] = []
+    before_all: dict[str, float] = {}
+    after_all: dict[str, float] = {}
     print("| seed | held out | before | after | gain |\n| --- | --- | --- | --- | --- |", flush=True)
     for seed in seeds_of_folds(sources, held_out=held_out, runs=chosen.runs):
         run = train(chosen.recipe, chosen.folder, seed=seed, held_out=held_out)
         before, after = (read_scores(run, step)["reward"] for step in (0, run.read_evals()[-1]["step"]))
-        of = read_sources(run, 0)
-        names = sorted(set(of.values()))
-        means = (sum(scores.values()) / len(scores) for scores in (before, after))
-        gains = [after[task] - before[task] for task in before]
-        shown = " | ".join(f"{mean:.3f}" for mean in means)
-        print(f"| {seed} | {', '.join(names)} | {shown} | {sum(gains) / len(gains):+.3f} |", flush=True)
-        changes += gains
-        photographs += [of[task] for task in before]
-    print(f"\n{as_text(estimate_mean(changes, photographs))}")
+        names = ", ".join(sorted({source_of[task] for task in before}))
+        gain = paired_change(before, after, source_of).mean
+        print(f"| {seed} | {names} | {fmean(before.values()):.3f} | {fmean(after.values()):.3f} | {gain:+.3f} |", flush=True)
+        before_all |= before
+        after_all |= after
+    print(f"\n{as_text(paired_change(before_all, after_all, source_of))}")
 
 
 def seeds_of_folds(sources: Sequence[str], *, held_out: int, runs: int) -> tuple[int, ...]:

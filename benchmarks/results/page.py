@@ -95,8 +95,8 @@ SECTIONS = (
         "two and three edits, with that recipe's window of steps, noise level and clip range. Guidance 4: the twin of the recipe "
         "for Qwen-Image-Edit, with a LoRA of rank 32 instead of 64. The learning rate of the first, 1e-3, was not tuned. With "
         "guidance 4, the policy does not learn with this rate: the held-out score falls from 7.81 to 7.39 after 100 steps, and the "
-        "training reward from 7.42 to 6.99 (means of the first and last ten steps). Its rate, 3e-4, was chosen on tasks of the "
-        "validation split; with it, the training reward rises from 7.43 to 7.80.",
+        "training reward from 7.42 to 6.99 (means of the first and last ten steps). The recipe with guidance 4 has a rate of "
+        "3e-4, which was chosen on tasks of the validation split; with it, the training reward rises from 7.43 to 7.80.",
         (
             Entry("Flow-GRPO, LoRA", "recipes/qwen-image-2/flow-grpo-playground.jsonnet", (0,)),
             Entry("Flow-GRPO, LoRA, guidance 4", "recipes/qwen-image-edit/flow-grpo-playground.jsonnet", (0,)),

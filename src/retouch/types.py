@@ -29,9 +29,9 @@ class Task:
     """One row of data: an instruction, and what a reward may need to score the result.
 
     ``id`` is unique in its data set and identifies the group: two rows with equal instructions are two tasks.
-    ``source`` names what the task was made from, such as its source image; the intervals of an evaluation treat tasks with the same
-    source as one cluster, and "" as a source of its own. ``tags`` are the categories of result tables (``{"complexity": "2"}``);
-    ``meta`` is JSON for rewards that know the data set.
+    ``tags`` are the categories of result tables (``{"complexity": "2"}``); ``meta`` is JSON for rewards that know the data set.
+    ``source`` names what the task was made from, for example its source image. Tasks with the same source are one cluster in the
+    confidence intervals of an evaluation; a task with "" is a cluster by itself.
     ``chosen`` and ``rejected``: two results of which people preferred the first, for DPO without rollouts.
 
     Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``

@@ -28,12 +28,14 @@ class MeanEstimate:
     clusters: int
 
     @property
+    def half_width(self) -> float:
+        """Half of the width of the 95 % confidence interval; NaN for fewer than two clusters."""
+        return t_quantile(_TAIL, self.clusters - 1) * self.error if self.clusters > 1 else math.nan
+
+    @property
     def interval(self) -> tuple[float, float] | None:
         """The 95 % confidence interval; None for fewer than two clusters."""
-        if self.clusters < 2:
-            return None
-        half = t_quantile(_TAIL, self.clusters - 1) * self.error
-        return self.mean - half, self.mean + half
+        return (self.mean - self.half_width, self.mean + self.half_width) if self.clusters > 1 else None
 
     @property
     def sigmas(self) -> float:

@@ -46,6 +46,7 @@ class EvaluationResult:
 
     @property
     def has_shared_sources(self) -> bool:
+        """Whether two tasks have the same source."""
         return cluster_numbers(self.sources)[1] < len(self.tasks)
 
     def to_json(self) -> dict[str, Any]:

@@ -259,7 +259,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
         "reward/mean": valid.mean().item(),
         "reward/std": valid.std(correction=0).item(),
         "reward/count": float(len(valid)),
-        "reward/ci95": _half_width(rewards, phase.group),
+        "reward/ci95": estimate_mean(rewards.tolist(), [str(number) for number in phase.group.tolist()]).half_width,
         "reward/missing_fraction": missing,
         "reward/fault_fraction": run.ranks.sum(torch.tensor(float(judged.faults))).item() / len(rewards),
         "group/zero_std_fraction": zero_std_groups(rewards, phase.group),
@@ -270,12 +270,6 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
             metrics[f"missing/{name}"] = column.isnan().double().mean().item()
     mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
     return advantages[mine], metrics
-
-
-def _half_width(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> float:
-    """Half of the width of the 95 % interval of the mean reward, with a cluster for each group; NaN for a single group."""
-    interval = estimate_mean(rewards.tolist(), [str(number) for number in group.tolist()]).interval
-    return math.nan if interval is None else (interval[1] - interval[0]) / 2
 
 
 def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
