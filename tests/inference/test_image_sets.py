@@ -1,0 +1,73 @@
+"""``retouch fid``: distances of folders of images equal those of the same images in memory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import tiny_towers
+from retouch.cli.parser import main
+from retouch.inference.image_sets import ImageFiles, SetDistance, distance_of_folders
+from retouch.rewards.scorers.style import distance_of_sets
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders ``one`` with 20 images (more than DINOv2 encodes at once) and ``other`` with 3, and a DINOv2 model."""
+    root = tmp_path_factory.mktemp("sets")
+    tiny_towers.dino(root / "dino")
+    for name, count in (("one", 20), ("other", 3)):
+        (root / name / "below").mkdir(parents=True)
+        values = np.random.default_rng(count).integers(0, 256, (count, 30, 40, 3), dtype=np.uint8)
+        for number, value in enumerate(values):
+            Image.fromarray(value).save(root / name / ("below" if number % 2 else ".") / f"{number:02}.PNG", format="PNG")
+    (root / "one" / "notes.txt").write_text("not an image")
+    return root
+
+
+def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["fid", str(folders / "one"), str(folders / "other"), "--dinov2", str(folders / "dino")]
+    assert main([*words, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    sets = [[image.copy() for image in ImageFiles.of_folder(folders / name)] for name in ("one", "other")]
+    expected = distance_of_sets(*sets, path=str(folders / "dino"))
+    assert printed == {"name": "FD-DINOv2", "distance": pytest.approx(expected, rel=1e-6), "images": 20, "references": 3}
+    assert expected > 0
+    assert main(words) == 0
+    assert f"FD-DINOv2 {expected:.3f}, 20 images against 3 references\nFewer than 2048 images" in capsys.readouterr().out
+
+
+def test_large_sets_have_no_note_about_their_size() -> None:
+    assert str(SetDistance("FID", 1.5, 2048, 5000)) == "FID 1.500, 2048 images against 5000 references"
+
+
+def test_images_are_read_from_subfolders_in_the_order_of_their_paths(folders: Path) -> None:
+    files = ImageFiles.of_folder(folders / "other")
+    assert [np.asarray(each).sum() for each in files[0:3]] == [np.asarray(files[index]).sum() for index in range(3)]
+    paths = ("00.PNG", "02.PNG", "below/01.PNG")
+    assert [np.asarray(each).sum() for each in files] == [np.asarray(Image.open(folders / "other" / path)).sum() for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ("missing", "missing is not a folder"),
+        ("dino", "dino has 0 PNG, JPEG or WebP images; a distance of sets needs at least two"),
+    ],
+)
+def test_folders_without_images_are_refused_before_a_network_is_loaded(folders: Path, images: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        distance_of_folders(folders / images, folders / "other", inception=folders / "none.safetensors")
+
+
+def test_a_file_without_the_weights_is_refused(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fid", str(folders / "one"), str(folders / "other"), "--inception", str(folders / "no.safetensors")]) == 2
+    assert "no.safetensors is not a safetensors file; FID needs one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("networks", [{}, {"inception": Path("a"), "dinov2": "b"}])
+def test_exactly_one_network_is_needed(folders: Path, networks: dict[str, Path | str]) -> None:
+    with pytest.raises(ValueError, match="give the weights of one network"):
+        distance_of_folders(folders / "one", folders / "other", **networks)
