@@ -17,12 +17,14 @@ from rank_commands import on_two_ranks
 from retouch import cli
 from retouch.benchmarks.comparison import compare
 from retouch.benchmarks.kinds import find_suite
+from retouch.benchmarks.models import is_ours
 from retouch.benchmarks.results import BenchmarkResult
 from retouch.benchmarks.running import run
 from retouch.benchmarks.suite import BrokenItem, Suite, SuiteItem, require_judge
 from retouch.inference.exporting import export_target
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
+from retouch.records.folder import RunFolder
 from retouch.rewards.base import RewardSection
 from retouch.rewards.judges.viescore import VieScore
 from retouch.rewards.quota.quota import BudgetSpent
@@ -60,6 +62,16 @@ def test_an_editing_suite_rejects_a_policy_without_image_input(tmp_path: Path) -
     (tmp_path / "text-to-image.json").write_text(json.dumps(text_to_image))
     with pytest.raises(ValueError, match=r"playground edits images, and the model of .*text-to-image\.json takes no image"):
         run("playground", model=tmp_path / "text-to-image.json", subset=2, out=tmp_path / "bench")
+
+
+def test_a_model_may_be_the_name_of_a_run_as_in_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = RunFolder(tmp_path / "runs" / "mine").recipe
+    assert not is_ours("mine")
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(SMALL))
+    assert is_ours("mine")
+    assert is_ours("runs/mine")
 
 
 @pytest.mark.slow

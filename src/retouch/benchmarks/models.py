@@ -18,7 +18,7 @@ from retouch.core.random import generator
 from retouch.distributed.ranks import find_device
 from retouch.inference.sampling import sample_tasks
 from retouch.records.files import read_json
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, find_run
 from retouch.types import Json, Task
 
 _TAKES_SEVERAL = (  # a list of images is one set of sources; other pipelines take one image, or a batch of them
@@ -106,7 +106,8 @@ class PipelineGenerator:
 
 
 def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, Any], device: str, suite: Suite) -> ImageGenerator:
-    """Open ``model``: the folder of a run, a recipe, the folder or Hub id of a pipeline, or a loaded pipeline.
+    """Open ``model``: a run (its folder, or its name in the folder ``runs``), a recipe, the folder or Hub id of a pipeline, or a
+    loaded pipeline.
 
     Raises ValueError if there is no such model, or if it cannot generate the images of the suite.
     """
@@ -127,10 +128,10 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name`` is the folder of a run, or a recipe."""
+    """Whether ``name`` is the folder of a run, the name of a run in the folder ``runs``, or a recipe."""
     from retouch.config.packaged import SUFFIXES, find
 
-    if RunFolder(Path(name)).recipe.is_file() or name.endswith(SUFFIXES):
+    if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
         return True
     try:
         return not Path(name).is_dir() and name != "playground" and find(name).is_file()

@@ -22,7 +22,9 @@ def add_bench(commands: Commands) -> None:
     bench.add_argument("suite", metavar="SUITE", help="the suite's name, `list`, or `compare`")
     bench.add_argument("results", nargs="*", type=Path, metavar="RESULT", help="for `compare`: the folders of two results")
     bench.add_argument(
-        "--model", metavar="ID", help="the folder of a run, a recipe, or the folder or Hub id of a diffusers pipeline"
+        "--model",
+        metavar="ID",
+        help="a run (its folder, or its name in the folder runs), a recipe, or the folder or Hub id of a diffusers pipeline",
     )
     bench.add_argument(
         "--lora", metavar="PATH", help="a LoRA for that pipeline (diffusers, PEFT, kohya, ComfyUI): a file or folder"

@@ -18,7 +18,7 @@ _COMMANDS = {
     "eval": "retouch.cli.eval:add_eval",
     "sample": "retouch.cli.runs.sample:add_sample",
     "score": "retouch.cli.rewards.score:add_score",
-    "fid": "retouch.cli.rewards.fid:add_fid",
+    "fid": "retouch.cli.rewards.score:add_fid",
     "export": "retouch.cli.runs.export:add_export",
     "convert": "retouch.cli.runs.export:add_convert",
     "doctor": "retouch.cli.doctor:add_doctor",
