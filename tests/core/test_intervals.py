@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from retouch.core.intervals import estimate_mean, estimate_share
+from retouch.core.intervals import MeanEstimate, estimate_mean, estimate_share
 
 
 def test_a_mean_of_independent_values_has_the_usual_t_interval() -> None:
@@ -38,6 +38,27 @@ def test_a_mean_of_one_cluster_has_no_interval_and_a_mean_of_no_values_is_nan() 
     assert (none.interval, none.count, none.clusters) == (None, 0, 0)
     assert estimate_mean([0.5, 0.5], list("ab")).sigmas == math.inf
     assert estimate_mean([-0.5, -0.5], list("ab")).sigmas == -math.inf
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.4, -0.4, 2.0])
+def test_the_number_of_clusters_for_significance_is_the_smallest_whose_interval_excludes_0(scale: float) -> None:
+    found = estimate_mean([scale + value for value in (-1.0, -0.5, 0.5, 1.0)], [""] * 4)
+    needed = found.clusters_for_significance
+
+    def includes_0(clusters: int) -> bool:
+        low, high = MeanEstimate(found.mean, found.error * math.sqrt(4 / clusters), clusters, clusters).interval
+        return low <= 0 <= high
+
+    assert needed is not None
+    assert not includes_0(needed)
+    assert needed == 2 or includes_0(needed - 1)
+    assert includes_0(4) == (needed > 4)
+
+
+def test_no_number_of_clusters_makes_a_mean_of_0_significant() -> None:
+    assert estimate_mean([-1.0, 1.0], [""] * 2).clusters_for_significance is None
+    assert estimate_mean([1.0, 1.0], ["a", "a"]).clusters_for_significance is None
+    assert estimate_mean([1.0, 1.0], ["a", "b"]).clusters_for_significance == 2
 
 
 @pytest.mark.parametrize("clusters", [3, 10, 40])

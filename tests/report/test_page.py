@@ -225,6 +225,23 @@ def test_the_headline_says_rose_or_fell_only_if_the_interval_excludes_0(
     assert len(page.all("strong", "bad")) == (said == "fell")
 
 
+@pytest.mark.parametrize(
+    ("interval", "needed", "advised"),
+    [((-0.2, 0.6), 48, True), ((0.2, 0.6), 48, False), ((-0.2, 0.6), 9000, False), ((-0.2, 0.6), None, False)],
+)
+def test_a_gain_that_may_be_chance_comes_with_the_number_of_tasks_that_would_be_enough(
+    interval: tuple[float, float], needed: int | None, advised: bool, started: RunFolder
+) -> None:
+    summary = Summary(
+        **{"column": "overall", "on": "tasks", "before": 5.0, "after": 5.2, "steps": 1},
+        **{"gain_ci95": interval, "independent_tasks": 10, "needed_tasks": needed},
+    )
+    started.write_summary(summary)
+    words = read(page_of(started)).words
+    assert ("would be significant with about 48 independent tasks (here: 10;" in words) == advised
+    assert ("independent tasks" in words) == advised
+
+
 @pytest.mark.parametrize(("change", "style"), [(-0.5, "good"), (0.5, "bad")])
 def test_the_headline_of_a_score_where_lower_is_better_calls_a_fall_good(change: float, style: str, started: RunFolder) -> None:
     ends = (change - 0.1, change + 0.1)

@@ -34,5 +34,6 @@ def test_gain_is_over_the_tasks_with_a_score_before_and_after(tmp_path: Path, mo
     trainer = retouch.Trainer.from_recipe({**SMALL, **changes, "reward": reward}, allow_imports=["steady_reward"], progress=False)
     summary = trainer.train()
     assert (summary.before, summary.after, summary.gain, summary.gain_ci95) == (1, 1, 0, (0, 0))
+    assert (summary.independent_tasks, summary.needed_tasks) == (7, None)
     evals = [json.loads(line) for line in (trainer.folder / "evals.jsonl").read_text().splitlines()]
     assert [line["table"]["all"]["same"] for line in evals] == [0.875, 1.0]

@@ -44,6 +44,19 @@ class MeanEstimate:
             return 0.0
         return self.mean / self.error if self.error != 0 else math.copysign(math.inf, self.mean)
 
+    @property
+    def clusters_for_significance(self) -> int | None:
+        """The smallest number of clusters for which the 95 % interval would exclude 0, if the mean and the spread between clusters
+        stayed the same; None for a mean of 0 and for fewer than two clusters."""
+        if self.clusters < 2 or self.mean == 0:
+            return None
+        ratio = self.error * math.sqrt(self.clusters) / abs(self.mean)
+        # Student's t has heavier tails than the normal distribution, so the normal quantile gives a lower bound.
+        needed = max(2, math.ceil((NormalDist().inv_cdf(_TAIL) * ratio) ** 2))
+        while t_quantile(_TAIL, needed - 1) * ratio >= math.sqrt(needed):
+            needed += 1
+        return needed
+
 
 @dataclass(frozen=True, slots=True)
 class ShareInterval:

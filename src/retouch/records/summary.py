@@ -19,7 +19,9 @@ class Summary:
     ``column``: the name of the score ("overall"). ``on``: a description of the tasks ("held-out tasks of complexity 2 and 3"). All
     scores are in the column's unit. ``before``, ``after``: means over the tasks with a score both before and after training.
     ``ceiling``: the score of the tasks' targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples of the base
-    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured.
+    policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). ``independent_tasks``: the number of
+    these tasks, where tasks with the same source image count once; ``needed_tasks``: how many it would take for an interval that
+    excludes 0, if the gain and its spread between tasks stayed the same. None means not measured.
     ``lower_is_better``: whether a lower score is better, so that a negative gain is an improvement. ``cost``: amounts by name, for
     people to read.
     """
@@ -33,6 +35,8 @@ class Summary:
     best_of_k: float | None = None
     k: int | None = None
     gain_ci95: tuple[float, float] | None = None
+    independent_tasks: int | None = None
+    needed_tasks: int | None = None
     lower_is_better: bool = False
     cost: Mapping[str, Json] = field(default_factory=dict)
 

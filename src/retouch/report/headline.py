@@ -7,6 +7,9 @@ from retouch.records.summary import Summary
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import decimals_for, format_duration, format_percent, format_score, format_signed
 
+# If it would take more times the tasks than this, the change is too small for more tasks to be a useful advice.
+_MOST_TASKS = 20
+
 
 def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:
     """Return a sentence about the result, and one with the numbers to compare it with; or the progress of an unfinished run."""
@@ -56,6 +59,12 @@ def _context(summary: Summary) -> str:
     if summary.gap_closed is not None and summary.gap_closed > 0:
         words += f", {format_percent(summary.gap_closed)} of the gap to the ceiling of {format_score(summary.ceiling, decimals)}"
     words += "."
+    known, needed = summary.independent_tasks, summary.needed_tasks
+    if interval is not None and _direction(summary) == "flat" and known and needed and needed <= _MOST_TASKS * known:
+        words += (
+            f" A change of this size would be significant with about {needed} independent tasks (here: {known}; tasks with the "
+            "same source image count once). Hold out more tasks with data.held_out or eval.tasks."
+        )
     if summary.best_of_k is not None:
         many = "several" if summary.k is None else str(summary.k)
         words += (

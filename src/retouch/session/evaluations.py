@@ -151,6 +151,8 @@ class RunEvaluations:
             best_of_k=baselines.get("best_of_k"),
             k=None if (k := baselines.get("k")) is None else int(k),
             gain_ci95=gain.interval,
+            independent_tasks=gain.clusters,
+            needed_tasks=gain.clusters_for_significance,
             lower_is_better=self._column in self.evaluator.lower_is_better,
             cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
         )
