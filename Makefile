@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-dry-run gpu-wheels
+.PHONY: install quickstart test test-all test-slow test-floors trackers lint bench results league scaling mutants shape docs engines engines-sglang gpu gpu-dry-run gpu-wheels
 
 install: $(STAMP)
 
@@ -37,6 +37,11 @@ test-all: lint .venv-all/.installed
 	$(MAKE) engines
 	$(MAKE) test-floors
 	$(MAKE) mutants
+
+# The slow tests alone, or those of some files and folders: `make test-slow TESTS=tests/session`. A call that was interrupted continues.
+TESTS ?= tests
+test-slow: .venv-all/.installed
+	OMP_NUM_THREADS=1 .venv-all/bin/python tests/slow.py --jobs $(JOBS) $(TESTS)
 
 # An environment with the extras that `make test` does not install (DeepSpeed, Optuna, Ray Serve, the documentation site), so that
 # their tests run.
