@@ -9,8 +9,9 @@ from PIL import Image
 
 import tiny_towers
 from retouch.cli.parser import main
-from retouch.inference.image_sets import ImageFiles, SetDistance, distance_of_folders
-from retouch.rewards.scorers.style import distance_of_sets
+from retouch.core.kernel_distance import kernel_distance
+from retouch.inference.image_sets import ImageFiles, SetDistances, distances_of_folders
+from retouch.rewards.scorers.style import dinov2_features, distance_of_sets
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +33,18 @@ def test_the_command_prints_the_distance_of_the_images_in_both_folders(folders: 
     assert main([*words, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     sets = [[image.copy() for image in ImageFiles.of_folder(folders / name)] for name in ("one", "other")]
-    expected = distance_of_sets(*sets, path=str(folders / "dino"))
-    assert printed == {"name": "FD-DINOv2", "distance": pytest.approx(expected, rel=1e-6), "images": 20, "references": 3}
-    assert expected > 0
+    frechet = distance_of_sets(*sets, path=str(folders / "dino"))
+    kernel = kernel_distance(*dinov2_features(*sets, path=str(folders / "dino")))
+    expected = {"frechet": pytest.approx(frechet, rel=1e-6), "kernel": pytest.approx(kernel, rel=1e-6)}
+    assert printed == {"features": "DINOv2", "images": 20, "references": 3, **expected}
+    assert frechet > 0
     assert main(words) == 0
-    assert f"FD-DINOv2 {expected:.3f}, 20 images against 3 references\nFewer than 2048 images" in capsys.readouterr().out
+    text = f"FD-DINOv2 {frechet:.3f}, KD-DINOv2 {kernel:.5f}, 20 images against 3 references\nFewer than 2048 images: FD-DINOv2 is"
+    assert text in capsys.readouterr().out
 
 
 def test_large_sets_have_no_note_about_their_size() -> None:
-    assert str(SetDistance("FID", 1.5, 2048, 5000)) == "FID 1.500, 2048 images against 5000 references"
+    assert str(SetDistances("Inception", 1.5, 0.01, 2048, 5000)) == "FID 1.500, KID 0.01000, 2048 images against 5000 references"
 
 
 def test_images_are_read_from_subfolders_in_the_order_of_their_paths(folders: Path) -> None:
@@ -59,7 +63,7 @@ def test_images_are_read_from_subfolders_in_the_order_of_their_paths(folders: Pa
 )
 def test_folders_without_images_are_refused_before_a_network_is_loaded(folders: Path, images: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        distance_of_folders(folders / images, folders / "other", inception=folders / "none.safetensors")
+        distances_of_folders(folders / images, folders / "other", inception=folders / "none.safetensors")
 
 
 def test_a_file_without_the_weights_is_refused(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,4 +74,4 @@ def test_a_file_without_the_weights_is_refused(folders: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("networks", [{}, {"inception": Path("a"), "dinov2": "b"}])
 def test_exactly_one_network_is_needed(folders: Path, networks: dict[str, Path | str]) -> None:
     with pytest.raises(ValueError, match="give the weights of one network"):
-        distance_of_folders(folders / "one", folders / "other", **networks)
+        distances_of_folders(folders / "one", folders / "other", **networks)

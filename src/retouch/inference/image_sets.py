@@ -1,15 +1,19 @@
-"""``retouch fid``: the Fréchet distance between the images of two folders."""
+"""``retouch fid``: the Fréchet distance and the kernel distance between the images of two folders."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from PIL import Image
 
+from retouch.core.frechet import frechet_distance
+from retouch.core.kernel_distance import kernel_distance
 from retouch.data.images import load_image
+from retouch.rewards.scorers.inception import inception_features
+from retouch.rewards.scorers.style import dinov2_features
 
 # With fewer images than the 2048 features of Inception, the covariance of the features does not have full rank.
 _FEW = 2048
@@ -17,11 +21,16 @@ _SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
 
 @dataclass(frozen=True, slots=True)
-class SetDistance:
-    """``name``: FID or FD-DINOv2. ``images`` and ``references``: the numbers of images."""
+class SetDistances:
+    """The distances between two sets of images.
 
-    name: str
-    distance: float
+    ``frechet``: FID or FD-DINOv2, at least 0. ``kernel``: the unbiased kernel distance in the same features, KID or KD-DINOv2; it
+    can be slightly below 0. ``images`` and ``references``: the numbers of images.
+    """
+
+    features: Literal["Inception", "DINOv2"]
+    frechet: float
+    kernel: float
     images: int
     references: int
 
@@ -30,34 +39,39 @@ class SetDistance:
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        text = f"{self.name} {self.distance:.3f}, {self.images} images against {self.references} references"
+        frechet, kernel = ("FID", "KID") if self.features == "Inception" else ("FD-DINOv2", "KD-DINOv2")
+        text = (
+            f"{frechet} {self.frechet:.3f}, {kernel} {self.kernel:.5f}, {self.images} images against {self.references} references"
+        )
         if min(self.images, self.references) < _FEW:
             text += (
-                f"\nFewer than {_FEW} images: the distance is biased upward, more for smaller sets. Compare it only with distances "
-                "of sets of the same sizes."
+                f"\nFewer than {_FEW} images: {frechet} is biased upward, more for smaller sets. Compare it only between sets of "
+                f"the same sizes; {kernel} has no such bias."
             )
         return text
 
 
-def distance_of_folders(images: Path, references: Path, *, inception: Path | None = None, dinov2: str | None = None) -> SetDistance:
-    """Return the FID (``inception``: the file of its weights) or the FD-DINOv2 (``dinov2``: folder or id of the model) between the
-    images of two folders and their subfolders.
+def distances_of_folders(
+    images: Path, references: Path, *, inception: Path | None = None, dinov2: str | None = None
+) -> SetDistances:
+    """Return FID and KID (``inception``: the file of the weights), or FD-DINOv2 and KD-DINOv2 (``dinov2``: folder or id of the
+    model), between the images of two folders and their subfolders.
 
     Images are loaded a few at a time. Raises ValueError if not exactly one of ``inception`` and ``dinov2`` is given, if a folder
     has fewer than two images, if an image is damaged, or if the weights cannot be used.
     """
     if (inception is None) == (dinov2 is None):
         raise ValueError("give the weights of one network: inception for FID, or dinov2 for FD-DINOv2")
-    one, other = ImageFiles.of_folder(images), ImageFiles.of_folder(references)
+    sets = [ImageFiles.of_folder(folder) for folder in (images, references)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if inception is not None:
-        from retouch.rewards.scorers.inception import fid
-
-        return SetDistance("FID", fid(one, other, weights=inception, device=device), len(one), len(other))
-    from retouch.rewards.scorers.style import distance_of_sets
-
-    assert dinov2 is not None
-    return SetDistance("FD-DINOv2", distance_of_sets(one, other, path=dinov2, device=device), len(one), len(other))
+        features = inception_features(*sets, weights=inception, device=device)
+    else:
+        assert dinov2 is not None
+        features = dinov2_features(*sets, path=dinov2, device=device)
+    counts = [len(each) for each in sets]
+    name: Literal["Inception", "DINOv2"] = "DINOv2" if inception is None else "Inception"
+    return SetDistances(name, frechet_distance(*features), kernel_distance(*features), *counts)
 
 
 class ImageFiles(Sequence[Image.Image]):

@@ -30,16 +30,19 @@ def add_score(commands: Commands) -> None:
 def add_fid(commands: Commands) -> None:
     """Add the command."""
     fid = commands.add_parser(
-        "fid", parents=[debug_option()], help="the Fréchet distance between two folders of images (FID or FD-DINOv2)"
+        "fid", parents=[debug_option()], help="distances between two folders of images: FID and KID, or FD-DINOv2"
     )
     fid.add_argument("images", type=Path, metavar="IMAGES", help="folder of the generated images, with its subfolders")
     fid.add_argument("references", type=Path, metavar="REFERENCES", help="folder of the images to compare with")
     network = fid.add_mutually_exclusive_group(required=True)
     network.add_argument(
-        "--inception", type=Path, metavar="FILE", help="FID: the weights of pytorch-fid, converted to safetensors (docs/rewards.md)"
+        "--inception",
+        type=Path,
+        metavar="FILE",
+        help="FID and KID: the weights of pytorch-fid, converted to safetensors (docs/rewards.md)",
     )
     network.add_argument(
-        "--dinov2", metavar="FOLDER", help="FD-DINOv2: folder of a DINOv2 model, or its id in the Hugging Face cache"
+        "--dinov2", metavar="FOLDER", help="FD-DINOv2 and KD-DINOv2: folder of a DINOv2 model, or its id in the Hugging Face cache"
     )
     fid.add_argument("--json", action="store_true", help="print one line of JSON")
     fid.set_defaults(run=_fid)
@@ -65,8 +68,8 @@ def _score(arguments: argparse.Namespace) -> int:
 
 
 def _fid(arguments: argparse.Namespace) -> int:
-    from retouch.inference.image_sets import distance_of_folders
+    from retouch.inference.image_sets import distances_of_folders
 
-    found = distance_of_folders(arguments.images, arguments.references, inception=arguments.inception, dinov2=arguments.dinov2)
+    found = distances_of_folders(arguments.images, arguments.references, inception=arguments.inception, dinov2=arguments.dinov2)
     print(found.to_json() if arguments.json else found)
     return 0

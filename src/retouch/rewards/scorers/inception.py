@@ -96,15 +96,21 @@ def fid(
 
     Source: Heusel et al. 2017 (arXiv 1706.08500), with the network and the resizing of the package pytorch-fid.
     """
-    import torch
-
     from retouch.core.frechet import frechet_distance
 
     if min(len(images), len(references)) < 2:
         raise ValueError(f"{len(images)} and {len(references)} images: FID needs at least two of each")
+    return frechet_distance(*inception_features(images, references, weights=weights, device=device))
+
+
+def inception_features(
+    *sets: Sequence[Image.Image], weights: str | Path, device: torch.device | str = "cpu"
+) -> list[Float[Tensor, "n 2048"]]:
+    """Return the Inception features of each set of images, in fp32 on the CPU. ``weights`` and errors are those of ``fid``."""
+    import torch
+
     network = InceptionFeatures(load_inception(Path(weights)), device=device)
-    one, other = (torch.stack([network(image) for image in each]) for each in (images, references))
-    return frechet_distance(one, other)
+    return [torch.stack([network(image) for image in images]) for images in sets]
 
 
 class InceptionFeatures:

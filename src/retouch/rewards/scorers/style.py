@@ -104,8 +104,16 @@ def distance_of_sets(
     """
     from retouch.core.frechet import frechet_distance
 
+    return frechet_distance(*dinov2_features(images, references, path=path, device=device))
+
+
+def dinov2_features(
+    *sets: Sequence[Image.Image], path: str = "facebook/dinov2-base", device: torch.device | str = "cpu"
+) -> list[Float[Tensor, "n d"]]:
+    """Return DINOv2's class tokens of each set of images, in fp32 on the CPU. ``path`` and errors are those of
+    ``distance_of_sets``."""
     encoder = _Dino(path, device=device)
-    return frechet_distance(encoder.states(images), encoder.states(references))
+    return [encoder.states(images) for images in sets]
 
 
 def open_encoder(path: str, *, device: torch.device | str) -> StyleEncoder:
