@@ -124,7 +124,7 @@ def test_doctor_plans_a_recipe_for_real_weights(installed: Path, tmp_path: Path)
     words = ("red", "blue", "green", "gold", "grey", "pink")
     (tmp_path / "words.txt").write_text("".join(f'a sign that says "{word}"\n' for word in words))
     printed = run(installed, ["retouch", "doctor", "sd3/ocr-grpo", "--set", "data.held_out=0.5"], tmp_path)
-    assert "on each of 32 devices" in printed
+    assert "of h100 on each of 32 ranks, in " in printed
     assert printed.split("\nready\n")[1].startswith("next: retouch launch --nproc 32 sd3/ocr-grpo")
 
 
