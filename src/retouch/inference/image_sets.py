@@ -9,8 +9,7 @@ from typing import Literal, overload
 import torch
 from PIL import Image
 
-from retouch.core.frechet import frechet_distance
-from retouch.core.kernel_distance import kernel_distance
+from retouch.core.set_distances import frechet_distance, kernel_distance
 from retouch.data.images import load_image
 from retouch.rewards.scorers.inception import inception_features
 from retouch.rewards.scorers.style import dinov2_features

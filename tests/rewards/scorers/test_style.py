@@ -7,7 +7,7 @@ from PIL import Image
 from transformers import Dinov2Model
 
 import tiny_towers
-from retouch.core.frechet import frechet_distance
+from retouch.core.set_distances import frechet_distance
 from retouch.rewards.scorers.dino import normalised_pixels
 from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.scorers.style import StyleReward, distance_of_sets
