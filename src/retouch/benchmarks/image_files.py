@@ -11,11 +11,10 @@ from urllib.parse import quote
 from PIL.Image import Image
 
 from retouch.benchmarks.suite import Suite, SuiteItem
-from retouch.data.images import load_image
+from retouch.data.images import SUFFIXES, load_image
 from retouch.records.files import write_atomic
 
 _LONGEST = 180
-_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +65,7 @@ class ImageFolder:
     def find(self, place: ImageKey) -> Path | None:
         """Return the path of the existing image; None if there is none."""
         stems = [_file_name(place.item.id), *([place.item.id] if _is_plain(place.item.id) else [])]
-        paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in _SUFFIXES)
+        paths = (self.root / f"{stem}{self._ending(place)}{suffix}" for stem in stems for suffix in SUFFIXES)
         return next((path for path in paths if path.is_file()), None)
 
     def read(self, place: ImageKey) -> Image:

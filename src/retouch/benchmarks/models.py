@@ -129,14 +129,11 @@ def open_generator(model: Any, *, lora: str | Path | None, call: Mapping[str, An
 
 def is_ours(name: str) -> bool:
     """Whether ``name`` is the folder of a run, the name of a run in the folder ``runs``, or a recipe."""
-    from retouch.config.packaged import SUFFIXES, find
+    from retouch.config.packaged import SUFFIXES, is_recipe
 
     if RunFolder(find_run(name)).recipe.is_file() or name.endswith(SUFFIXES):
         return True
-    try:
-        return not Path(name).is_dir() and name != "playground" and find(name).is_file()
-    except ValueError:
-        return False
+    return not Path(name).is_dir() and name != "playground" and is_recipe(name)
 
 
 def _policy_maker(name: str, *, suite: Suite) -> ImageGenerator:

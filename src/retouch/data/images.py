@@ -16,6 +16,7 @@ from typing import TypeAlias
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 
 # Exceptions that Pillow raises for damaged files. Its messages are not passed on: they may contain memory addresses.

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -10,13 +11,12 @@ import torch
 from PIL import Image
 
 from retouch.core.set_distances import frechet_distance, kernel_distance
-from retouch.data.images import load_image
+from retouch.data.images import SUFFIXES, load_image
 from retouch.rewards.scorers.inception import inception_features
 from retouch.rewards.scorers.style import dinov2_features
 
 # With fewer images than the 2048 features of Inception, the covariance of the features does not have full rank.
 _FEW = 2048
-_SUFFIXES = (".jpeg", ".jpg", ".png", ".webp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,16 @@ def distances_of_folders(
     Images are loaded a few at a time. Raises ValueError if not exactly one of ``inception`` and ``dinov2`` is given, if a folder
     has fewer than two images, if an image is damaged, or if the weights cannot be used.
     """
-    if (inception is None) == (dinov2 is None):
-        raise ValueError("give the weights of one network: inception for FID, or dinov2 for FD-DINOv2")
-    sets = [ImageFiles.of_folder(folder) for folder in (images, references)]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if inception is not None:
-        features = inception_features(*sets, weights=inception, device=device)
+    name: Literal["Inception", "DINOv2"]
+    if inception is not None and dinov2 is None:
+        name, encode = "Inception", partial(inception_features, weights=inception)
+    elif dinov2 is not None and inception is None:
+        name, encode = "DINOv2", partial(dinov2_features, path=dinov2)
     else:
-        assert dinov2 is not None
-        features = dinov2_features(*sets, path=dinov2, device=device)
-    counts = [len(each) for each in sets]
-    name: Literal["Inception", "DINOv2"] = "DINOv2" if inception is None else "Inception"
-    return SetDistances(name, frechet_distance(*features), kernel_distance(*features), *counts)
+        raise ValueError("give the weights of one network: inception for FID, or dinov2 for FD-DINOv2")
+    one, other = (ImageFiles.of_folder(folder) for folder in (images, references))
+    features = encode(one, other, device="cuda" if torch.cuda.is_available() else "cpu")
+    return SetDistances(name, frechet_distance(*features), kernel_distance(*features), len(one), len(other))
 
 
 class ImageFiles(Sequence[Image.Image]):
@@ -84,7 +82,7 @@ class ImageFiles(Sequence[Image.Image]):
         """The images in a folder and its subfolders, sorted by path. Raises ValueError if there are fewer than two."""
         if not folder.is_dir():
             raise ValueError(f"{folder} is not a folder; give a folder of images")
-        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+        paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
         if len(paths) < 2:
             raise ValueError(f"{folder} has {len(paths)} PNG, JPEG or WebP images; a distance of sets needs at least two")
         return cls(paths)

@@ -7,7 +7,7 @@ from retouch.records.summary import Summary
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import decimals_for, format_duration, format_percent, format_score, format_signed
 
-# If it would take more times the tasks than this, the change is too small for more tasks to be a useful advice.
+# The report advises more tasks only if at most this many times as many tasks would be enough.
 _MOST_TASKS = 20
 
 
