@@ -315,15 +315,15 @@ WITHOUT_RESULT = (
         "`emu3/sft_think_s*-playground`",
         "All three recipes with RL were run to the end with seed 0 (500 steps of supervised learning, 150 of RL; about 520 CPU "
         "seconds for `rl_c` and `rl_s`, 1066 for `rl_sc` on a slower machine). Their first phase is the same. After it, the "
-        "held-out score is 4.05 on single and 3.90 on complex edits (`--set eval.every=500`); the base model without thoughts has "
-        "6.36 and 4.06. RL on single edits (`rl_s`) raises its training reward from 6.02 to 6.56 (means of its first and last ten steps) and the "
-        "held-out scores to 4.40 and 3.89. RL on complex edits (`rl_c`): training reward 3.59 to 4.64, held-out scores 4.45 and "
-        "5.39. RL on both (`rl_sc`): training reward 4.09 to 4.88, held-out scores 4.20 and 5.13. IP falls by 0.67 in `rl_sc`, and "
-        "on complex edits by 0.92 in `rl_c`, so both are shortcuts by the criterion of this page. One limit is generalization: the "
-        "trained `rl_s` model has 7.67 on 40 single edits of the training split (`retouch eval RUN --set eval.split=train --set "
-        "eval.tasks=120`), and 4.40 on held-out ones. Supervised learning alone with 1500 steps (`sft_think_s`) had 6.70 on single "
-        "and 4.62 on complex validation tasks at step 500. With 200 supervised steps, as in an earlier run of "
-        "`sft_think_s__rl_s`, the held-out scores after RL were 2.64 and 3.39.",
+        "held-out score is 4.05 on single and 3.90 on complex edits (`--set eval.every=500`); the base model without thoughts "
+        "has 6.36 and 4.06. RL on single edits (`rl_s`) raises its training reward from 6.02 to 6.56 (means of its first and "
+        "last ten steps) and the held-out scores to 4.40 and 3.89. RL on complex edits (`rl_c`): training reward 3.59 to 4.64, "
+        "held-out scores 4.45 and 5.39. RL on both (`rl_sc`): training reward 4.09 to 4.88, held-out scores 4.20 and 5.13. IP "
+        "falls by 0.67 in `rl_sc`, and on complex edits by 0.92 in `rl_c`, so both are shortcuts by the criterion of this page. "
+        "One limit is generalization: the trained `rl_s` model has 7.67 on 40 single edits of the training split (`retouch eval "
+        "RUN --set eval.split=train --set eval.tasks=120`), and 4.40 on held-out ones. Supervised learning alone with 1500 "
+        "steps (`sft_think_s`) had 6.70 on single and 4.62 on complex validation tasks at step 500. With 200 supervised steps, "
+        "as in an earlier run of `sft_think_s__rl_s`, the held-out scores after RL were 2.64 and 3.39.",
     ),
 )
 """Playground recipes without a row in a table (recipe, known results). Times are from the first steps of a phase."""
