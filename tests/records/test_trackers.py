@@ -1,7 +1,9 @@
 """Trackers log what they are given, and hide the later steps that a killed run had already logged."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate import PartialState
@@ -12,7 +14,7 @@ from retouch.recipe.keys import Samples
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
 from retouch.records.samples import SampleRecord
-from retouch.records.trackers import CompositeTracker, open_trackers
+from retouch.records.trackers import CompositeTracker, open_trackers, tracker_id
 from retouch.training.recorder import Recorder
 from retouch.types import Sample, Task
 
@@ -153,8 +155,51 @@ def test_missing_tracker_libraries_raise_with_install_command(name: str, tmp_pat
         open_trackers([name], RunFolder(tmp_path), project="p", recipe={}, first_step=1)  # type: ignore[list-item]
 
 
+def start(root: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Open a tracker of the run in ``root``, and return under which id or name its service finds the run."""
+    root.mkdir(parents=True, exist_ok=True)
+    keys = MagicMock()
+    monkeypatch.setattr("retouch.records.libraries.find_spec", lambda name: True)
+    monkeypatch.setattr(f"accelerate.tracking.{'WandBTracker' if kind == 'wandb' else 'TrackioTracker'}", keys)
+    open_trackers([kind], RunFolder(root), project="retouch", recipe={}, first_step=1)  # type: ignore[list-item]
+    return keys.call_args.kwargs["id" if kind == "wandb" else "name"]
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_wandb_uses_the_run_name_as_id_unless_the_environment_sets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_point_1_7_a_tracker_knows_a_run_by_an_id_that_is_stored_in_its_folder(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    run, other = tmp_path / "machine-1" / "sd3", tmp_path / "machine-2" / "sd3"
+    first = start(run, kind, monkeypatch)
+    assert start(other, kind, monkeypatch) != first, "two runs of one name"
+    assert start(run, kind, monkeypatch) == first, "a resume"
+    copied = shutil.copytree(run, tmp_path / "copies" / "sd3")
+    ids = {start(copied, kind, monkeypatch), start(copied, kind, monkeypatch)}
+    assert len(ids) == 1, "the copy resumes too"
+    assert ids != {first}, "a copy of a folder that is still there"
+    moved = run.rename(tmp_path / "sd3")
+    assert start(moved, kind, monkeypatch) == first, "a run whose folder was moved"
+    aside = RunFolder(moved).set_aside()
+    assert start(moved, kind, monkeypatch) != first, "a run that was started with --fresh"
+    shutil.rmtree(moved)
+    assert start(aside.rename(moved), kind, monkeypatch) == first, "the old run, renamed back"
+
+
+def test_point_1_7_an_id_of_the_environment_is_kept_by_a_resume_without_it(tmp_path: Path) -> None:
+    assert [tracker_id(tmp_path, given="swept"), tracker_id(tmp_path)] == ["swept", "swept"]
+
+
+@pytest.mark.parametrize("content", ["[]", '{"id": 5, "folder": "/"}', '{"id": "a"}', "{"])
+def test_point_1_7_a_damaged_file_of_the_id_is_refused_by_name(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tracker.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tracker\.json"):
+        tracker_id(tmp_path)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_wandb_uses_the_stored_id_unless_the_environment_sets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
@@ -163,7 +208,7 @@ def test_wandb_uses_the_run_name_as_id_unless_the_environment_sets_one(tmp_path:
     folder.create()
     tracker = open_trackers(["wandb"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
     tracker.log({"reward/mean": 0.5, "policy/approx_kl": None}, 1)
-    assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == ("my-run", "my-run", 1)
+    assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == (tracker_id(folder.root), "my-run", 1)
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
     tracker.close()
@@ -177,7 +222,7 @@ def test_wandb_uses_the_run_name_as_id_unless_the_environment_sets_one(tmp_path:
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_trackio_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackio_keeps_the_run_under_its_name_and_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     trackio = pytest.importorskip("trackio")
     folder = RunFolder(tmp_path / "my-run")
@@ -187,4 +232,4 @@ def test_trackio_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch: pytes
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
     tracker.close()
     assert list((tmp_path / "trackio").rglob("*.png"))
-    assert [run.name for run in trackio.Api().runs("retouch")] == ["my-run"]
+    assert [run.name for run in trackio.Api().runs("retouch")] == [f"my-run-{tracker_id(folder.root)}"]

@@ -5,11 +5,13 @@ tracker is opened.
 """
 
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
 
@@ -58,7 +60,7 @@ class TensorBoard:
 class Wandb:
     """A run on Weights & Biases, through accelerate's tracker.
 
-    The run's id is WANDB_RUN_ID if it is set, otherwise the run's name; an existing run is continued. W&B ignores steps that it
+    The run's id is WANDB_RUN_ID if it is set, otherwise ``tracker_id``; an existing run is continued. W&B ignores steps that it
     already has, which is correct here, because a resumed run computes the same numbers again.
     """
 
@@ -68,9 +70,8 @@ class Wandb:
         from accelerate.tracking import WandBTracker
 
         PartialState()  # accelerate's trackers log through it
-        self._tracker = WandBTracker(
-            project, name=folder.name, id=os.environ.get("WANDB_RUN_ID") or folder.name, resume="allow", dir=str(folder.root)
-        )
+        identity = tracker_id(folder.root, given=os.environ.get("WANDB_RUN_ID"))
+        self._tracker = WandBTracker(project, name=folder.name, id=identity, resume="allow", dir=str(folder.root))
         self._tracker.start()
         self._tracker.store_init_configuration(dict(recipe))
 
@@ -88,7 +89,8 @@ class Wandb:
 
 
 class Trackio:
-    """A Trackio run with the run's name, through accelerate's tracker; an existing run is continued."""
+    """A Trackio run through accelerate's tracker; an existing run is continued. Trackio finds it by its name, which therefore is
+    the run's name with its ``tracker_id``."""
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
         require_trackers(["trackio"])
@@ -96,7 +98,9 @@ class Trackio:
         from accelerate.tracking import TrackioTracker
 
         PartialState()
-        self._tracker = TrackioTracker(project, name=folder.name, resume="allow", config=dict(recipe))
+        self._tracker = TrackioTracker(
+            project, name=f"{folder.name}-{tracker_id(folder.root)}", resume="allow", config=dict(recipe)
+        )
         self._tracker.start()
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -152,6 +156,31 @@ def open_trackers(
         else:
             raise ValueError(f"unknown tracker {name!r}; choose from tensorboard, wandb, trackio")
     return CompositeTracker(opened)
+
+
+def tracker_id(root: Path, *, given: str | None = None) -> str:
+    """Return the id under which trackers know the run in the folder ``root``; it is stored in ``tracker.json``.
+
+    The id is ``given``, or random at the first call. A run that resumes keeps it, also after its folder was moved; a copy of a
+    folder that is still there gets its own. Raises ValueError if ``tracker.json`` is damaged.
+    """
+    here = root.resolve()
+    known, place = _stored_id(root)
+    if place != here and known is not None and _stored_id(place)[0] == known:
+        known = None
+    identity = given or known or secrets.token_hex(4)
+    if (identity, here) != (known, place):
+        files.write_json(root / "tracker.json", {"id": identity, "folder": here})
+    return identity
+
+
+def _stored_id(root: Path) -> tuple[str | None, Path]:
+    """Return the id in the folder ``root``, or None, and the folder in which it was stored."""
+    path = root / "tracker.json"
+    found = files.read_json(path) if path.is_file() else {"id": None, "folder": ""}
+    if not isinstance(found, dict) or not isinstance(found.get("id"), str | None) or not isinstance(found.get("folder"), str):
+        raise ValueError(f"{path} was changed and holds no id; delete it, and trackers show the run as a new one")
+    return found["id"], Path(found["folder"])
 
 
 def _wait_for_a_later_name(folder: Path) -> None:
