@@ -9,7 +9,9 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 from conftest import TOKEN
+from starlette.testclient import TestClient
 
+from retouch.view.app import build_app
 from retouch.view.command import view
 
 SECRET = "the secret"
@@ -116,12 +118,41 @@ def test_token_is_moved_from_the_url_to_a_cookie(run, anonymous) -> None:
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
     assert cookie.startswith("retouch_view_8765=")  # two pages on two ports keep their tokens
+    assert TOKEN.lower() not in cookie
     page = anonymous.get("/")
     assert TOKEN not in page.text
     policy = page.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert page.headers["referrer-policy"] == "no-referrer"
+
+
+def test_point_3_8_the_cookie_is_valid_only_for_its_server_and_port(run, tmp_path: Path) -> None:
+    """Browsers send it to every port of the host, so every other server there sees it."""
+    first, later = (TestClient(build_app(tmp_path / "runs", token=TOKEN), base_url="http://127.0.0.1:8765") for _ in range(2))
+    first.get(f"/?token={TOKEN}")
+    value = first.cookies["retouch_view_8765"]
+
+    def status(client: TestClient, port: int, cookie: str) -> int:
+        address = f"http://127.0.0.1:{port}/api/runs"
+        client.cookies.clear()
+        return client.get(address, headers={"Cookie": f"retouch_view_{port}={cookie}"}).status_code
+
+    assert status(first, 8765, value) == 200
+    assert status(first, 8766, value) == 401, "another port"
+    assert status(later, 8765, value) == 401, "a server that was started again, with the same token"
+    assert status(first, 8765, TOKEN) == 401, "the token is no cookie"
+    assert status(first, 8765, value[:-1]) == status(first, 8765, "") == status(first, 8765, value.upper()) == 401
+    assert first.get(f"/api/runs?token={value}").status_code == 401, "the cookie is no token"
+
+
+def test_point_3_8_two_pages_on_two_ports_do_not_log_each_other_out(run, tmp_path: Path) -> None:
+    pages = [TestClient(build_app(tmp_path / "runs", token=TOKEN), base_url=f"http://127.0.0.1:{port}") for port in (81, 82)]
+    for page in pages:
+        assert page.get(f"/?token={TOKEN}").status_code == 200
+        for other in pages:  # as a browser does, which shares cookies between ports
+            other.cookies.update(page.cookies)
+    assert [page.get("/api/runs").status_code for page in pages] == [200, 200]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +207,7 @@ def test_the_address_can_be_opened_as_soon_as_it_is_printed(write_run, tmp_path:
         view(tmp_path / "runs", port=0, report=report)
 
 
-def test_the_token_is_in_no_log(write_run, tmp_path: Path) -> None:
+def test_the_token_and_the_cookie_are_in_no_log(write_run, tmp_path: Path) -> None:
     """Also after malformed requests, the token appears only in the address that the command prints at its start."""
     write_run("one")
     command = [sys.executable, "-m", "retouch", "view", str(tmp_path / "runs"), "--port", "0", "--control"]
@@ -188,11 +219,13 @@ def test_the_token_is_in_no_log(write_run, tmp_path: Path) -> None:
             with httpx.Client(base_url=base, timeout=20) as client:
                 for path in (f"/?token={token}", f"/nowhere?token={token}", "/", f"/images/{token}/4/a.png", f"/api/runs/{token}"):
                     client.get(path)
+                (cookie,) = client.cookies.values()
                 client.post(f"/api/runs/one/control?token={token}", content=token.encode(), headers={"Origin": base})
                 client.request("BREW", f"/?token={token}")
         finally:
             process.terminate()
         rest = process.stdout.read()
     assert token
-    assert token not in rest
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and token.encode() in path.read_bytes()] == []
+    for secret in (token, cookie):
+        assert secret not in rest
+        assert [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()] == []

@@ -1,14 +1,16 @@
 """Authenticates requests: a client needs the token, and must use one of this machine's own addresses.
 
 The token is in the address that ``retouch view`` prints. The first request exchanges it for a cookie that scripts cannot read and
-other sites cannot send, and is redirected to an address without the token. The name of the cookie contains the port, because
-browsers share cookies between the ports of a host, and several servers may be open.
+other sites cannot send, and is redirected to an address without the token. Browsers share cookies between the ports of a host, so
+every server of the host sees the cookie: its name contains the port, and its value is not the token, but a code of the port under a
+key of this server, which ends with it.
 
 A request that changes something is a POST of JSON. It needs the cookie, and an ``Origin`` header with the address of the page
 itself: a server on another port of this machine has a different origin.
 """
 
 import hmac
+import secrets
 from collections.abc import Collection
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
@@ -40,6 +42,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Collection[str] = (), writes: bool = False) -> None:
         self._app, self._token, self._writes = app, token.encode(), writes
+        self._key = secrets.token_bytes(32)
         self._hosts = frozenset((*_LOOPBACK, *(host.lower() for host in hosts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +72,8 @@ class Gate:
 
     def _welcome(self, headers: Headers) -> RedirectResponse:
         reply = RedirectResponse("/", 303)
-        reply.set_cookie(_cookie_name(headers), self._token.decode(), httponly=True, samesite="strict", path="/")
+        name, value = self._cookie(headers)
+        reply.set_cookie(name, value, httponly=True, samesite="strict", path="/")
         return reply
 
     def _may_write(self, headers: Headers) -> bool:
@@ -79,16 +83,18 @@ class Gate:
         return own and is_json and self._has_cookie(headers)
 
     def _has_cookie(self, headers: Headers) -> bool:
+        name, value = self._cookie(headers)
         try:
-            found = SimpleCookie(headers.get("cookie", "")).get(_cookie_name(headers))
+            found = SimpleCookie(headers.get("cookie", "")).get(name)
         except CookieError:
             return False
-        return found is not None and self._is_token(found.value)
+        return found is not None and hmac.compare_digest(found.value.encode("utf-8", "surrogateescape"), value.encode())
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._token)
 
-
-def _cookie_name(headers: Headers) -> str:
-    port = headers["host"].rpartition(":")[2]
-    return f"retouch_view_{port if port.isascii() and port.isdecimal() else 80}"
+    def _cookie(self, headers: Headers) -> tuple[str, str]:
+        """Return the name and the value of the cookie for the port to which the request was sent."""
+        port = headers["host"].rpartition(":")[2]
+        name = f"retouch_view_{port if port.isascii() and port.isdecimal() else 80}"
+        return name, hmac.digest(self._key, name.encode(), "sha256").hex()
