@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageCms
 
 from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
 
@@ -245,3 +245,110 @@ def test_area_keeps_the_aspect_ratio_and_does_not_enlarge():
 def test_load_image_accepts_a_path_as_str(tmp_path: Path):
     noise().save(tmp_path / "a.png")
     assert load_image(str(tmp_path / "a.png")).size == (40, 24)
+
+
+def half(white: int, *, mode: str = "L", size: tuple[int, int] = (8, 4)) -> Image.Image:
+    """A mask whose right half has the value ``white``."""
+    mask = Image.new(mode, size, 0)
+    mask.paste(white, (size[0] // 2, 0, *size))
+    return mask
+
+
+def palette(*colours: tuple[int, int, int]) -> Image.Image:
+    """A picture of indices 0, 1, ... of a palette, in equal columns."""
+    mask = Image.fromarray(np.repeat(np.arange(len(colours), dtype=np.uint8), 4)[None].repeat(4, 0))
+    mask.putpalette([value for colour in colours for value in colour])
+    return mask
+
+
+MASKS = {
+    "0 and 1": (half(1), True),
+    "0 and 128": (half(128), True),
+    "0 and 254": (half(254), True),
+    "one bit": (half(1, mode="1"), True),
+    "palette, black and dark red": (palette((0, 0, 0), (128, 0, 0)), True),
+    "RGB, black and blue": (palette((0, 0, 0), (0, 0, 255)).convert("RGB"), True),
+    "16 bits, 0 and 1": (Image.fromarray(np.asarray(half(1)).astype(np.uint16)), True),
+    "16 bits, 0 and 255": (Image.fromarray(np.asarray(half(255)).astype(np.uint16)), True),
+    "16 bits, 0 and 65535": (Image.fromarray(np.asarray(half(255)).astype(np.uint16) * 257), True),
+    "grey and alpha 255": (Image.merge("LA", (half(1), Image.new("L", (8, 4), 255))), True),
+    "numbers of objects": (palette((0, 0, 0), (1, 1, 1), (2, 2, 2)), False),
+    "16 bits, numbers of objects": (Image.fromarray(np.arange(32, dtype=np.uint16).reshape(4, 8)), False),
+    "palette of classes": (palette((0, 0, 0), (128, 0, 0), (0, 128, 0)), False),
+    "black for the region, on white and red": (palette((255, 255, 255), (255, 0, 0)), False),
+    "the region in the alpha channel": (Image.merge("LA", (Image.new("L", (8, 4)), half(255))), False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_point_1_7_a_mask_is_the_region_that_it_shows_or_is_refused_in_files_rows_and_on_the_server(name):
+    from retouch.data.sources.table import encoded_image
+    from retouch.rewards.wire.schema import PictureHead
+    from retouch.serving.requests.decoding import decode_images
+    from retouch.serving.requests.limits import Limits
+
+    mask, readable = MASKS[name]
+    data = encoded(mask, "PNG")
+    (served,) = decode_images([PictureHead(form="encoded", mode="L")], [data], Limits())
+    if not readable:
+        assert served == "bad_picture"
+        for source in (EncodedImage("m", data), encoded_image(mask)):
+            with pytest.raises(ValueError, match="save it as black and white"):
+                load_mask(source)
+        return
+    region = np.asarray(half(255, size=mask.size))
+    for found in (served, load_mask(EncodedImage("m", data)), load_mask(encoded_image(mask))):
+        assert np.array_equal(np.asarray(found), region)
+
+
+def test_point_1_7_soft_masks_keep_their_grey_levels():
+    soft = Image.fromarray(np.arange(0, 256, 8, dtype=np.uint8)[None])
+    assert np.array_equal(np.asarray(load_mask(EncodedImage("m", encoded(soft, "PNG")))), np.asarray(soft))
+    noisy = encoded(half(255, size=(32, 32)), "JPEG", quality=70)
+    assert np.array_equal(np.asarray(load_mask(EncodedImage("m", noisy))) > 127, np.asarray(half(255, size=(32, 32))) > 127)
+
+
+def display_p3() -> bytes:
+    """Pillow's profile of sRGB with the primaries of Display P3; the curve is the same."""
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    columns = {b"rXYZ": (0.51512, 0.24120, -0.00105), b"gXYZ": (0.29198, 0.69225, 0.04189), b"bXYZ": (0.15710, 0.06657, 0.78407)}
+    out = bytearray(profile)
+    for number in range(struct.unpack_from(">I", profile, 128)[0]):
+        name, offset, _ = struct.unpack_from(">4sII", profile, 132 + 12 * number)
+        if name in columns:
+            struct.pack_into(">3i", out, offset + 8, *(round(value * 65536) for value in columns[name]))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "rotated"])
+def test_point_1_7_colours_of_a_wide_profile_are_read_as_srgb(format, mode):
+    from retouch.data.sources.table import encoded_image
+
+    if format != "PNG" and mode in ("P", "RGBA"):
+        pytest.skip("the format has no such mode")
+    colour, profile, exif = (60, 160, 60), display_p3(), Image.Exif()
+    if mode == "rotated":
+        exif[0x0112] = 6
+    plain = Image.new("RGB", (8, 4), colour)
+    stored = plain.quantize(2) if mode == "P" else plain.convert("RGB" if mode == "rotated" else mode)
+    options = {"lossless": True} if format == "WEBP" else {"quality": 100} if format == "JPEG" else {}
+    data = encoded(stored, format, icc_profile=profile, exif=exif, **options)
+    source = EncodedImage("a", data)
+    loaded = load_image(source)
+    in_srgb = (0, 163, 40)  # by the matrices of both primaries, with red cut off at 0
+    assert np.abs(np.array(loaded.getpixel((1, 1))) - in_srgb).max() <= (3 if format == "JPEG" else 1)
+    assert loaded.size == ((4, 8) if mode == "rotated" else (8, 4))
+    assert read_header(source).profile == "converted"
+    assert load_image(encoded_image(Image.open(io.BytesIO(data)))).getpixel((1, 1)) == loaded.getpixel((1, 1))
+
+
+def test_point_1_7_an_srgb_profile_changes_no_pixel_and_an_unusable_profile_is_not_applied():
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    other_colours = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
+    for profile, use in ((srgb, "none"), (b"damaged" * 40, "unusable"), (other_colours, "unusable")):
+        source = EncodedImage("a", encoded(noise(), "PNG", icc_profile=profile))
+        assert np.array_equal(np.asarray(load_image(source)), np.asarray(noise()))
+        assert read_header(source).profile == use
+    grey = EncodedImage("a", encoded(noise().convert("L"), "PNG", icc_profile=display_p3()))  # as cameras write greyscale
+    assert np.abs(np.asarray(load_image(grey), dtype=int) - np.asarray(noise().convert("L"), dtype=int)[..., None]).max() <= 2

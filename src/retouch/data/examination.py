@@ -203,6 +203,10 @@ class _Decoded:
             return None
         if header.rotated:
             self._add(f"{encoded.name}: rotated as its EXIF says", "note")
+        if header.profile == "converted":
+            self._add(f"{encoded.name}: has a colour profile, converted to sRGB", "note")
+        if header.profile == "unusable":
+            self._add(f"{encoded.name}: its colour profile is damaged or of other colours, and is not applied", "note")
         if header.mode != "RGB":
             self._add(f"{encoded.name}: mode {header.mode}, read as RGB", "note")
         return image

@@ -1,6 +1,7 @@
 """Loads images from files or bytes in one form: upright, mode RGB (masks: L), with at most a given number of pixels.
 
-Sizes are (width, height) in pixels. Only PNG, JPEG and WebP are decoded. Colour profiles are not applied.
+Sizes are (width, height) in pixels. Only PNG, JPEG and WebP are decoded. Colours are converted to sRGB; the values of masks are not
+colours and are not converted.
 """
 
 import io
@@ -10,10 +11,11 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageChops, ImageCms, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -21,6 +23,9 @@ MAX_PIXELS = 50_000_000  # 150 MB once decoded
 
 # Exceptions that Pillow raises for damaged files. Its messages are not passed on: they may contain memory addresses.
 _DAMAGED = (OSError, EOFError, SyntaxError, ValueError, OverflowError, struct.error, zlib.error, Warning)
+_OF_PROFILE = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+_LIKE_SRGB = 2  # in levels of 255: sRGB profiles of different makers differ by this much
+_GREYISH = 16  # the largest difference of the channels of a grey pixel that a lossy format has stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +38,13 @@ class EncodedImage:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of an image file. ``size``: (width, height) after the EXIF rotation. ``rotated``: whether EXIF rotates it."""
+    """The header of an image file. ``size``: (width, height) after the EXIF rotation. ``rotated``: whether EXIF rotates it.
+    ``profile``: whether a colour profile is converted to sRGB, or cannot be used (it is damaged, or of another kind of colours)."""
 
     mode: str
     size: tuple[int, int]
     rotated: bool
+    profile: Literal["none", "converted", "unusable"] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,45 +92,116 @@ def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXE
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
         width, height = image.size
         size = (height, width) if turn in (5, 6, 7, 8) else (width, height)
-        return Header(image.mode, size, turn in range(2, 9))
+        transform = _srgb_transform(image.info.get("icc_profile"), image.mode)
+        profile = transform if isinstance(transform, str) else "converted"
+        return Header(image.mode, size, turn in range(2, 9), profile)
 
 
 def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Load the image in mode RGB with 8 bits per channel, rotated as its EXIF data say.
 
-    Of 16-bit files the high byte is used. Greyscale and palettes become RGB. CMYK is converted by the plain formula. Transparent
-    parts are composited over white. Of a JPEG with several images the first is used.
+    Of 16-bit files the high byte is used. Greyscale and palettes become RGB. Colours with a colour profile are converted to sRGB;
+    without one, RGB is taken as sRGB, and CMYK is converted by the plain formula. Transparent parts are composited over white. Of a
+    JPEG with several images the first is used.
 
     Raises ValueError with the name of the file if it is missing, truncated, damaged, an animation, not PNG, JPEG or WebP, or if it
     has more than ``max_pixels`` pixels according to its header (then nothing is decoded).
     """
     with _opened(source, max_pixels=max_pixels) as image:
-        upright = _eight_bits(ImageOps.exif_transpose(image))
-        if upright.has_transparency_data:
-            white = Image.new("RGBA", upright.size, "white")
-            upright = Image.alpha_composite(white, upright.convert("RGBA"))
+        upright = in_srgb(ImageOps.exif_transpose(image))
+        if upright.mode == "RGBA":
+            upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright)
         rgb = upright.convert("RGB")
     rgb.info.clear()  # otherwise saving the image would write a profile or rotation that no longer applies
     return rgb
 
 
-def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Load a mask in mode L: 255 where the image should change, 0 where it should stay. Colours become their luma; greys stay.
+def in_srgb(image: Image.Image) -> Image.Image:
+    """The image in mode RGB, or RGBA if it has transparent parts, with its colours converted from their profile to sRGB."""
+    profile, image = image.info.get("icc_profile"), _eight_bits(image)
+    transform = _srgb_transform(profile, image.mode)
+    plain = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    if isinstance(transform, str):
+        return plain
+    colours: Image.Image = transform.apply(image.convert(str(transform.input_mode)))
+    if plain.mode == "RGBA":
+        colours.putalpha(plain.getchannel("A"))
+    return colours
 
-    Raises ValueError under the same conditions as ``load_image``, and for a mask with transparent parts: some tools erase the part
-    to change, others the part to keep, so the mask has to be saved as black and white.
+
+@lru_cache(maxsize=32)
+def _srgb_transform(profile: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | Literal["none", "unusable"]:
+    """The conversion to sRGB of an image of this mode; "none" if it has no profile, or one of sRGB."""
+    if not profile:
+        return "none"
+    srgb = ImageCms.createProfile("sRGB")
+    try:
+        read = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        takes = _OF_PROFILE.get(read.profile.xcolor_space.strip())
+        grey = mode in ("1", "L", "LA") or mode.startswith("I")
+        if takes is None or (takes == "CMYK") != (mode == "CMYK") or (takes == "L" and not grey):
+            return "unusable"
+        transform = ImageCms.buildTransform(read, srgb, takes, "RGB")
+    except (OSError, ImageCms.PyCMSError):
+        return "unusable"
+    if takes == "RGB":
+        ramp = [255 * step // 5 for step in range(6)]
+        cube = Image.frombytes("RGB", (36, 6), bytes(value for r in ramp for g in ramp for b in ramp for value in (r, g, b)))
+        changes = ImageChops.difference(cube, transform.apply(cube)).getextrema()
+        if max(most for _, most in changes) <= _LIKE_SRGB:  # type: ignore[misc]
+            return "none"
+    return transform
+
+
+def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Load a mask in mode L: 255 where the image should change, 0 where it should stay.
+
+    A mask of black and one other value or colour (0 and 1, 0 and 128, a palette) becomes 0 and 255. Other grey levels stay, of 16
+    bits the high byte.
+
+    Raises ValueError under the same conditions as ``load_image``, and for masks that can be read in several ways: with transparent
+    parts, because some tools erase the part to change, others the part to keep; with several colours; and with several grey levels
+    of which none is in the brighter half.
     """
     with _opened(source, max_pixels=max_pixels) as image:
-        upright = _eight_bits(ImageOps.exif_transpose(image))
-        clear = upright.has_transparency_data and upright.convert("RGBA").getchannel("A").getextrema() != (255, 255)
-        mask = upright.convert("RGB").convert("L")
-    if clear:
+        upright = ImageOps.exif_transpose(image)
+        clear = _has_transparent_parts(upright)
+        mask = None if clear else _mask_values(upright)
+    if mask is None:
         name = source.name if isinstance(source, EncodedImage) else source
-        raise ValueError(
-            f"{name}: a mask with transparent parts; save it as black and white, with white where the image should change"
-        )
+        what = "a mask with transparent parts" if clear else "a mask of several colours or of dark grey levels only"
+        raise ValueError(f"{name}: {what}; save it as black and white, with white where the image should change")
     mask.info.clear()
     return mask
+
+
+def _has_transparent_parts(image: Image.Image) -> bool:
+    if not image.has_transparency_data or image.mode.startswith("I"):
+        return image.has_transparency_data  # 16-bit greys with a transparent value
+    return image.convert("RGBA").getchannel("A").getextrema() != (255, 255)
+
+
+def _mask_values(image: Image.Image) -> Image.Image | None:
+    """The mask in mode L; None if it can be read in several ways."""
+    import numpy as np
+
+    if image.mode.startswith("I"):
+        values, white = np.asarray(image), 65535
+    else:
+        rgb = image.convert("RGB")
+        red, green, blue = rgb.split()
+        spread = max(np.asarray(ImageChops.difference(red, other)).max() for other in (green, blue))
+        if spread > _GREYISH:
+            colours = {colour for _, colour in rgb.getcolors(2) or ()}
+            return rgb.convert("L").point(lambda value: 255 * (value > 0)) if (0, 0, 0) in colours else None
+        values, white = np.asarray(rgb.convert("L")), 255
+    levels = np.flatnonzero(np.bincount(values.ravel()))
+    top = int(levels[-1])
+    if top == 1 or (len(levels) == 2 and levels[0] == 0):
+        values = (values > 0) * white
+    elif 0 < top <= white // 2:
+        return None
+    return Image.fromarray((values if white == 255 else values >> 8).astype(np.uint8))
 
 
 def fit(image: Image.Image, *, size: tuple[int, int]) -> Image.Image:

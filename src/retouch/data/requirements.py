@@ -51,7 +51,7 @@ class RequiredRows:
         if required.reference and row.reference is None:
             wrong.append("an IP-Adapter reads a reference image, and this row has none")
         if required.text and not (row.text or "").strip():
-            wrong.append("no text for the reward to look for; put it between double quotes in the prompt, or in a column `text`")
+            wrong.append("no text for the reward to look for; put it in quotation marks in the prompt, or in a column `text`")
         if required.target and row.target is None:
             wrong.append("no target image for the reward to compare with; add a column `target`, or use another reward")
         if required.pairs and (row.chosen is None or row.rejected is None):

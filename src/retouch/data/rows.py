@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from retouch.data.images import EncodedImage
+from retouch.data.quotes import quoted
 from retouch.types import Codes, Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
@@ -270,12 +271,6 @@ class PromptRows:
         """The identity of the given rows, with a changed digest, because their texts are read differently."""
         found = self._rows.identity() if hasattr(self._rows, "identity") else None
         return None if found is None else dataclasses.replace(found, digest=f"p{found.digest[1:]}")
-
-
-def quoted(prompt: str) -> str | None:
-    """The text between the first pair of double quotes; None if there is no pair, or no text in it."""
-    parts = prompt.split('"', 2)
-    return parts[1].strip() or None if len(parts) == 3 else None
 
 
 def _first_phrasing(value: Any) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from retouch.data.check import check, read_path
-from retouch.data.rows import quoted
+from retouch.data.quotes import quoted
 from retouch.data.sources.folder import read_folder
 from retouch.data.sources.prompts import read_prompts
 from retouch.data.tasks import Tasks
@@ -21,7 +21,7 @@ def test_a_plain_prompt_list_is_read(tmp_path):
     assert [(task.id, task.instruction, task.text) for task in tasks] == [
         ("signs/1", 'A shop sign, "OPEN" and "SHUT"', "OPEN"),
         ("signs/3", "a cat", None),
-        ("signs/4", "an “odd” one\x0bwith a tab", None),
+        ("signs/4", "an “odd” one\x0bwith a tab", "odd"),
     ]
     assert tasks[0].images == ()
 
@@ -63,20 +63,55 @@ def test_rows_of_one_prompt_have_one_source(tmp_path):
     assert rows[2].id == "animals/3"
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [
-        ('say "hi"', "hi"),
-        ('"a" or "b"', "a"),
-        ('an open " quote', None),
-        ('nothing ""', None),
-        ('" "', None),
-        ("'single'", None),
-        ('" x ""', "x"),
-    ],
-)
-def test_the_text_to_render_is_read_from_the_first_pair_of_double_quotes(prompt, text):
-    assert quoted(prompt) == text
+QUOTATIONS = {  # None: without a certain quotation, a reward that needs a text refuses the row
+    'say "hi"': "hi",
+    '"a" or "b"': "a",
+    'an open " quote': None,
+    'nothing ""': None,
+    '" "': None,
+    '" x ""': "x",
+    "The text is 'AZIR'.": "AZIR",
+    'a 5" tablet that shows "HELLO"': "HELLO",
+    'a 12" pizza on a table': None,
+    'a 5" x 7" photo of "ME"': "ME",
+    "a 5” tablet that shows “HELLO”": "HELLO",
+    'a 6\'2" man who holds a "FREE" sign': "FREE",
+    'a sign that says "ROUTE 66"': "ROUTE 66",
+    'a 12" board with "ROUTE 66" and "ROUTE 67"': "ROUTE 66",
+    '"A 5" TABLET" on a box': None,
+    'a board 5\' 10"" long': None,
+    "a sign that says “OPEN”": "OPEN",
+    '“OPEN" in mixed marks': "OPEN",
+    "“OPEN without an end": None,
+    "”OPEN” på en skylt": "OPEN",
+    "ein Schild mit „Bäckerei“": "Bäckerei",
+    "une affiche « OUVERT »": "OUVERT",
+    "auf dem Schild steht »Offen«": "Offen",
+    "看板に「営業中」と書いてある": "営業中",
+    '写着"营业中"的牌子': "营业中",
+    "「『a』b」": "『a』b",
+    "don't forget the word “AZIR”": "AZIR",
+    "a sign that doesn't say anything, don't you think": None,
+    "the dogs' bowl and the cats' toys": None,
+    "'the dogs' bowl'": None,
+    "‘don’t walk’": "don’t walk",
+    "the '90s poster that says 'HELLO'": "HELLO",
+    "rock 'n' roll on \"LIVE\"": "LIVE",
+    "\"say 'OPEN' now\"": "say 'OPEN' now",
+    "“He said ‘hi’ to me”": "He said ‘hi’ to me",
+    "“He said “hi” to me”": None,
+    "'He said \"hi\"'": None,
+    '\\"HELLO\\" on a wall': "HELLO",
+    'a wall with ""HELLO"" on it': "HELLO",
+    "''HELLO''": "HELLO",
+}
+
+
+@pytest.mark.parametrize("prompt", QUOTATIONS)
+def test_point_1_7_the_text_to_show_is_the_whole_first_quotation_or_none(prompt):
+    from retouch.serving.requests import single_score
+
+    assert quoted(prompt) == single_score.quoted_text(prompt) == QUOTATIONS[prompt]
 
 
 def test_invalid_prompt_lists_raise(tmp_path):

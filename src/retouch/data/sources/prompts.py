@@ -1,7 +1,7 @@
 """Lists of prompts: ``.txt`` files with one prompt per line, and ``.jsonl`` files with ``prompt`` (or ``instruction``) and the
 columns that a reward needs.
 
-Prompt lists follow Flow-GRPO's layout: the text between the first pair of double quotes is the text that the image should show.
+As in Flow-GRPO's lists, the quoted text of a prompt is the text that the image should show (``quotes.py``).
 ``read_instructions`` reads lists for inference, which may also name images.
 """
 

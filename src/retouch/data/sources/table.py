@@ -15,7 +15,7 @@ from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most, resize_to
-from retouch.data.images import EncodedImage
+from retouch.data.images import EncodedImage, in_srgb
 from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows
 from retouch.data.sampler import Subset
 from retouch.data.sources.columns import find_columns
@@ -200,7 +200,8 @@ def encoded_image(value: Any) -> EncodedImage:
         if value.mode in ("F", "I"):
             raise ValueError(f"an image of mode {value.mode}, whose range is not known; give image.convert('RGB')")
         try:
-            image = value.convert(_NOT_IN_PNG[value.mode]) if value.mode in _NOT_IN_PNG else value
+            image = in_srgb(value) if value.mode == "CMYK" else value
+            image = image.convert(_NOT_IN_PNG[image.mode]) if image.mode in _NOT_IN_PNG else image
             image.save(buffer, "PNG", exif=_rotation(value))
         except OSError as error:
             raise ValueError(f"an image of mode {value.mode}: {error}; give image.convert('RGB')") from None

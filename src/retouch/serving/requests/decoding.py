@@ -1,12 +1,12 @@
 """Decodes a request's body into samples. The size of every image is read from its header before any pixel is decoded."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from PIL import Image
 from pydantic import ValidationError
 
-from retouch.data.images import EncodedImage, load_image, read_header
+from retouch.data.images import EncodedImage, load_image, load_mask, read_header
 from retouch.rewards.wire.bodies import Blob, decode_body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
@@ -40,16 +40,23 @@ def decode(body: bytes, content_type: str, limits: Limits, memory: MemoryBudget 
     if len(batch.items) > limits.info().max_items or len(batch.tasks) > len(batch.items):
         raise RequestError("too_many")
     _check_numbers(batch, len(blobs))
-    images = decode_images(batch.pictures, blobs, limits, memory)
+    masks = {task.mask for task in batch.tasks}
+    images = decode_images(batch.pictures, blobs, limits, memory, masks=masks)
     tasks = [_task(head, images) for head in batch.tasks]
     samples = tuple(_sample(item, tasks, images) for item in batch.items)
     return Decoded(tuple(item.id for item in batch.items), samples, None if batch.rewards is None else tuple(batch.rewards))
 
 
 def decode_images(
-    heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits, memory: MemoryBudget | None = None
+    heads: Sequence[PictureHead],
+    blobs: Sequence[Blob],
+    limits: Limits,
+    memory: MemoryBudget | None = None,
+    *,
+    masks: Container[int | None] | None = None,
 ) -> list[Image.Image | ErrorCode]:
-    """Decode the images; an image that cannot be decoded gives an error code.
+    """Decode the images; an image that cannot be decoded gives an error code. ``masks``: the numbers of those that are masks, which
+    are read as in a data set; None for all greyscale images.
 
     Raises RequestError if all images together have too many pixels, or if the memory budget does not suffice.
     """
@@ -63,8 +70,9 @@ def decode_images(
     images: list[Image.Image | ErrorCode] = []
     try:
         with memory.holding(DECODING_BYTES * max(pixels, default=0)):
-            for head, blob, size, count in zip(heads, blobs, sizes, pixels, strict=True):
-                image = _pixels(head, blob, size, limits) if isinstance(size, tuple) else size
+            for number, (head, blob, size, count) in enumerate(zip(heads, blobs, sizes, pixels, strict=True)):
+                is_mask = head.mode == "L" and (masks is None or number in masks)
+                image = _pixels(head, blob, size, limits, is_mask=is_mask) if isinstance(size, tuple) else size
                 if isinstance(image, Image.Image):
                     memory.release_with(image, BYTES_PER_PIXEL * count)
                     left -= BYTES_PER_PIXEL * count
@@ -108,15 +116,15 @@ def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | Er
     return size if size[0] * size[1] <= limits.max_pixels else "bad_picture"
 
 
-def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits) -> Image.Image | ErrorCode:
+def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits, *, is_mask: bool) -> Image.Image | ErrorCode:
     if head.form == "raw":
         return Image.frombytes(head.mode, size, bytes(blob))
     try:
-        image = load_image(EncodedImage("picture", bytes(blob)), max_pixels=limits.max_pixels)
+        image = (load_mask if is_mask else load_image)(EncodedImage("picture", bytes(blob)), max_pixels=limits.max_pixels)
     except ValueError:
         return "bad_picture"
     # A greyscale file is loaded as RGB with equal channels; converting it to L gives the same grey values.
-    return image if head.mode == "RGB" else image.convert("L")
+    return image if head.mode == image.mode else image.convert(head.mode)
 
 
 def _task(head: TaskHead, images: Sequence[Image.Image | ErrorCode]) -> Task | ErrorCode:

@@ -4,13 +4,13 @@ An error is reported by its HTTP status, never as a score: 422 for an image that
 for OCR; 429, 500, 503, 504.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from retouch.data.quotes import quoted as quoted_text
 from retouch.rewards.wire.bodies import decode_base64, parse_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
@@ -21,7 +21,6 @@ from retouch.types import Sample, Task
 
 _FILE = PictureHead(form="encoded")
 _MASK = PictureHead(form="encoded", mode="L")
-_QUOTED = re.compile(r"""["“]([^"“”]{1,1000})["”]|(?<!\w)['‘]([^'‘’]{1,1000})['’](?!\w)""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +55,8 @@ class SingleScore:
 class SingleScoreRequest(BaseModel):
     """The request. Images are PNG, JPEG or WebP files in base64.
 
-    ``text``: the text that the image should show; the default is the first text in quotation marks in the prompt. ``mask``: another
-    name of ``mask_image``. ``timestep``: the denoising timestep; it is accepted and does not change the scores.
+    ``text``: the text that the image should show; the default is the quoted text of the prompt, as in prompt lists. ``mask``:
+    another name of ``mask_image``. ``timestep``: the denoising timestep; it is accepted and does not change the scores.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -117,12 +116,3 @@ def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, ne
         text=text,
     )
     return Sample(task, images["image"])
-
-
-def quoted_text(prompt: str) -> str | None:
-    """Return the first text between quotation marks of any kind, as in "The text is 'Azir'."; None if there is none.
-
-    An apostrophe within a word ("don't") is not a quotation mark.
-    """
-    found = _QUOTED.search(prompt)
-    return None if found is None else (found[1] or found[2]).strip() or None
