@@ -272,3 +272,35 @@ def test_launch_runs_a_retouch_command_in_every_rank(tmp_path: Path) -> None:
     said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert re.search(r"^quickstart ", said[0], re.MULTILINE)
+
+
+LISTENERS = """
+import os, re, socket
+from pathlib import Path
+from retouch.distributed.ranks import init_distributed
+ranks = init_distributed("cpu")
+ranks.barrier()
+own = {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists() or each.is_symlink()}
+for table in ("tcp", "tcp6"):
+    for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+            print("listens on", words[1].partition(":")[0])
+ranks.barrier()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="listening sockets are read from /proc")
+def test_point_3_6_ranks_of_one_machine_listen_only_on_its_loopback_interface(tmp_path: Path) -> None:
+    assert run(LISTENERS, 2, tmp_path) == 0
+    for rank in range(2):
+        listening = set((tmp_path / f"rank-{rank}.log").read_text().splitlines())
+        assert listening <= {"listens on 0100007F", "listens on 00000000000000000000000001000000"}, listening
+
+
+def test_point_3_6_ranks_join_through_a_folder_that_only_this_user_can_open(tmp_path: Path) -> None:
+    code = "import os, stat; at = os.environ['RETOUCH_RANK_STORE']; print(at, oct(os.stat(os.path.dirname(at)).st_mode & 0o777))"
+    assert run(code, 2, tmp_path) == 0
+    (folder, mode), other = ((tmp_path / f"rank-{rank}.log").read_text().split() for rank in range(2))
+    assert (mode, other) == ("0o700", [folder, mode])
+    assert not Path(folder).parent.exists()  # removed after the run

@@ -60,7 +60,7 @@ JUDGING = (
     Mutant(
         "a judge's answer is kept without removing the API key",
         "rewards/vlm/chat_client.py",
-        "text = credentials.redacted(received.reply.text, self._key)",
+        "text = redacted(received.reply.text)",
         "text = received.reply.text",
         f"{_ASKS}::test_an_api_key_in_the_text_of_an_answer_is_redacted",
     ),

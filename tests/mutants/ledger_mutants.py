@@ -69,8 +69,8 @@ LEDGER = (
     Mutant(
         "an API key that a judge repeats is written to the ledger",
         "rewards/ledger/answers.py",
-        "words = credentials.redacted(words, secret)",
-        "pass",
+        "return encode_text(redacted(words))",
+        "return encode_text(words)",
         f"{_KEPT}::test_api_keys_of_the_environment_are_not_stored",
     ),
     # The journal

@@ -179,9 +179,14 @@ def test_invalid_recipe_json_exits_with_2_and_is_not_changed(text: str, tmp_path
         ("std.foldl(function(a, b) [a], std.range(1, 100000), [])", "overflowed the stack"),
         ("{ name: std.foldl(function(a, b) [a], std.range(1, 2000), []) }", "nested too deeply"),
         ("std.repeat('abcdefgh', 1000000000)", "memory"),
+        ("std.repeat('x', 1e10)", "1024 MiB of memory"),
+        ("local f(n) = if n == 0 then 'xxxxxxxxxx' else local s = f(n - 1); s + s; f(32)", "1024 MiB of memory"),
+        ("std.makeArray(1e9, function(i) i)", "1024 MiB of memory"),
+        ("std.repeat('x', 2e7)", "more than 16 MiB"),
+        ("error std.repeat('x', 1e7)", "xxxx"),
     ],
 )
-def test_recipe_that_exceeds_recursion_or_memory_limits_exits_with_2(
+def test_point_3_8_recipe_that_exceeds_recursion_or_memory_limits_exits_with_2(
     text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "endless.jsonnet").write_text(text)

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from retouch import __version__
+from retouch.config.redaction import redact_output
 
 _COMMANDS = {
     "train": "retouch.cli.train:add_train",
@@ -55,6 +56,8 @@ _ADVICE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user, 3 if a rank was
     lost, and 128 + the signal number for Ctrl-C or a closed pipe."""
+    if argv is None:  # this is the program; a caller in Python keeps its own streams
+        redact_output()
     words = sys.argv[1:] if argv is None else argv
     arguments = build_parser(words).parse_args(words)
     shorten_spinning(os.environ)

@@ -46,6 +46,7 @@ OWN_SERVERS = frozenset({TOKEN, VLLM_KEY})
 _PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 _LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
+_FORM = "write it as https://host or https://host:port, without a user, a password or a key"
 _NOT_SECRET = "without https everybody on the network path can read it; use https, or a tunnel to 127.0.0.1"
 _BINDING = re.compile(r"(?P<variable>[A-Za-z_]\w*)=(?P<url>\S+)")
 
@@ -80,10 +81,10 @@ def address_of(url: str) -> Address:
         parts = urlsplit(any_port[1] if any_port else url)
         port = parts.port
     except ValueError:
-        raise ValueError(f"{url} is not an address; write it as https://host or https://host:port") from None
+        raise ValueError(f"this is not an address; {_FORM}") from None
     host = parts.hostname or ""
     if parts.scheme not in _PORTS or not _HOST.fullmatch(host) or parts.username is not None:
-        raise ValueError(f"{url} is not an address; write it as https://host or https://host:port")
+        raise ValueError(f"this is not an address; {_FORM}")
     return Address(parts.scheme, host.rstrip("."), None if any_port else port or _PORTS[parts.scheme])
 
 
@@ -92,6 +93,21 @@ def bound_addresses(variable: str) -> tuple[Address, ...]:
     own = _from_environment().get(variable, ()) + _from_file().get(variable, ())
     known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
     return own + tuple(map(address_of, known))
+
+
+def bound_variables() -> tuple[set[str], list[str]]:
+    """The names of all variables that hold keys, and the words of RETOUCH_KEYS that are no bindings: they may be keys."""
+    names, others = {*KNOWN, *OWN_SERVERS}, []
+    for word in _words():
+        binding = _BINDING.fullmatch(word)
+        if binding is not None and "://" in binding["url"]:
+            names.add(binding["variable"])
+        else:
+            others.append(word if binding is None else binding["url"])
+    try:
+        return names | _from_file().keys(), others
+    except ValueError:  # an invalid file; where its bindings matter, the user is told
+        return names, others
 
 
 def is_bound(variable: str, url: str) -> bool:
@@ -119,12 +135,16 @@ def binding_command(variable: str, url: str) -> str:
 
 def _from_environment() -> dict[str, tuple[Address, ...]]:
     found: dict[str, tuple[Address, ...]] = {}
-    for word in os.environ.get(VARIABLE, "").replace(",", " ").split():
+    for number, word in enumerate(_words(), start=1):
         binding = _BINDING.fullmatch(word)
-        if binding is None:
-            raise ValueError(f"{VARIABLE}: {word.partition('=')[0]!r} needs an address: VARIABLE=https://host")
+        if binding is None:  # the word may be a key, so the message does not contain it
+            raise ValueError(f"{VARIABLE}: word {number} needs an address: VARIABLE=https://host")
         found[binding["variable"]] = (*found.get(binding["variable"], ()), _checked(binding["variable"], binding["url"], VARIABLE))
     return found
+
+
+def _words() -> list[str]:
+    return os.environ.get(VARIABLE, "").replace(",", " ").split()
 
 
 def _from_file() -> dict[str, tuple[Address, ...]]:
@@ -149,8 +169,8 @@ def _checked(variable: str, url: str, where: str) -> Address:
     allowed for ``OWN_SERVERS``)."""
     try:
         address = address_of(url)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+    except ValueError:  # the value may be a key, so the message does not contain it
+        raise ValueError(f"{where}: the value of {variable} is not an address; {_FORM}") from None
     if not address.is_local and address.scheme != "https" and variable not in OWN_SERVERS:
         raise ValueError(f"{where}: {variable}={url}: {_NOT_SECRET}")
     if not address.is_local and address.port is None:

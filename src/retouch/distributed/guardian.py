@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 LAUNCHER = "RETOUCH_LAUNCHER"
+STORE = "RETOUCH_RANK_STORE"
+"""The variable with the path of the file through which the ranks of ``retouch launch`` find each other."""
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 """The variable that torchrun's agent sets in the ranks that it starts."""
 _PR_SET_PDEATHSIG = 1

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from retouch.distributed.guardian import LAUNCHER, guardian
+from retouch.distributed.guardian import LAUNCHER, STORE, guardian
 from retouch.records.ownership import Owner
 
 GRACE_SECONDS = 30.0
@@ -65,7 +66,8 @@ def require_gpus(gpus: Sequence[int]) -> None:
 
 
 def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
-    """Return each rank's environment: this process's variables, torchrun's, and OMP_NUM_THREADS = cores / ranks unless set."""
+    """Return each rank's environment: this process's variables, torchrun's, and unless they are set OMP_NUM_THREADS = cores / ranks
+    and the loopback interface for gloo and NCCL."""
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -75,8 +77,10 @@ def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dic
     }
     if gpus is not None:
         shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-    threads = {"OMP_NUM_THREADS": str(max(1, _cores() // nproc))}
-    return [{**threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
+    defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // nproc))}
+    if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
+        defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback[0])
+    return [{**defaults, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
 
 
 def run_ranks(
@@ -88,11 +92,12 @@ def run_ranks(
     SIGINT or SIGTERM sent to this process is forwarded to the ranks, which may take as long as they need to stop (``grace`` seconds
     after one has failed); a second signal kills them. A rank that dies of signal n has the exit code 128 + n. If this process is
     killed, the ranks and their child processes are killed too. ``owner``: the ownership of a run's folder, which the ranks share.
+    The ranks find each other through a file in a private folder: torch's own store would listen on all interfaces.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
-    start = partial(_start, command, owner=owner)
-    with _signals() as stop, guardian() as guard:
+    with _signals() as stop, guardian() as guard, tempfile.TemporaryDirectory(prefix="retouch-ranks-") as private:
+        start = partial(_start, command, store=f"{private}/store", owner=owner)
         try:
             ranks.append(guard(start(environments[0], subprocess.PIPE)))
             copier = threading.Thread(target=_tee, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
@@ -109,12 +114,12 @@ def run_ranks(
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int, *, owner: Owner | None
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int, *, store: str, owner: Owner | None
 ) -> subprocess.Popen[bytes]:
     shared = {} if owner is None else owner.environment()
     return subprocess.Popen(
         command,
-        env={**environment, **shared, LAUNCHER: str(os.getpid())},
+        env={**environment, **shared, LAUNCHER: str(os.getpid()), STORE: store},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,

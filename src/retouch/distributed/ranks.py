@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
+
+from retouch.distributed.guardian import STORE
 
 TIMEOUT = "RETOUCH_RANK_TIMEOUT"
 _RELEASE_SECONDS = 0.2
@@ -90,7 +93,7 @@ class Ranks:
 
 
 def init_distributed(device: str) -> Ranks:
-    """Join the process group that the environment variables of torchrun or accelerate describe, and choose this rank's device.
+    """Join the process group that the environment variables of the launcher describe, and choose this rank's device.
 
     ``device``: "auto" chooses CUDA, then MPS, then CPU; "cpu", "cuda" and "cuda:N" are used as given. The environment variable
     ``RETOUCH_RANK_TIMEOUT`` sets the seconds that a rank waits for the others before it fails (torch's default: 30 minutes; with
@@ -99,8 +102,12 @@ def init_distributed(device: str) -> Ranks:
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
-    limit = os.environ.get(TIMEOUT)
-    state = PartialState(cpu=chosen.type == "cpu", **({} if limit is None else {"timeout": timedelta(seconds=float(limit))}))
+    options: dict[str, Any] = {}
+    if (limit := os.environ.get(TIMEOUT)) is not None:
+        options["timeout"] = timedelta(seconds=float(limit))
+    if (store := os.environ.get(STORE)) is not None:
+        options |= {"init_method": f"file://{store}", "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    state = PartialState(cpu=chosen.type == "cpu", **options)
     atexit.unregister(destroy_distributed)
     atexit.register(destroy_distributed)
     return Ranks(rank=state.process_index, world=state.num_processes, device=state.device)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config.packaged import packaged_recipes
+from retouch.config.redaction import secrets
 from retouch.recipe.jsonnet import JsonnetError, evaluate_jsonnet
-from retouch.rewards.vlm import credentials
 
 PREFIX = "APP__"
 _UNDEFINED = re.compile(r"external variable is not defined: (\w+)")
@@ -131,11 +131,11 @@ def _index(entries: Sequence[Any], key: str, where: str) -> int:
 def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
     """Raise ValueError if a text contains the value of a secret variable (``..._KEY`` and the like). The message has the place and
     the name of the variable, not its value."""
-    secrets = credentials.secrets(environment)
+    known = secrets(environment)
     lines = [
         f"{path}: contains the value of {name}, but recipes are stored and displayed; keep it in the environment only"
         for path, text in _texts(document, "")
-        for name, value in secrets.items()
+        for name, value in known.items()
         if value in text
     ]
     if lines:

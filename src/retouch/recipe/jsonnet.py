@@ -9,7 +9,10 @@ from pathlib import Path
 
 SECONDS = 60
 SUFFIXES = (".jsonnet", ".libsonnet", ".json")
-BYTES = 4 << 30
+BYTES = 1 << 30
+"""The memory that an evaluation may take; the packaged recipes need less than 64 MiB."""
+TEXT_BYTES = 16 << 20
+"""The size of the JSON text of a recipe."""
 _MOST_LINES = 24
 _SYNTAX_ERROR = re.compile(
     r'^syntax error: expected (?P<expected>.*), got "(?P<token>.*)"\n +(?P<file>.+):(?P<line>\d+):(?P<column>\d+)$', re.MULTILINE
@@ -18,12 +21,13 @@ _BLANK = re.compile(rb"\s*((//|#).*)?")
 _PROGRAM = """
 import json, os, resource, sys
 asked = json.load(sys.stdin)
-for limit, value in ((resource.RLIMIT_AS, asked.pop("bytes")), (resource.RLIMIT_CORE, 0)):
+most = asked.pop("text_bytes")
+limits = ((resource.RLIMIT_AS, asked.pop("bytes")), (resource.RLIMIT_CPU, asked.pop("seconds")), (resource.RLIMIT_CORE, 0))
+for limit, value in limits:
     try:
         resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
     except (ValueError, OSError):
         pass  # a stricter limit holds already, or the system has none
-import rjsonnet
 main, folders, suffixes = asked["file"], asked.pop("folders"), tuple(asked.pop("suffixes"))
 home = os.path.dirname(os.path.realpath(main))
 def is_hidden(path):
@@ -45,9 +49,11 @@ def read(folder, name):
             return path, text_of(path)
     raise RuntimeError(f"can't resolve {name} from {folder or main}")
 try:
-    answer = {"text": rjsonnet.evaluate_file(asked.pop("file"), import_callback=read, **asked)}
-except RuntimeError as error:
-    answer = {"error": str(error)}
+    import rjsonnet
+    text = rjsonnet.evaluate_file(asked.pop("file"), import_callback=read, **asked)
+    answer = {"text": text} if len(text) <= most else {"error": f"the recipe has more than {most >> 20} MiB of JSON"}
+except (RuntimeError, ImportError) as error:
+    answer = {"error": str(error)[:100_000]}
 json.dump(answer, sys.stdout)
 """
 
@@ -62,7 +68,8 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
     ``folders``: searched for imports after the file's own folder. Only files named ``.jsonnet``, ``.libsonnet`` or
     ``.json`` can be imported, and no hidden ones outside of ``folders``, so that somebody else's recipe cannot read keys and send
     them to a server that it names. ``variables``: the external variables. Raises JsonnetError for a mistake in the file, for a file
-    that cannot be imported, and if the evaluation recurses without end or needs more than 60 s or 4 GiB.
+    that cannot be imported, and if the evaluation recurses without end or needs more than 60 s, 1 GiB of
+    memory, or 16 MiB for its result.
     """
     asked = {
         "file": str(file),
@@ -70,18 +77,27 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
         "suffixes": SUFFIXES,
         "ext_vars": dict(variables),
         "bytes": BYTES,
+        "text_bytes": TEXT_BYTES,
+        "seconds": SECONDS + 1,  # of CPU time: it also ends a child whose parent was killed
     }
     try:
         command = [sys.executable, "-P", "-c", _PROGRAM]
-        done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS, check=False)
+        # The child limits what it writes to standard output; std.trace writes any amount of text to standard error.
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise JsonnetError(f"evaluating the recipe took more than {SECONDS} s: look for an endless recursion") from None
-    if done.returncode < 0:
-        raise JsonnetError(
-            "evaluating the recipe overflowed the stack or the memory: look for an object or a function that contains itself"
-        )
     if done.returncode:
-        raise JsonnetError(f"evaluating the recipe failed, perhaps because memory ran out: {_last_line(done.stderr)}")
+        raise JsonnetError(
+            f"evaluating the recipe overflowed the stack or its {BYTES >> 20} MiB of memory: look for an object or a function that "
+            "contains itself, and for very long texts and lists"
+        )
     answer = json.loads(done.stdout)
     if "error" in answer:
         message = _shortened(answer["error"].replace("import_callback error: RuntimeError: ", ""))
@@ -125,8 +141,3 @@ def _missing(expected: str, token: str, file: Path, line: int, column: int) -> s
         ends = max(number for number, each in enumerate(lines, start=1) if not _BLANK.fullmatch(each))
         return f"a comma is missing after the value that ends in line {ends}"
     return ""
-
-
-def _last_line(output: bytes) -> str:
-    lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it gave no reason"

@@ -9,10 +9,15 @@ import errno
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from retouch.config.redaction import without_secrets
+
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def jsonable(value: Any) -> Any:
@@ -72,8 +77,11 @@ def read_json(path: Path) -> Any:
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
-    """Encode one line of a JSON Lines file, with the keys in the given order."""
-    return _encode(json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False))
+    """Encode one line of a JSON Lines file, with the keys in the given order. Keys of judges are removed from texts."""
+    line = json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False)
+    if without_secrets(line) != line:  # rare; a secret is replaced in the texts only, so that the line stays JSON
+        line = _TEXT.sub(lambda text: json.dumps(without_secrets(json.loads(text[0])), ensure_ascii=False), line)
+    return _encode(line)
 
 
 def _encode(line: str) -> bytes:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
+from retouch.config.redaction import RedactingFormatter
 from retouch.serving.app import build_app
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch.serving.metrics import Metrics
@@ -148,8 +149,9 @@ def run(settings: ServerSettings, *, log: Path, environment: Mapping[str, str], 
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    logging.basicConfig(level=logging.INFO, force=True)
     for handler in logging.getLogger().handlers:
+        handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.addFilter(BoundedRate())
     try:
         specs, hosted = load(settings)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from retouch.assembly.state import GROUPS
 from retouch.config import consent
+from retouch.config.redaction import RedactingFormatter
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder, own
@@ -114,7 +115,7 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool, 
 def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[None]:
     """Log to the rank's log file with times. With ``own_process``, the main rank also logs to the terminal, without times."""
     file = logging.FileHandler(folder.log(ranks.rank))
-    file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+    file.setFormatter(RedactingFormatter("%(asctime)s  %(message)s"))
     if own_process:
         for handler in [*log.handlers]:
             log.removeHandler(handler)

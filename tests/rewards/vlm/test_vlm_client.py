@@ -18,7 +18,7 @@ from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.vlm import chat_client, credentials
+from retouch.rewards.vlm import chat_client
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
 from retouch.rewards.vlm.chat_client import ChatClient
@@ -351,12 +351,6 @@ def test_the_client_raises_if_the_server_is_not_up_in_time(late_server, loading)
     fault = "HTTP 503" if loading else "no connection"
     with pytest.raises(ValueError, match=rf"judge at {url} is not up after 0 s \({fault}\); start its server"):
         ChatClient(Endpoint(model="judge", base_url=url, key=None, wait=0.1))
-
-
-def test_redacted_replaces_keys():
-    assert credentials.redacted("a key-of-mine b", "key-of-mine") == "a [key] b"
-    assert credentials.redacted("sk-abcdefghijkl and Bearer xyz123", "none") == "[key] and [key]"
-    assert credentials.redacted("nothing here", "x") == "nothing here"
 
 
 def test_pauses_are_jittered_and_bounded():

@@ -5,7 +5,6 @@ record, but it is never returned as an answer, so the call is made again.
 """
 
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,8 +13,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
+from retouch.config.redaction import redacted
 from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
-from retouch.rewards.vlm import credentials
 from retouch.types import Sample, Scores
 
 _MAX_NAMES = 500  # per query
@@ -105,9 +104,9 @@ class AnswerCache:
         return found
 
     def record(self, calls: Iterable[JudgeCall]) -> None:
-        """Store the calls; they are on the disk when this returns. API keys of the environment are removed from each text."""
-        now, secrets = time.time(), list(credentials.secrets(os.environ).values())
-        rows = [_row(call, fresh=self.bypassed, now=now, secrets=secrets) for call in calls]
+        """Store the calls; they are on the disk when this returns. Keys are removed from each text."""
+        now = time.time()
+        rows = [_row(call, fresh=self.bypassed, now=now) for call in calls]
         with self._database.writing() as connection:
             connection.executemany(f"INSERT INTO answers VALUES (NULL{', ?' * 17})", rows)
 
@@ -131,11 +130,9 @@ class AnswerCache:
                 self._bypasses -= 1
 
 
-def _row(call: JudgeCall, *, fresh: bool, now: float, secrets: Sequence[str]) -> tuple[object, ...]:
+def _row(call: JudgeCall, *, fresh: bool, now: float) -> tuple[object, ...]:
     def clean(words: str) -> str:
-        for secret in secrets:
-            words = credentials.redacted(words, secret)
-        return encode_text(words)
+        return encode_text(redacted(words))
 
     return (
         call.content,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.config import keys
+from retouch.config.redaction import redacted
 from retouch.rewards.quota import event_loop
 from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turn, Turns
@@ -255,7 +256,7 @@ class ChatClient:
         """
         if status in _TRANSIENT or status >= 500:
             return _Fault(f"HTTP {status}", wait=retry_after(later))
-        return _Fault(f"HTTP {status}: {credentials.redacted(message[:_LONGEST_MESSAGE], self._key)[:200]}", final=True)
+        return _Fault(f"HTTP {status}: {redacted(message[:_LONGEST_MESSAGE])[:200]}", final=True)
 
     def _read(self, question: Question, body: bytes) -> Answer | _Fault:
         received = chat_format.parse_reply(body)
@@ -264,9 +265,13 @@ class ChatClient:
         counted = chat_format.tokens_of(question, received)
         if counted.estimated and not self._warned_of_usage:
             self._warned_of_usage = True
-            problem = "reports no usage" if received.usage is None else f"reports a usage that is impossible ({received.usage})"
+            problem = (
+                "reports no usage"
+                if received.usage is None
+                else f"reports a usage that is impossible ({redacted(str(received.usage)[:200])})"
+            )
             _log.warning("%s %s; its tokens are estimated from the texts and images", self.endpoint.description, problem)
-        text = credentials.redacted(received.reply.text, self._key)
+        text = redacted(received.reply.text)
         scores = question.form.read(received.reply)
         self._line.answered()
         if scores is None:
