@@ -1,10 +1,20 @@
 """Held-out rows: no source is on both sides, and added rows do not move other rows to the other side."""
 
+import json
+import random
+
+import datasets
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
-from retouch.data.split import limit, split_by_source
+from retouch.data.base import DataContext
+from retouch.data.sources.folder import FolderData
+from retouch.data.sources.hub import HubData
+from retouch.data.sources.stream import IterableData
+from retouch.data.sources.table import TableData
+from retouch.data.split import grouped, limit, split_by_source
 
 sources = st.lists(st.integers(0, 30).map(str), min_size=1, max_size=80)
 held_out = st.floats(0, 0.99) | st.integers(0, 40)
@@ -91,3 +101,79 @@ def test_limit_depends_on_the_seed_and_a_limit_of_0_raises():
     assert len({limit(range(100), n=10, seed=seed) for seed in range(5)}) == 5
     with pytest.raises(ValueError, match="at least 1"):
         limit([1, 2], n=0, seed=0)
+
+
+def image(number: int) -> Image.Image:
+    return Image.frombytes("RGB", (16, 12), random.Random(number).randbytes(16 * 12 * 3))
+
+
+def contents(tasks) -> list[set[bytes]]:
+    """The pixels of the images of each task, except its mask."""
+    images = [(*task.images, task.target, task.reference, task.chosen, task.rejected) for task in tasks]
+    return [{each.tobytes() for each in row if each is not None} for row in images]
+
+
+# Rows in which two rows have an image in common; a number stands for an image.
+SHARING = {
+    "the same source image": [{"image": n // 2} for n in range(24)],
+    "two sources, in both orders": [{"image": [n // 2 * 2 + n % 2, n // 2 * 2 + 1 - n % 2]} for n in range(24)],
+    "edits in turns": [{"image": n, "target": n + 1} if n % 2 == 0 else {"image": n} for n in range(24)],
+    "a target of two sources": [{"image": n, "target": 100 + n // 2} for n in range(24)],
+    "a style reference": [{"image": n, "reference": 100 + n // 3} for n in range(24)],
+    "a rejected image of two pairs": [{"image": n, "chosen": 100 + n, "rejected": 200 + n // 2} for n in range(24)],
+    "sources of one's own that differ": [{"image": n // 2, "source": f"photo {n}"} for n in range(24)],
+}
+
+
+@pytest.mark.parametrize("case", SHARING)
+@pytest.mark.parametrize("kind", ["table", "folder", "hub"])
+def test_point_1_7_rows_that_share_any_image_are_on_one_side_of_the_split(case, kind, tmp_path):
+    def stored(value, name):
+        if isinstance(value, list):
+            return [stored(each, f"{name}-{place}") for place, each in enumerate(value)]
+        if not isinstance(value, int) or kind != "folder":
+            return value if isinstance(value, str) else image(value)
+        # Equal images under different names, and compressed differently.
+        image(value).save(tmp_path / f"{name}.png", compress_level=1 + len(name) % 9)
+        return f"{name}.png"
+
+    rows = [
+        {"prompt": f"edit {n}", **{field: stored(value, f"{field}-{n}") for field, value in row.items()}}
+        for n, row in enumerate(SHARING[case])
+    ]
+    if kind == "table":
+        data = TableData.of(rows, held_out=6)
+    elif kind == "folder":
+        (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data = FolderData(path=str(tmp_path), held_out=6)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+        columns = {"instruction": "prompt", "image": "image"}
+        data = HubData(path=str(tmp_path / "saved"), columns=columns, held_out=6)
+    sets = data.build(DataContext(eval_tasks=1000))
+    trained = set().union(*contents(sets.train))
+    assert len(sets.heldout) >= 6
+    assert len(sets.train) + len(sets.heldout) == 24
+    assert not [row for row in contents(sets.heldout) if row & trained]
+
+
+def test_point_1_7_a_stream_leaves_out_rows_with_a_target_of_a_held_out_row():
+    rows = [{"prompt": f"edit {n}", "image": image(n), "target": image(100 + n % 5)} for n in range(20)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    sets = IterableData.of(stream, held_out=3, ahead=0).build(DataContext())
+    away = set().union(*contents(sets.heldout))
+    trained = [task for step in range(4) for task in sets.train.at_step(step, count=4, places=range(4))]
+    assert len(sets.heldout) == 3
+    assert not [row for row in contents(trained) if row & away]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 12), max_size=3)), max_size=30))
+def test_grouped_rows_have_one_source_if_and_only_if_shared_keys_connect_them(rows):
+    found = grouped([str(source) for source, _ in rows], [[str(key) for key in keys] for _, keys in rows])
+    links = [{("source", source), *(("key", key) for key in keys)} for source, keys in rows]
+    for start in range(len(rows)):
+        reached, grown = set(links[start]), True
+        while grown:
+            more = reached.union(*(each for each in links if each & reached))
+            grown, reached = more != reached, more
+        assert [found[other] == found[start] for other in range(len(rows))] == [bool(each & reached) for each in links]

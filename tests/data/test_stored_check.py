@@ -206,7 +206,9 @@ def test_a_reward_that_compares_with_a_target_refuses_rows_without_one_before_tr
     with pytest.raises(ValueError, match=r"4 of 4 rows cannot be used") as refused:
         build_sets(recipe, recipe.data, size=None)
     assert "no target image for the reward to compare with; add a column `target`" in str(refused.value)
-    photos(tmp_path / "paired", target="0.png")
+    metadata = photos(tmp_path / "paired") / "metadata.jsonl"
+    pairs = [json.loads(line) for line in metadata.read_text().splitlines()]
+    metadata.write_text("".join(json.dumps({**line, "target": line["file_name"]}) + "\n" for line in pairs))
     paired = load("recipes/photos.jsonnet", [f"data.path={tmp_path / 'paired'}", "data.held_out=1", reward])
     assert len(build_sets(paired, paired.data, size=None).heldout) == 1
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 from PIL import Image
 
 from retouch.data.images import EncodedImage, load_image, load_mask, read_header
-from retouch.data.rows import InvalidRow, Problem, Row, Rows
+from retouch.data.rows import InvalidRow, Problem, Row, Rows, content_key, image_keys
 from retouch.data.tasks import require_same_size
 
 FileState: TypeAlias = tuple[str, int, int]
@@ -34,6 +34,7 @@ _log = logging.getLogger("retouch")
 class RowReport:
     """What is known about a row. ``readable``: whether its fields make a task. ``decoded``: whether its images were decoded too.
 
+    ``keys``: of its images (``rows.image_keys``), and of their pixels if they were decoded; rows that share a key share an image.
     ``files``: the image files that the row names. If ``readable`` is False, the fields after it have no meaning.
     """
 
@@ -51,6 +52,7 @@ class RowReport:
     target: bool = False
     pair: bool = False
     files: tuple[FileState, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:
@@ -60,8 +62,9 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
     except InvalidRow as bad:
         return RowReport(bad.problems, decode, readable=False)
     files = tuple(file_state(image.data) for image in _images(row) if isinstance(image.data, Path))
+    found = _Decoded(row, max_pixels) if decode else None
     return RowReport(
-        problems=tuple(_Decoded(row, max_pixels).problems) if decode else (),
+        problems=() if found is None else tuple(found.problems),
         decoded=decode,
         readable=True,
         file=row.file,
@@ -75,6 +78,7 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
         target=row.target is not None,
         pair=row.chosen is not None and row.rejected is not None,
         files=files,
+        keys=tuple(dict.fromkeys((*image_keys(row), *(() if found is None else found.keys)))),
     )
 
 
@@ -177,6 +181,7 @@ class _Decoded:
 
     def __init__(self, row: Row, max_pixels: int) -> None:
         self.problems: list[Problem] = []
+        self.keys: list[str] = []
         self._row = row
         self._max_pixels = max_pixels
         images = [self._image(image) for image in row.images]
@@ -209,6 +214,7 @@ class _Decoded:
             self._add(f"{encoded.name}: its colour profile is damaged or of other colours, and is not applied", "note")
         if header.mode != "RGB":
             self._add(f"{encoded.name}: mode {header.mode}, read as RGB", "note")
+        self.keys.append(content_key(repr(image.size).encode(), image.tobytes()))
         return image
 
     def _pair(self, chosen: Image.Image | None, rejected: Image.Image | None) -> None:

@@ -10,6 +10,7 @@ to ``meta``). A column map says which column of the data set contains each field
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from retouch.data.quotes import quoted
 from retouch.types import Codes, Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
+_ENDS = 65536
 LONGEST_THOUGHT = 1750
 """The largest number of characters of a chain of thought; longer ones are truncated (EARL)."""
 ToImage = Callable[[Any], EncodedImage]
@@ -292,6 +294,40 @@ def _no_phrasing(value: Any, fields: Mapping[str, Any]) -> str:
 def _content_key(image: EncodedImage) -> str:
     """A hash of the bytes of the image if they are in memory, else the name of its file."""
     return image.name if isinstance(image.data, Path) else hashlib.sha256(image.data).hexdigest()
+
+
+def image_keys(row: Row) -> tuple[str, ...]:
+    """Keys of the images of a row except its mask: equal images have equal keys, whatever their files are called. An image is known
+    by the size, the beginning and the end of its file; an image of codes, by its codes."""
+    others = (row.target, row.reference, row.chosen, row.rejected)
+    found = [_bytes_key(image.data) for image in (*row.images, *others) if image is not None]
+    found += [content_key(json.dumps(row.meta[codes]).encode()) for codes in (Codes.SOURCE, Codes.TARGET) if codes in row.meta]
+    return tuple(dict.fromkeys(key for key in found if key))
+
+
+def split_keys(row: Row) -> tuple[str, ...]:
+    """The source of a row, and the keys of its images. Rows that have one in common are on one side of a split."""
+    return row.source, *image_keys(row)
+
+
+def content_key(*content: bytes) -> str:
+    """A short key of a content; unequal contents have the same key by chance of 1 in 2^64."""
+    return hashlib.sha256(b"".join(content)).hexdigest()[:16]
+
+
+def _bytes_key(data: Path | bytes) -> str:
+    """The key of the content of an image file; empty if it cannot be read."""
+    if isinstance(data, Path) and not data.is_file():
+        return ""
+    try:
+        with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            start = file.read(_ENDS)
+            file.seek(max(0, size - _ENDS))
+            return content_key(str(size).encode(), start, file.read(_ENDS))
+    except OSError:
+        return ""
 
 
 def _is_json(value: Any) -> bool:

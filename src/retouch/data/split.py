@@ -1,11 +1,11 @@
-"""The split into training and held-out rows. All rows of a source image are on the same side.
+"""The split into training and held-out rows. All rows that share an image are on the same side.
 
 The side of a source depends on a hash of the seed and the name of the source, so adding rows does not move existing rows.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +56,26 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["
             f"{evaluate}"
         )
     return split
+
+
+def grouped(sources: Sequence[str], keys: Sequence[Collection[str]]) -> list[str]:
+    """The source of each row, such that rows which share a source or a key have one source: the first of theirs in the order of
+    names. ``keys``: those of each row, such as its images."""
+    parents = list(range(len(sources)))
+
+    def root(row: int) -> int:
+        while parents[row] != row:
+            parents[row] = row = parents[parents[row]]
+        return row
+
+    first: dict[tuple[str, str], int] = {}
+    for row, source in enumerate(sources):
+        for key in (("source", source), *(("key", key) for key in keys[row])):
+            parents[root(row)] = root(first.setdefault(key, row))
+    names: dict[int, str] = {}
+    for row, source in enumerate(sources):
+        names[root(row)] = min(source, names.get(root(row), source))
+    return [names[root(row)] for row in range(len(sources))]
 
 
 def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:

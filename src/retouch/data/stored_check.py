@@ -28,7 +28,7 @@ from retouch.data.split import limit
 FOLDER = ".retouch"
 FIRST = 64
 """Number of rows whose images ``check="first"`` decodes."""
-_VERSION = 1
+_VERSION = 2
 # The bits of a row's flags. The bits above them contain the number of its source images.
 _READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR, _IMAGES = 1, 2, 4, 8, 16, 32, 64, 128
 
@@ -40,7 +40,7 @@ class CheckedRows:
     """What is known about the rows of a data set, column by column; entry i belongs to row i.
 
     ``flags``: what a row has, as bits. ``ids``, ``lines``, ``sources`` and ``names`` (of the metadata file): set for readable rows.
-    ``problems`` (without those of repeated ids) and ``files``: maps from a row to its problems and files, if it has any.
+    ``problems`` (without those of repeated ids), ``files`` and ``keys``: maps from a row to those that it has, if any.
     """
 
     flags: list[int] = field(default_factory=list)
@@ -50,6 +50,7 @@ class CheckedRows:
     names: list[str] = field(default_factory=list)
     problems: dict[int, tuple[Problem, ...]] = field(default_factory=dict)
     files: dict[int, tuple[FileState, ...]] = field(default_factory=dict)
+    keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
     def unknown(cls, count: int) -> "CheckedRows":
@@ -64,6 +65,9 @@ class CheckedRows:
         self.names[index] = report.file
         self.problems.pop(index, None)
         self.files.pop(index, None)
+        self.keys.pop(index, None)
+        if report.keys:
+            self.keys[index] = report.keys
         if report.problems:
             self.problems[index] = report.problems
         if report.files:
@@ -214,6 +218,7 @@ class _Kept:
             "sources": found.sources,
             "problems": [[i, p.line, p.what, p.severity] for i, each in sorted(found.problems.items()) for p in each],
             "files": [[i, self._short(name), *state] for i, each in sorted(found.files.items()) for name, *state in each],
+            "keys": [[i, *each] for i, each in sorted(found.keys.items())],
         }
         try:
             # Each process writes to a temporary file of its own, because the file system may have no locks.
@@ -249,6 +254,9 @@ class _Kept:
         for index, name, size, changed in content["files"]:
             state = (self._long(name), int(size), int(changed))
             found.files[_index(index, self._count)] = (*found.files.get(index, ()), state)
+        for index, *keys in content["keys"]:
+            _require(keys, str)
+            found.keys[_index(index, self._count)] = tuple(keys)
         return found
 
     def _short(self, name: str) -> str:

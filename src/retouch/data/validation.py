@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from retouch.data.images import MAX_PIXELS
 from retouch.data.requirements import CheckedShare, RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow, Problem, Rows
+from retouch.data.split import grouped
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
 SHOWN = 5
@@ -22,10 +23,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class AcceptedRows:
     """The rows that a run uses. ``indices``: their numbers, ascending. ``sources``: the source of each of them, for
-    ``split_by_source``. ``problems``: the problems of all rows of the data set."""
+    ``split_by_source``; rows that share any image have one source. ``keys``: of the images of each of them. ``problems``: the
+    problems of all rows of the data set."""
 
     indices: tuple[int, ...]
     sources: tuple[str, ...]
+    keys: tuple[tuple[str, ...], ...]
     problems: tuple[Problem, ...]
 
 
@@ -78,7 +81,9 @@ def accept_rows(
         raise ValueError("no rows to train on")
     if errors:
         _log.warning("skipped %d of %d rows:\n%s", len(errors), len(rows), "\n".join(str(problem) for problem in errors))
-    return AcceptedRows(tuple(good), tuple(checked.sources[index] or checked.ids[index] for index in good), tuple(problems))
+    keys = tuple(checked.keys.get(index, ()) for index in good)
+    sources = grouped([checked.sources[index] or checked.ids[index] for index in good], keys)
+    return AcceptedRows(tuple(good), tuple(sources), keys, tuple(problems))
 
 
 def _lacking(rows: RequiredRows, index: int) -> list[Problem]:

@@ -2,8 +2,7 @@
 ``datasets.IterableDataset`` objects of this process.
 
 The data are neither converted nor copied first. Another process decodes the images before the step that needs them
-(``streaming/loader.py``). The held-out tasks are the first rows; rows with the same source image as a held-out row are never
-trained on.
+(``streaming/loader.py``). The held-out tasks are the first rows; rows with an image of a held-out row are never trained on.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from retouch.data.base import (
     held_out_problems,
     resize_to,
 )
-from retouch.data.rows import Layout, Row
+from retouch.data.rows import Layout, Row, split_keys
 from retouch.data.sampler import Subset
 from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import embedded_image
@@ -59,8 +58,8 @@ class StreamedData(DataSource):
     columns: dict[str, str] = Field(default={})
     """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the data set, if their names differ."""
     held_out: StepInterval = 64
-    """Number of rows that are held out for evaluation: the first rows, in the order of the files. Training rows with the same
-    source image are left out."""
+    """Number of rows that are held out for evaluation: the first rows, in the order of the files. Training rows with one
+    of their images are left out."""
     shuffle: Count = 1000
     """Number of rows that are shuffled together; one process of each rank keeps this number of encoded rows in memory. The order of
     the shards is shuffled too. Both orders change with each pass and depend on the recipe's seed."""
@@ -111,7 +110,7 @@ class StreamedData(DataSource):
         resize = resize_to(self.size or context.size)
         training = Tasks(RowList(first), resize=resize)
         evaluation = training if on_train else Tasks(RowList(heldout), resize=resize)
-        training_rows = replace(reader, excluded=frozenset(row.source for row in away))
+        training_rows = replace(reader, excluded=frozenset(key for row in away for key in split_keys(row)))
         order = StreamOrder(training_rows, context.seed, self.shuffle)
         stream = TaskStream(order, resize=resize, first=training, ahead=self.ahead, skip=skip)
         return DataSets(stream, Subset(evaluation, range(min(len(evaluation), context.eval_tasks))), allowed, found.problems)
@@ -119,8 +118,8 @@ class StreamedData(DataSource):
     def _head(self, rows: Iterator[Row], *, held_out: int) -> tuple[list[Row], list[Row], list[Row]]:
         """The held-out rows, the first ``check`` training rows, and a second list of the held-out rows."""
         away = list(islice(rows, held_out))
-        sources = {row.source for row in away}
-        first = list(islice((row for row in rows if row.source not in sources), self.check))
+        keys = {key for row in away for key in split_keys(row)}
+        first = list(islice((row for row in rows if keys.isdisjoint(split_keys(row))), self.check))
         if not away and not first:
             raise ValueError(f"{self.name}: no rows" + (" that can be used" if self.on_bad_row == "skip" else ""))
         if not first:

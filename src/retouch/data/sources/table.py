@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,13 @@ from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import HubRows, embedded_image
 from retouch.data.split import limit
 from retouch.data.tasks import Tasks
-from retouch.data.validation import accept_rows
+from retouch.data.validation import AcceptedRows, accept_rows
 from retouch.types import SplitName, TaskContents
 
 if TYPE_CHECKING:
     import datasets
+
+_log = logging.getLogger(__name__)
 
 Table: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
@@ -118,19 +121,22 @@ class TableData(ImageData):
             return super().build(context)
         other = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
         held = self._read(other, name="eval_dataset", digest=self.evaluation)
-        train, train_problems = self._accepted(self.rows(seed=context.seed), context)
-        heldout, held_problems = self._accepted(held, context)
+        train, found = self._accepted(self.rows(seed=context.seed), context)
+        heldout, found_held = self._accepted(held, context)
+        held_images = {key for keys in found_held.keys for key in keys}
+        if shared := sum(not held_images.isdisjoint(keys) for keys in found.keys):
+            _log.warning("%d of %d rows of train_dataset have an image that is also in eval_dataset", shared, len(found.keys))
         if self.limit is not None:
             train = Subset(train, limit(range(len(train)), n=self.limit, seed=context.seed))
         heldout = Subset(heldout, at_most(range(len(heldout)), context))
-        return DataSets(self.as_drawn(train), self.as_drawn(heldout), (), (*train_problems, *held_problems))
+        return DataSets(self.as_drawn(train), self.as_drawn(heldout), (), (*found.problems, *found_held.problems))
 
     def _read(self, table: Table, *, name: str, digest: str | None) -> Rows:
         return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys, digest=digest)
 
-    def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, list[Problem]]:
+    def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, AcceptedRows]:
         found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required, check=self.check, seed=context.seed)
-        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), found.indices), list(found.problems)
+        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), found.indices), found
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         if self.evaluation is None:

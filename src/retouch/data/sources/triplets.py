@@ -51,8 +51,8 @@ class TripletData(ImageData):
 class TripletRows:
     """The items of a folder. A row is bad if one of its images is missing, or if its mask is all black or not black and white.
 
-    ``reference``: "own" takes the item's own crop, which shows the letters to be painted; "other" takes the crop of another item,
-    drawn uniformly with the seed.
+    ``reference``: "own" takes the item's own crop, which shows the letters to be painted; "other" takes the crop of another item:
+    the seed gives each crop to one other item, so that no two items share an image and a split can separate them.
     """
 
     def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
@@ -73,6 +73,7 @@ class TripletRows:
             raise ValueError(
                 f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; use 'own'"
             )
+        self._others = self._drawn_styles() if reference == "other" else {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -115,13 +116,17 @@ class TripletRows:
         content = json.dumps([self._digest, self._reference, self._seed if styles else 0, styles, self._root.resolve().name])
         return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
 
-    def _images(self, number: int, wrong: list[str]) -> Mapping[str, EncodedImage]:
+    def _drawn_styles(self) -> dict[int, int]:
+        """The item whose crop each item takes."""
         import torch
 
-        styles = [other for other in self._styles if other != number]
-        style = number
-        if self._reference == "other" and styles:
-            style = styles[int(torch.randint(len(styles), (), generator=generator(self._seed, "reference", number)))]
+        order = torch.randperm(len(self._styles), generator=generator(self._seed, "reference")).tolist()
+        styles = [self._styles[place] for place in order]
+        without = {number: styles[number % len(styles)] for number in self._first}
+        return without | {style: styles[place - 1] for place, style in enumerate(styles)}
+
+    def _images(self, number: int, wrong: list[str]) -> Mapping[str, EncodedImage]:
+        style = self._others.get(number, number)
         found = {}
         for part, whose in (("source", number), ("mask", number), ("ref", style)):
             try:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from retouch.core.random import generator
 from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import InvalidRow, Layout, Problem, PromptRows, Row
+from retouch.data.rows import InvalidRow, Layout, Problem, PromptRows, Row, split_keys
 
 if TYPE_CHECKING:
     import datasets
@@ -63,7 +63,8 @@ class StreamReader:
 
     ``dataset``: the stream, whose images are not decoded. ``layout``: how its columns are read. ``required``: what every row must
     have. ``shards``: the number of parts that the stream is split into; 1 reads it as a whole. ``skip``: leave out rows that cannot
-    be read, instead of raising ValueError. ``excluded``: the sources of the held-out rows; rows with these sources are left out.
+    be read, instead of raising ValueError. ``excluded``: the keys of the held-out rows
+    (``split_keys``); rows with one of them are left out.
     """
 
     dataset: datasets.IterableDataset
@@ -97,7 +98,7 @@ class StreamReader:
                 return None
             advice = "fix the row, or leave unusable rows out with data.on_bad_row: 'skip'"
             raise ValueError(f"{bad.problems[0]}; {advice}") from None
-        return None if row.source in self.excluded else row
+        return row if self.excluded.isdisjoint(split_keys(row)) else None
 
 
 class _OneRow:
