@@ -132,6 +132,8 @@ def _bound(part: Ge | Gt | Le | Lt) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return ""
+    if field.default_factory is not None:
+        return "as described"
     value = field.default
     if isinstance(value, Section):
         value = value.model_dump(mode="json", exclude_unset=True)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import changed_recipes
+import retouch
 from retouch.config.packaged import find
 from retouch.recipe.derived.differences import differences
 from retouch.recipe.document import evaluate
@@ -53,6 +54,19 @@ def test_defaults_are_written_out_and_read_back() -> None:
     }
     assert document["renderer"]["shared_noise"] is True
     assert parse(json.loads(json.dumps(document))) == recipe
+
+
+def test_point_2_5_alpha_is_twice_the_rank_unless_it_is_given() -> None:
+    assert retouch.Lora(rank=4) == retouch.Lora(rank=4, alpha=8)
+    writer = parse(changed(policy__train={"kind": "lora", "rank": 8})).policy.train.lora
+    assert (writer.rank, writer.alpha) == (8, 16)
+    assert parse(changed(policy__train={"kind": "lora", "alpha": 8.0})).policy.train.lora.alpha == 8
+    image_model = {"policy": {**DENOISING, "train": {"kind": "lora", "rank": 2}}, "rollout": CHAIN, "objective": {"kind": "nft"}}
+    recipe = parse({**{key: value for key, value in BASE.items() if key != "renderer"}, **image_model})
+    assert recipe.document()["policy"]["train"]["alpha"] == 4
+    with pytest.raises(ValueError, match=r"^Lora: rank: should be greater than or equal to 1, not 0$"):
+        retouch.Lora(rank=0)
+    assert raised(policy__train={"kind": "lora", "rank": 0}) == ["policy.train.rank: should be greater than or equal to 1, not 0"]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/nft", "playground/supervised"])

@@ -125,7 +125,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a size of text": ({"size": "512"}, "size: '512'; give (height, width) in pixels"),
     "a LoRA as dictionary": (
         {"peft_config": {"r": 8}},
-        "peft_config: dict; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig",
+        "peft_config: dict; give retouch.Lora(rank=32), a peft.LoraConfig",
     ),
     "a pattern of layers": (
         {"peft_config": LoraConfig(target_modules="all-linear")},
@@ -396,7 +396,7 @@ def test_reward_functions_can_return_tensors_and_generators_with_none() -> None:
     ("make", "message"),
     [
         (lambda: retouch.Lora(rank=0, alpha=1), "Lora: rank: should be greater than or equal to 1, not 0"),
-        (lambda: retouch.Lora(rank=8), "Lora: alpha: missing: The adapter's output is scaled by alpha / rank."),
+        (lambda: retouch.Lora(), "Lora: rank: missing: Inner width of each adapter."),
         (lambda: retouch.Lora(rank=8, alpha=16, target=["to_q"]), "Lora: target: unknown key; did you mean targets?"),
         (lambda: retouch.GRPO(clip=-1.0), "PolicyGradient: clip_low: should be greater than 0, not -1.0"),
         (lambda: retouch.Kl(kind="k4", weight=0.1), "Kl: kind: should be 'closed', 'velocity' or 'k3', not 'k4'"),

@@ -24,7 +24,7 @@ from retouch.config.schema import (
     places,
     section_for,
 )
-from retouch.config.section import UNTAGGED, Section, expected
+from retouch.config.section import DEPENDENT_DEFAULT, UNTAGGED, Section, expected
 
 Path = tuple[str | int, ...]
 
@@ -104,11 +104,11 @@ def _listed(paths: list[str]) -> str:
 
 
 def wrong_values(error: ValidationError, document: Mapping[str, Any], root: type[Section]) -> list[str]:
-    """A line for each value that pydantic refused. Unknown keys are left out."""
+    """A line for each value that pydantic refused. Unknown keys and defaults that follow from a refused value are left out."""
     return [
         _line(dict(one), document, root)
         for one in error.errors(include_url=False, include_context=True)
-        if one["type"] != "extra_forbidden"
+        if one["type"] not in ("extra_forbidden", DEPENDENT_DEFAULT)
     ]
 
 

@@ -11,6 +11,9 @@ from retouch.config.imports import nearest
 UNTAGGED = "(no kind)"
 """The tag of a section without a kind, which distinguishes it from alternatives that have a kind."""
 
+DEPENDENT_DEFAULT = "default_factory_not_called"
+"""The type of pydantic's error for a default that follows from another value, which was refused."""
+
 
 class SectionType(ModelMetaclass):
     """Makes a section that is created in Python raise ValueError with a recipe's messages ("Lora: rank: should be ..., not 0"), and
@@ -23,7 +26,8 @@ class SectionType(ModelMetaclass):
         try:
             return super().__call__(*values, **given)
         except ValidationError as error:
-            lines = [_mistake(cls, dict(one)) for one in error.errors(include_url=False)]
+            errors = [one for one in error.errors(include_url=False) if one["type"] != DEPENDENT_DEFAULT]
+            lines = [_mistake(cls, dict(one)) for one in errors]
         raise ValueError("\n".join(f"{cls.__name__}: {line}" for line in lines))
 
 

@@ -97,19 +97,21 @@ class Lora(TrainSection):
 
     Example::
 
-        >>> retouch.Lora(rank=32, alpha=64, targets=["to_q", "to_v"]).rank
-        32
+        >>> retouch.Lora(rank=32, targets=["to_q", "to_v"]).alpha
+        64.0
     """
 
     kind: Literal["lora"] = "lora"
     rank: Count
     """Inner width of each adapter."""
-    alpha: Positive
-    """The adapter's output is scaled by alpha / rank."""
+    alpha: Positive = Field(default_factory=lambda given: 2.0 * given["rank"])
+    """The adapter's output is scaled by alpha / rank; the default is 2 * rank."""
     targets: tuple[str, ...] | None = None
     """Names of the linear layers that get an adapter, as endings of their paths; null takes the usual targets of the family."""
     init_from: str | None = None
-    """Folder of an existing LoRA to continue from, with the same rank, alpha and targets; null starts at zero."""
+    """Folder of an existing LoRA to continue from, with the same rank, alpha and targets; null starts at zero. It is a plain LoRA
+    in the format of diffusers or PEFT, with its alpha in the file's metadata or in ``adapter_config.json``. Other kinds (DoRA,
+    PiSSA, biases, an alpha for each layer) are errors."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
     weights: Literal["base", "float32"] = Field(default="base", exclude_if=lambda weights: weights == "base")

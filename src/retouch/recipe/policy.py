@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from retouch.config.section import Count, Positive, Section
+from retouch.config.section import Count, Section
 from retouch.models.base import ImageModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
@@ -154,8 +154,6 @@ class LanguageModelLora(Lora):
 
     rank: Count = 32
     """Inner width of each adapter."""
-    alpha: Positive = 64.0
-    """The adapter's output is scaled by alpha / rank."""
 
 
 class AutoregressivePolicyKeys(Section):

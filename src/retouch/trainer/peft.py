@@ -22,11 +22,13 @@ def train_document(peft_config: Any) -> dict[str, Any]:
             dropout=float(peft_config.lora_dropout),
         )
         return lora.model_dump(mode="json")
-    raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig, or None")
+    raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32), a peft.LoraConfig, or None")
 
 
 def _require_usual(config: Any) -> None:
     """Raise ValueError for each setting of a ``peft.LoraConfig`` that would be lost in a recipe."""
+    from retouch.models.common.lora import DESCRIPTIVE, unusual_fields
+
     problems = []
     if isinstance(config.target_modules, str):
         problems.append(
@@ -34,13 +36,11 @@ def _require_usual(config: Any) -> None:
             "['to_q', 'to_v'], or None for the usual layers of the model's family"
         )
     supported = ("r", "lora_alpha", "lora_dropout", "target_modules")
-    descriptive = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
-    for name, default in vars(type(config)()).items():
-        value = getattr(config, name)
-        gaussian = name == "init_lora_weights" and value == "gaussian"  # how policy.train initializes a LoRA
-        if value != default and not gaussian and name not in (*supported, *descriptive):
-            problems.append(
-                f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
-            )
+    initial = ("init_lora_weights",) if config.init_lora_weights == "gaussian" else ()  # how policy.train initializes a LoRA
+    unusual = unusual_fields(vars(config), vars(type(config)()), known=(*supported, *DESCRIPTIVE, *initial))
+    problems += [
+        f"peft_config.{name}: {value!r} is not supported; leave it at {default!r}. Retouch uses {', '.join(supported)}"
+        for name, (value, default) in unusual.items()
+    ]
     if problems:
         raise ValueError("\n".join(problems))

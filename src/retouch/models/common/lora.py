@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from collections.abc import Container, Iterable, Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any, Literal
@@ -14,18 +15,31 @@ from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.other import get_pattern_key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retouch.core.random import generator
 from retouch.models.common.comfyui_lora import FILE, ComfyUINames, comfyui_tensors
+from retouch.records.files import read_json
 
 log = logging.getLogger("retouch")
 
 _ADDED: WeakSet[nn.Module] = WeakSet()
 """Layers whose adapters ``add_lora`` added; adapters that other code added are never removed."""
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
+_KEEP_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` that leave the base weights as they are."""
+DESCRIPTIVE = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
+"""Fields of a LoRA's configuration that do not change what it computes."""
+_LAYERS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+"""Fields of a stored configuration that follow from its tensors."""
+_READ = (
+    *DESCRIPTIVE,
+    *_LAYERS,
+    *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "lora_dropout"),
+)
 
 
 def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int, in_fp32: bool = False) -> None:
@@ -35,7 +49,8 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     weights for them.
 
     The initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from the
-    folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank, alpha and these targets.
+    folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank, alpha and these targets, or if
+    its configuration gives the weights another meaning.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
     """
@@ -74,37 +89,81 @@ def _adapted(module: nn.Module) -> list[nn.Module]:
 
 
 def _load(module: nn.Module, folder: Path) -> None:
-    found = [folder / name for name in _FILES if (folder / name).is_file()]
-    if not found:
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
         raise ValueError(f"policy.train.init_from: {folder} has none of {', '.join(_FILES)}")
-    given = {_plain_name(name): tensor for name, tensor in load_file(found[0]).items()}
+    tensors = load_file(file)
+    given = {_plain_name(name): tensor for name, tensor in tensors.items()}
     wanted = {_plain_name(name): p.shape for name, p in module.named_parameters() if p.requires_grad}
+    own: Any = module.peft_config["default"]  # type: ignore[index]
+    _require_same_meaning(_stored_config(file), own, sorted({name.partition(".lora_")[0] for name in wanted}), file)
     different = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name])
-    if different:
-        raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, first at {different[0]}")
-    alpha, own = _stored_alpha(found[0]), module.peft_config["default"].lora_alpha  # type: ignore[union-attr, index]
-    if alpha is not None and not math.isclose(alpha, own):
+    if different or len(given) != len(tensors):
+        first = different[0] if different else "two tensors of one name"
         raise ValueError(
-            f"policy.train.init_from: {found[0]} was trained with alpha {alpha:g}, and the recipe's alpha {own:g} would scale its "
-            f"effect by {own / alpha:g}; set policy.train.alpha to {alpha:g}"
+            f"policy.train.init_from: {file} does not fit the recipe's rank and targets, first at {first}; it must have "
+            "one adapter with the names of diffusers or PEFT"
         )
     set_peft_model_state_dict(module, given, adapter_name="default")
 
 
-def _stored_alpha(file: Path) -> float | None:
-    """The alpha that is stored with a LoRA, so that its output is scaled by alpha / rank; None if none is stored.
+def _require_same_meaning(stored: Mapping[str, Any], own: LoraConfig, layers: Iterable[str], file: Path) -> None:
+    """Raise ValueError if the configuration ``stored`` with a LoRA gives its weights another meaning than ``own`` does."""
+    problems = [
+        f"{name} {value!r} is not supported; convert it to a plain LoRA"
+        for name, (value, _) in unusual_fields(stored, LoraConfig().to_dict(), known=_READ).items()
+    ]
+    ranks, alphas = stored.get("rank_pattern") or {}, stored.get("alpha_pattern") or {}
+    if (start := stored.get("init_lora_weights", True)) not in _KEEP_BASE:
+        problems.append(f"init_lora_weights {start!r} has changed the base weights too; convert it to a plain LoRA")
+    if stored.get("lora_alpha") is None:
+        problems.append(
+            "no alpha is stored with it, so the scale of its output is unknown; write the alpha with which it was trained into "
+            f'an adapter_config.json next to it, such as {{"r": {own.r}, "lora_alpha": {own.lora_alpha:g}}}'
+        )
+    elif not all(isinstance(value, int | float) and value > 0 for value in (stored["lora_alpha"], *alphas.values())):
+        problems.append("an alpha must be a number above 0")
+    if problems:
+        raise ValueError(f"policy.train.init_from: {file}: {'; '.join(problems)}")
+    found: dict[float, str] = {}
+    for layer in layers:
+        rank = ranks.get(get_pattern_key(ranks, layer), stored.get("r", own.r))
+        if rank != own.r:
+            raise ValueError(f"policy.train.init_from: {file} has rank {rank} at {layer}, and the recipe's rank is {own.r}")
+        alpha = float(alphas.get(get_pattern_key(alphas, layer), stored["lora_alpha"]))
+        # PEFT's scale is alpha / rank; that of rsLoRA (arXiv 2312.03732) is alpha / sqrt(rank).
+        found.setdefault(alpha * math.sqrt(rank) if stored.get("use_rslora") else alpha, layer)
+    if len(found) > 1:
+        each = " and ".join(f"{alpha:g} at {layer}" for alpha, layer in list(found.items())[:2])
+        raise ValueError(f"policy.train.init_from: {file} has a different alpha for each layer ({each}), and policy.train has one")
+    (alpha,) = found
+    if not math.isclose(alpha, own.lora_alpha):
+        raise ValueError(
+            f"policy.train.init_from: {file} was trained with alpha {alpha:g}, and the recipe's alpha {own.lora_alpha:g} would "
+            f"scale its effect by {own.lora_alpha / alpha:g}; set policy.train.alpha to {alpha:.17g}"
+        )
 
-    PEFT stores it in another file, and diffusers in the metadata. rsLoRA (arXiv 2312.03732) scales by alpha / sqrt(rank) instead.
+
+def unusual_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any], *, known: Container[str]) -> dict[str, tuple[Any, Any]]:
+    """The (value, default) of each field of a LoRA's configuration that is not its default; ``known`` fields are left out.
+
+    The default of a field that this version of PEFT does not have is an empty value.
     """
+    both = {name: (value, defaults.get(name)) for name, value in fields.items() if name not in known}
+    return {name: (value, default) for name, (value, default) in both.items() if value != default and (value or default)}
+
+
+def _stored_config(file: Path) -> dict[str, Any]:
+    """The configuration that is stored with a LoRA, in PEFT's fields: in the metadata of diffusers' file, or in
+    ``adapter_config.json`` next to it; empty if there is none."""
     with safe_open(file, framework="pt") as content:
         stored = json.loads((content.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    about = {name.removeprefix("transformer."): value for name, value in stored.items()}
     config = file.with_name("adapter_config.json")
-    if file.name == "adapter_model.safetensors" and config.is_file():
-        about = json.loads(config.read_text(encoding="utf-8"))
-    if about.get("lora_alpha") is None:
-        return None
-    return float(about["lora_alpha"]) * (math.sqrt(about["r"]) if about.get("use_rslora") else 1.0)
+    if not stored and config.is_file():
+        stored = read_json(config)
+    if not isinstance(stored, dict):
+        raise ValueError(f"policy.train.init_from: the configuration of {file} must be a JSON object")
+    return {name.removeprefix("transformer."): value for name, value in stored.items()}
 
 
 def _plain_name(name: str) -> str:
