@@ -15,6 +15,7 @@ from retouch.recipe.derived.differences import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward
+from retouch.rewards.function import FunctionReward
 from retouch.rewards.judges.one_token import YesReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judging import RewardScorer
@@ -112,6 +113,43 @@ def test_user_reward_with_changed_source_code_is_rejected(tmp_path: Path, monkey
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
     with pytest.raises(ValueError, match=r"the code of test_ledger:.*Mine was changed"):
         start_run(tmp_path, Mine(), since=1)
+
+
+def test_point_1_2_another_attribute_of_a_reward_is_another_judge_also_inside_a_composite(tmp_path: Path) -> None:
+    def scaled(factor: float) -> FunctionReward:
+        def bright(images: list[Image.Image], **kwargs: object) -> list[float]:
+            return [factor for _ in images]
+
+        return FunctionReward.of(bright)
+
+    def both(factor: float) -> CompositeReward:
+        return CompositeReward({"bright": scaled(factor), "share": ShareReward()})
+
+    for folder, made in ((tmp_path / "alone", scaled), (tmp_path / "composite", both)):
+        folder.mkdir()
+        first = start_run(folder, made(1.0), since=0)
+        assert start_run(folder, made(1.0), since=1) == first
+        with pytest.raises(ValueError, match=r"the variable factor around test_ledger\S*bright was changed"):
+            start_run(folder, made(0.25), since=2)
+        assert len(start_run(folder, made(0.25), since=2, new_judge=True)) == 2
+
+
+def test_point_1_2_a_run_of_an_earlier_release_goes_on_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(ShareReward):
+        pass
+
+    first = start_run(tmp_path, Mine(), since=0)
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+        last = ledger._last()
+        assert last is not None
+        earlier = json.dumps({key: last[1][key] for key in last[1] if key != "inputs"})
+        with ledger._database.writing() as connection:
+            connection.execute("UPDATE judges SET about = ?", (earlier,))
+    for _ in range(2):
+        assert start_run(tmp_path, Mine(), since=1) == first
+    assert [record.message for record in caplog.records if "cannot be checked" in record.message] == [
+        "the run began with an earlier release: whether the reward uses the same code and values cannot be checked"
+    ]
 
 
 def test_packaged_reward_is_identified_by_its_version_and_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

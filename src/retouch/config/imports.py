@@ -68,7 +68,7 @@ def user_code_error(error: BaseException, what: str) -> ValueError | None:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _is_inside(frames[-1].filename, _PACKAGE):
         return None
-    own = [frame for frame in frames if not _is_inside(frame.filename, _PACKAGE) and not _is_library(frame.filename)]
+    own = [frame for frame in frames if not is_library(frame.filename)]
     if isinstance(error, SyntaxError) and error.filename is not None:
         place = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     elif own or frames:
@@ -205,8 +205,10 @@ def _is_inside(file: str, folder: str) -> bool:
     return os.path.abspath(file).startswith(folder + os.sep)
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith("<") or "site-packages" in file or _is_inside(file, os.path.dirname(os.__file__))
+def is_library(file: str) -> bool:
+    """Whether a file of code belongs to Python, to this package or to an installed package. Text without a file counts too."""
+    folders = (_PACKAGE, os.path.dirname(os.__file__))
+    return file.startswith("<") or "-packages" in file or any(_is_inside(file, folder) for folder in folders)
 
 
 def _defines(wanted: type, name: str) -> bool:

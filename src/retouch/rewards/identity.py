@@ -37,13 +37,15 @@ def describe(reward: Reward) -> dict[str, Json]:
     or, if it has none, its arguments.
 
     A reward of this package is described by its kind and its ``version``, so its module may move. Any other class is described by
-    its path and a hash of its module's source (of the path, if there is no source).
+    its path and a hash of its module's source (of the path, if there is no source). Functions and classes of the user also have
+    ``inputs``, a hash for each part that their scores depend on, and ``unknown``, the parts whose content is not known.
     """
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
     made_by, kind = type(reward), getattr(reward, "kind", None)
+    packaged = made_by.__module__.partition(".")[0] == "retouch"
     code: dict[str, Json]
-    if made_by.__module__.partition(".")[0] == "retouch" and kind is not None:
+    if packaged and kind is not None:
         code = {"kind": kind, "version": getattr(made_by, "version", 1)}
     else:
         path = f"{made_by.__module__}:{made_by.__qualname__}"
@@ -56,18 +58,53 @@ def describe(reward: Reward) -> dict[str, Json]:
         own: Json = reward.fingerprint
     else:
         own = reward.arguments() if isinstance(reward, RewardSection) else None
-    return {**code, "columns": {name: list(astuple(column)) for name, column in reward.columns.items()}, "own": own}
+    described: dict[str, Any] = {
+        **code,
+        "columns": {name: list(astuple(column)) for name, column in reward.columns.items()},
+        "own": own,
+    }
+    if packaged and kind != "function":
+        return described
+    from retouch.rewards.inputs import inputs_of
+
+    inputs, unknown = inputs_of(_of_the_user(reward))
+    return {**described, "inputs": inputs, **({"unknown": unknown} if unknown else {})}
+
+
+def remember_run(reward: Reward, began_with: Mapping[str, Any]) -> None:
+    """At the end of a run, let the user's objects in the reward be described as at its start, unless they are changed later.
+
+    ``began_with``: the result of ``describe`` at the start.
+    """
+    while isinstance(reward, Wrapper):
+        reward = reward.wrapped
+    for name, part in (_parts(began_with["own"]) or {}).items():
+        remember_run(reward.rewards[name], part)  # type: ignore[attr-defined]
+    if "inputs" in began_with:
+        from retouch.rewards import inputs
+
+        inputs.remember_run(_of_the_user(reward), began_with["inputs"])
+
+
+def _of_the_user(reward: Reward) -> Any:
+    """The function or the object of the user that scores."""
+    model = getattr(reward, "model", None)
+    return model.function if getattr(reward, "kind", None) == "function" and model is not None else reward
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each difference between two descriptions of a reward; nothing if both describe the same scores.
 
-    Earlier releases described the rewards of this package by class and source, and without arguments; these are not compared.
+    Earlier releases described the rewards of this package by class and source, and without arguments, and had no ``inputs``; these
+    are not compared.
     """
     earlier = str(before.get("class", "")).startswith("retouch.") and "kind" in now
     for key in ("columns", "own") if earlier else now:
         was, new = before.get(key), now[key]
-        if was == new or (earlier and key == "own" and was is None):
+        if was == new or (earlier and key == "own" and was is None) or key == "unknown" or (key == "inputs" and was is None):
+            continue
+        if key == "inputs":
+            yield from changed_keys(was or {}, new)
             continue
         parts, new_parts = (_parts(each) if key == "own" else None for each in (was, new))
         if key == "source":
@@ -76,6 +113,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}: {line}" for name in parts for line in changes(parts[name], new_parts[name]))
         else:
             yield f"{key}: {was} in the run, {new} now"
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line for each key that is only in one of the mappings, or whose values differ."""
+    for key in sorted({**before, **now}):
+        if before.get(key) != now.get(key):
+            yield f"{key} {'is new' if key not in before else 'is gone' if key not in now else 'was changed'}"
 
 
 def _parts(own: object) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ import torch
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
-from retouch.rewards.identity import changes, describe, fingerprint, short
+from retouch.rewards.identity import changes, describe, fingerprint, remember_run, short
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database, JudgeUsage, ledger_files, open_read_only, read_usage
 from retouch.rewards.ledger.journal import Journal
@@ -51,6 +51,7 @@ class Ledger:
         self._database = Database(path)
         self._run = run
         self._usage: dict[Path, tuple[JudgeUsage, int]] = {}
+        self._described: tuple[Reward, dict[str, Json]] | None = None
 
     @cached_property
     def cache(self) -> "AnswerCache":
@@ -69,8 +70,10 @@ class Ledger:
 
     def require_same_judge(self, reward: Reward) -> None:
         """Raise ValueError, on every rank, if the run began with a different reward and ``new_judge`` is False."""
-        known = self._last()
-        changed = [] if known is None else list(changes(known, describe(reward)))
+        known, now = self._last(), describe(reward)
+        changed = [] if known is None else list(changes(known[1], now))
+        if known is None and "unknown" in now:
+            log.warning("not noticed when this run resumes, because its content is not known: a change of %s", now["unknown"])
         if not self._ranks.any(bool(changed)):
             return
         listed = "\n  ".join(changed) or "another rank's message says how"
@@ -85,13 +88,20 @@ class Ledger:
     def attach(self, judge: RewardScorer, *, since: int) -> None:
         """Attach the journal to the training judge, and record in the ledger that it scores from step ``since`` on."""
         about, last = describe(judge.reward), self._last()
-        same = last is not None and not any(changes(last, about))
+        self._described = judge.reward, about
+        text = json.dumps(about, sort_keys=True)
+        same = last is not None and not any(changes(last[1], about))
         # An earlier release may have described the same judge in other words: its scores are stored under the old fingerprint.
-        key = short(last if same else about)
+        key = last[0] if last is not None and same else short(about)
+        change: tuple[str, tuple[str | int, ...]] | None = None
         if not same:
+            change = "INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", (key, text, since)
+        elif last is not None and "inputs" in about and "inputs" not in last[1]:
+            log.warning("the run began with an earlier release: whether the reward uses the same code and values cannot be checked")
+            change = "UPDATE judges SET about = ? WHERE fingerprint = ?", (text, key)
+        if change is not None:
             with self._database.writing() as connection:
-                row = (key, json.dumps(about, sort_keys=True), since)
-                connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
+                connection.execute(*change)
         judge.journal = Journal(self._database, judge=key, images=self._images)
 
     def attach_heldout(self, judge: RewardScorer) -> None:
@@ -127,6 +137,8 @@ class Ledger:
 
     def close(self) -> None:
         """Close the file. Close the judges first: they may still be recording."""
+        if self._described is not None:
+            remember_run(*self._described)
         self._database.close()
 
     def _add_usage(self, path: Path, connecting: "AbstractContextManager[sqlite3.Connection]") -> None:
@@ -136,11 +148,11 @@ class Ledger:
             used, last = read_usage(connection, after=last)
         self._usage[path] = before + used, last
 
-    def _last(self) -> dict[str, Json] | None:
-        """Return the description of the run's latest judge; None in a new run."""
+    def _last(self) -> tuple[str, dict[str, Json]] | None:
+        """Return the fingerprint and the description of the run's latest judge; None in a new run."""
         with self._database.reading() as connection:
-            row = connection.execute("SELECT about FROM judges ORDER BY number DESC LIMIT 1").fetchone()
-        return None if row is None else json.loads(row[0])
+            row = connection.execute("SELECT fingerprint, about FROM judges ORDER BY number DESC LIMIT 1").fetchone()
+        return None if row is None else (row[0], json.loads(row[1]))
 
 
 def ledger_path(run: Path, rank: int) -> Path:
