@@ -174,3 +174,13 @@ def test_point_1_2_a_part_of_unknown_content_is_named(project: Path) -> None:
     described(project, "connected")
     unknown = inputs_of(sys.modules["own_reward"].connected)[1]  # type: ignore[attr-defined]
     assert unknown == ["the default client of own_reward.connected['a'] (builtins.tuple_iterator)"]
+
+
+def test_point_1_2_code_without_a_file_or_a_module_is_described() -> None:
+    def made(factor: str) -> Any:
+        names: dict[str, Any] = {}
+        exec(f"def typed(images, **kwargs): return [{factor} for _ in images]", names)
+        return names["typed"]
+
+    assert inputs_of(made("1.0")) == inputs_of(made("1.0"))
+    assert inputs_of(made("1.0")) != inputs_of(made("2.0"))

@@ -226,8 +226,11 @@ class _Inputs:
         self._module(made.__module__)
         return name
 
-    def _module(self, module: str, spec: ModuleSpec | None = None) -> str:
-        """Add the file of another module of the project, and the files of the modules that it imports."""
+    def _module(self, module: str | None, spec: ModuleSpec | None = None) -> str:
+        """Add the file of another module of the project, and the files of the modules that it imports. ``module``: None for code
+        that was given to ``exec``."""
+        if module is None:
+            return ""
         spec = spec or _spec(module)
         label = f"the file of {module}"
         if module in ("__main__", self._own) or spec is None or label in self.parts:
