@@ -60,8 +60,8 @@ def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     names |= {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
     arguments, function, scoring, own, pairs, use, sampling, loading, serving = blocks("docs/python.md", "")
     names["images"] = [Image.new("RGB", (8, 8), "red")]
-    sides = {"chosen": Image.new("RGB", (32, 32), "white"), "rejected": Image.new("RGB", (32, 32), "black")}
-    names["pairs"] = [{"prompt": f"{number}", **sides} for number in range(16)]
+    grey = [Image.new("RGB", (32, 32), (level, level, level)) for level in range(32)]
+    names["pairs"] = [{"prompt": f"{n}", "chosen": grey[31 - n], "rejected": grey[n]} for n in range(16)]
     for block in (function, scoring, arguments, own, pairs):
         exec(block, names)
     assert names["summary"].steps == 2
