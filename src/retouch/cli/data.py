@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from retouch.cli.arguments import Commands, debug_option, import_option, positive, set_option
 
 if TYPE_CHECKING:
+    from retouch.data.images import Resize
     from retouch.data.rows import Problem, Rows
 
 _SHOWN = 3
@@ -70,8 +71,8 @@ def _data_check(arguments: argparse.Namespace) -> int:
     from retouch.data.guard import find_test_sets
 
     failed = False
-    for name, places, rows in _data_sets(arguments):
-        problems = check(rows)
+    for name, places, rows, resize in _data_sets(arguments):
+        problems = check(rows, resize=resize)
         for line in map(str, problems) if arguments.all else _folded(problems):
             print(line)
         errors = sum(problem.severity == "error" for problem in problems)
@@ -82,21 +83,21 @@ def _data_check(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows]]":
-    """Yield the name, the paths and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they
-    cannot be read."""
+def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str, ...], Rows, Resize | None]]":
+    """Yield the name, the paths, the rows and the resizing of the data set at a path, or of each data set of a recipe. Raises
+    ValueError if they cannot be read."""
     from retouch.config.packaged import is_recipe
     from retouch.data.check import read_path
 
     if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
         if arguments.overrides:
             raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
-        yield arguments.path, (arguments.path,), read_path(arguments.path)
+        yield arguments.path, (arguments.path,), read_path(arguments.path), None
         return
     if not arguments.path.endswith(_RECIPES) and not is_recipe(arguments.path):
         raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
     from retouch.assembly.phases import required_rows
-    from retouch.data.base import StoredData
+    from retouch.data.base import StoredData, resize_to
     from retouch.data.requirements import RequiredRows
     from retouch.recipe.recipe import load
 
@@ -109,7 +110,8 @@ def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, tuple[str,
         places = tuple(phase.data.paths())
         name = ", ".join(places) or phase.data.label
         if isinstance(phase.data, StoredData):
-            yield name, places, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
+            rows = RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
+            yield name, places, rows, resize_to(phase.data.image_size or recipe.image_size)
         else:
             print(f"{name}: {phase.data.label} data have no stored rows to check; use `retouch doctor`")
 

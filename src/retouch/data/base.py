@@ -237,7 +237,15 @@ class StoredData(DataSource):
         allowed = self.refuse_test_sets(trains=context.trains)
         require_training_rows(self.held_out, context)
         rows = self.rows(seed=context.seed)
-        found = accept_rows(rows, on_bad_row=self.bad_rows, required=context.required, check=self.checked_share, seed=context.seed)
+        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
+        found = accept_rows(
+            rows,
+            on_bad_row=self.bad_rows,
+            required=context.required,
+            check=self.checked_share,
+            seed=context.seed,
+            resize=tasks.resize,
+        )
         good = found.indices
         split = split_by_source(found.sources, held_out=self.held_out, seed=context.seed)
         train, heldout = ([good[k] for k in side] for side in (split.train, split.held_out))
@@ -245,7 +253,6 @@ class StoredData(DataSource):
             train = list(limit(train, n=self.limit, seed=context.seed))
         if context.eval_split == "train":
             heldout = train
-        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
         chosen = at_most(heldout, context, held_out=self.held_out)
         training, evaluation = self.training_tasks(tasks, train, seed=context.seed), Subset(tasks, chosen)
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)

@@ -3,27 +3,31 @@
 from pathlib import Path
 
 from retouch.data.base import DataSource
-from retouch.data.images import MAX_PIXELS
+from retouch.data.images import MAX_PIXELS, Resize
 from retouch.data.kinds import DATA
 from retouch.data.rows import Problem, Rows
 from retouch.data.sources.hub import read_hub
 from retouch.data.validation import find_problems
 
 
-def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Problem]:
+def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS, resize: Resize | None = None) -> list[Problem]:
     """The errors of a data set and notes on how it is read: first those of the file, then those of each row.
 
-    ``source``: rows, or a path for ``read_path``. Errors: a line that is not JSON (or CSV, or UTF-8), a missing instruction, a
-    repeated id, an image that is missing, damaged, too large, of an unsupported format or outside the folder, a mask whose size
-    differs from its image. Notes: a byte-order mark, CRLF, keys that look mistyped, images that are not RGB or that EXIF rotates, a
-    mask that is empty or not black and white, a target whose aspect ratio differs from its source.
+    ``source``: rows, or a path for ``read_path``. ``resize``: how a run would resize the images. Errors: a line that is not JSON
+    (or CSV, or UTF-8), a missing instruction, a repeated id, an image that is missing, damaged, too large, of an unsupported format
+    or outside the folder, a mask whose size differs from its image, or that resizing would crop away. Notes: a byte-order mark,
+    CRLF, keys that look mistyped, images that are not RGB or that EXIF rotates, a mask that is empty or not black and white, a
+    target whose aspect ratio differs from its source.
     """
     if isinstance(source, str | Path):
         try:
             source = read_path(source)
         except ValueError as error:
             return [Problem(str(source), 0, str(error))]
-    return [*source.problems, *(problem for _, found in find_problems(source, max_pixels=max_pixels) for problem in found)]
+    return [
+        *source.problems,
+        *(problem for _, found in find_problems(source, max_pixels=max_pixels, resize=resize) for problem in found),
+    ]
 
 
 def read_path(path: str | Path) -> Rows:

@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from PIL import Image
+from PIL import Image, ImageChops
 
-from retouch.data.images import EncodedImage, load_image, load_mask, read_header
+from retouch.data.images import EncodedImage, load_image, load_mask, off_centre, read_header
 from retouch.data.rows import InvalidRow, Problem, Row, Rows, content_key, image_keys
 from retouch.data.tasks import require_same_size
 
 FileState: TypeAlias = tuple[str, int, int]
 """Path, size in bytes and time of the last change in ns; size and time are -1 for a file that does not exist."""
+Region: TypeAlias = tuple[int, int, float, float]
 BLOCK = 64
 PARALLEL_FROM = 256
 """The smallest number of rows for which further processes are started."""
+_CHANGED = 16  # in levels of 255, more than lossy formats change
 _THREADS = 8  # decoding releases the interpreter's lock
 _MAX_PROCESSES = 32
 _FIRST_REPORT, _REPORT_EVERY = 3.0, 10.0
@@ -35,7 +37,9 @@ class RowReport:
     """What is known about a row. ``readable``: whether its fields make a task. ``decoded``: whether its images were decoded too.
 
     ``keys``: of its images (``rows.image_keys``), and of their pixels if they were decoded; rows that share a key share an image.
-    ``files``: the image files that the row names. If ``readable`` is False, the fields after it have no meaning.
+    ``region``: the size of the image that decides the size of the others, (width, height), and the ``off_centre`` of the mask, or
+    of what the target changes; only of decoded rows. ``files``: the image files that the row names. If ``readable`` is False, the
+    fields after it have no meaning.
     """
 
     problems: tuple[Problem, ...]
@@ -53,6 +57,7 @@ class RowReport:
     pair: bool = False
     files: tuple[FileState, ...] = ()
     keys: tuple[str, ...] = ()
+    region: Region | None = None
 
 
 def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:
@@ -79,6 +84,7 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
         pair=row.chosen is not None and row.rejected is not None,
         files=files,
         keys=tuple(dict.fromkeys((*image_keys(row), *(() if found is None else found.keys)))),
+        region=None if found is None else found.region,
     )
 
 
@@ -182,14 +188,23 @@ class _Decoded:
     def __init__(self, row: Row, max_pixels: int) -> None:
         self.problems: list[Problem] = []
         self.keys: list[str] = []
+        self.region: Region | None = None
         self._row = row
         self._max_pixels = max_pixels
         images = [self._image(image) for image in row.images]
         target = self._image(row.target)
         self._image(row.reference)
-        self._mask(row.mask, images[0] if images else target)
-        self._pair(self._image(row.chosen), self._image(row.rejected))
         source = images[0] if images else None
+        pair = self._image(row.chosen), self._image(row.rejected)
+        mask = self._mask(row.mask, source or target)
+        self._pair(*pair)
+        canvas = source or target or pair[0]
+        if canvas is not None:
+            edited = None
+            if source is not None and target is not None and source.size == target.size:
+                edited = ImageChops.difference(source, target).convert("L").point(lambda change: 255 * (change > _CHANGED))
+            region = mask or edited
+            self.region = (*canvas.size, *((0.0, 0.0) if region is None else off_centre(region)))
         if source is not None and target is not None and target.width * source.height != target.height * source.width:
             shapes = f"{target.width}x{target.height} but its source {source.width}x{source.height}"
             self._add(f"the target is {shapes}: resizing crops them to one aspect ratio", "note")
@@ -226,18 +241,19 @@ class _Decoded:
             shapes = f"{chosen.width}x{chosen.height} and the rejected one {rejected.width}x{rejected.height}"
             self._add(f"the chosen image is {shapes}: resizing crops them to one aspect ratio", "note")
 
-    def _mask(self, encoded: EncodedImage | None, canvas: Image.Image | None) -> None:
+    def _mask(self, encoded: EncodedImage | None, canvas: Image.Image | None) -> Image.Image | None:
         if encoded is None:
-            return
+            return None
         try:
             mask = load_mask(encoded, max_pixels=self._max_pixels)
             if canvas is not None:
                 require_same_size(mask.size, canvas.size)
         except ValueError as error:
             self._add(str(error), "error")
-            return
+            return None
         values = [value for _, value in mask.getcolors() or ()]
         if values == [0]:
             self._add("the mask is all black: nothing should change", "note")
         elif not set(values) <= {0, 255}:
             self._add(f"the mask has {len(values)} grey levels, not only black and white", "note")
+        return mask

@@ -214,6 +214,36 @@ def fit_mask(mask: Image.Image, *, size: tuple[int, int]) -> Image.Image:
     return ImageOps.fit(mask, size, method=Image.Resampling.NEAREST)
 
 
+def off_centre(region: Image.Image) -> tuple[float, float]:
+    """The distances of a region, which is the bright half of the grey levels, from the vertical and the horizontal line through the
+    centre of its image, as shares of the width and the height; 0 for a region on both sides of the line, and without one."""
+    import numpy as np
+
+    found = []
+    for axis in (0, 1):
+        line = np.asarray(np.any(np.asarray(region) > 127, axis=axis))
+        places = np.flatnonzero(line) + 0.5 - len(line) / 2
+        found.append(max(0.0, float(np.abs(places).min()) - 0.5) / len(line) if len(places) else 0.0)
+    return found[0], found[1]
+
+
+def kept_by_fit(source: tuple[int, int], *, size: tuple[int, int]) -> tuple[float, float]:
+    """The shares of the width and the height of an image of size ``source`` that ``fit`` to ``size`` keeps."""
+    ratio = (size[0] * source[1]) / (size[1] * source[0])
+    return min(1.0, ratio), min(1.0, 1 / ratio)
+
+
+def removed_by_fit(what: str, off: tuple[float, float], source: tuple[int, int], *, size: tuple[int, int]) -> str:
+    """The reason why an image of size ``source`` is not fitted to ``size``: the crop would remove the whole region ``what``, whose
+    ``off_centre`` is ``off``. Empty if it does not."""
+    if not any(distance > 0 and 2 * distance >= kept for distance, kept in zip(off, kept_by_fit(source, size=size), strict=True)):
+        return ""
+    return (
+        f"the crop of {source[0]}x{source[1]} to the middle, in the shape of {size[0]}x{size[1]}, removes the whole {what}; crop "
+        "the images around it, or choose a size of their shape"
+    )
+
+
 @contextmanager
 def _opened(source: str | Path | EncodedImage, *, max_pixels: int) -> Iterator[Image.Image]:
     encoded = source if isinstance(source, EncodedImage) else EncodedImage(str(source), Path(source))

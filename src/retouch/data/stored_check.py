@@ -9,6 +9,7 @@ ignored.
 import fcntl
 import json
 import logging
+import math
 import os
 import tempfile
 import time
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config.consent import user_folder
-from retouch.data.examination import FileState, RowReport, examine_all, file_state
-from retouch.data.images import MAX_PIXELS
+from retouch.data.examination import FileState, Region, RowReport, examine_all, file_state
+from retouch.data.images import MAX_PIXELS, Resize, kept_by_fit, removed_by_fit
 from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Identity, Problem, Rows
 from retouch.data.split import limit
@@ -28,6 +29,8 @@ from retouch.data.split import limit
 FOLDER = ".retouch"
 FIRST = 64
 """Number of rows whose images ``check="first"`` decodes."""
+_KEPT = 0.5
+"""The share of an image that a crop keeps without a note."""
 _VERSION = 2
 # The bits of a row's flags. The bits above them contain the number of its source images.
 _READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR, _IMAGES = 1, 2, 4, 8, 16, 32, 64, 128
@@ -40,7 +43,7 @@ class CheckedRows:
     """What is known about the rows of a data set, column by column; entry i belongs to row i.
 
     ``flags``: what a row has, as bits. ``ids``, ``lines``, ``sources`` and ``names`` (of the metadata file): set for readable rows.
-    ``problems`` (without those of repeated ids), ``files`` and ``keys``: maps from a row to those that it has, if any.
+    ``problems`` (without those of repeated ids), ``files``, ``keys`` and ``regions``: maps from a row to those that it has, if any.
     """
 
     flags: list[int] = field(default_factory=list)
@@ -51,6 +54,7 @@ class CheckedRows:
     problems: dict[int, tuple[Problem, ...]] = field(default_factory=dict)
     files: dict[int, tuple[FileState, ...]] = field(default_factory=dict)
     keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    regions: dict[int, Region] = field(default_factory=dict)
 
     @classmethod
     def unknown(cls, count: int) -> "CheckedRows":
@@ -63,9 +67,10 @@ class CheckedRows:
         self.flags[index] = sum(bit for bit, present in bits if present) + _IMAGES * report.images
         self.ids[index], self.lines[index], self.sources[index] = report.id, report.line, report.source
         self.names[index] = report.file
-        self.problems.pop(index, None)
-        self.files.pop(index, None)
-        self.keys.pop(index, None)
+        for known in (self.problems, self.files, self.keys, self.regions):
+            known.pop(index, None)
+        if report.region:
+            self.regions[index] = report.region
         if report.keys:
             self.keys[index] = report.keys
         if report.problems:
@@ -97,8 +102,9 @@ class CheckedRows:
             or (required.pairs and not flags & _PAIR)
         )
 
-    def findings(self) -> Iterator[tuple[int, list[Problem]]]:
-        """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
+    def findings(self, resize: Resize | None = None) -> Iterator[tuple[int, list[Problem]]]:
+        """The index and the problems of each row, in order. If an id is repeated, the later row has the error. ``resize``: how the
+        images are resized; a row whose mask this would crop away has an error."""
         seen: dict[str, tuple[str, int]] = {}
         for index, flags in enumerate(self.flags):
             found = list(self.problems.get(index, ()))
@@ -108,7 +114,23 @@ class CheckedRows:
                 if first != place:
                     text = f"the id {self.ids[index]!r} is taken by {first[0]}:{first[1]}"
                     found.insert(0, Problem(*place, text))
+                if resize is not None and index in self.regions:
+                    found += self._cropped(index, resize)
             yield index, found
+
+    def _cropped(self, index: int, resize: Resize) -> Iterator[Problem]:
+        """The problem of a row whose images lose too much when they are cropped to the shape that ``resize`` gives them."""
+        place = self.names[index], self.lines[index]
+        *source, across, down = self.regions[index]
+        canvas = source[0], source[1]
+        size, masked = resize.size(canvas), bool(self.flags[index] & _MASK)
+        what = "mask" if masked else "region that the target changes"
+        kept = math.prod(kept_by_fit(canvas, size=size))
+        if reason := removed_by_fit(what, (across, down), canvas, size=size):
+            yield Problem(*place, reason, "error" if masked else "note")
+        elif kept < _KEPT:
+            shapes = f"{canvas[0]}x{canvas[1]} to the middle, in the shape of {size[0]}x{size[1]}"
+            yield Problem(*place, f"the crop of {shapes}, keeps {kept:.0%} of the image", "note")
 
 
 def checked_rows(rows: Rows, *, check: CheckedShare = "all", seed: int = 0, max_pixels: int = MAX_PIXELS) -> CheckedRows:
@@ -218,6 +240,7 @@ class _Kept:
             "sources": found.sources,
             "problems": [[i, p.line, p.what, p.severity] for i, each in sorted(found.problems.items()) for p in each],
             "files": [[i, self._short(name), *state] for i, each in sorted(found.files.items()) for name, *state in each],
+            "regions": [[i, *each] for i, each in sorted(found.regions.items())],
             "keys": [[i, *each] for i, each in sorted(found.keys.items())],
         }
         try:
@@ -254,6 +277,8 @@ class _Kept:
         for index, name, size, changed in content["files"]:
             state = (self._long(name), int(size), int(changed))
             found.files[_index(index, self._count)] = (*found.files.get(index, ()), state)
+        for index, width, height, across, down in content["regions"]:
+            found.regions[_index(index, self._count)] = (int(width), int(height), float(across), float(down))
         for index, *keys in content["keys"]:
             _require(keys, str)
             found.keys[_index(index, self._count)] = tuple(keys)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from PIL.Image import Image
 
-from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
+from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.rows import Row, Rows
 from retouch.data.sampler import LoadedTasks
 from retouch.types import Task
@@ -44,7 +44,8 @@ class Tasks(LoadedTasks):
 
 def load_task(row: Row, *, resize: Resize | None, crop: Callable[[Image], Image] | None = None) -> Task:
     """The task of a row, with its images decoded and resized as in ``Tasks``. ``crop`` is applied to the images before they are
-    resized, except to the reference. Raises ValueError, with file and line, if an image is unusable."""
+    resized, except to the reference; a task whose whole mask it would remove is not cropped. Raises ValueError, with file and line,
+    if an image is unusable, and if resizing would crop the whole mask away."""
     try:
         return _load(row, resize, crop or _whole)
     except ValueError as error:
@@ -56,16 +57,21 @@ def _whole(image: Image) -> Image:
 
 
 def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Task:
+    whole = None if row.mask is None else load_mask(row.mask)
+    if whole is not None and whole.getextrema()[1] > crop(whole).getextrema()[1]:  # type: ignore[operator]
+        crop = _whole
     images = [crop(load_image(image)) for image in row.images]
     target = None if row.target is None else crop(load_image(row.target))
     reference = None if row.reference is None else load_image(row.reference)
-    mask = None if row.mask is None else crop(load_mask(row.mask))
+    mask = None if whole is None else crop(whole)
     pair = [None if image is None else crop(load_image(image)) for image in (row.chosen, row.rejected)]
     canvas = images[0] if images else target or pair[0]
     if mask is not None and canvas is not None:
         require_same_size(mask.size, canvas.size)
     if resize is not None and canvas is not None:
         size = resize.size(canvas.size)
+        if mask is not None and (reason := removed_by_fit("mask", off_centre(mask), mask.size, size=size)):
+            raise ValueError(reason)
         images = [fit(image, size=size if image is canvas else resize.size(image.size)) for image in images]
         target = None if target is None else fit(target, size=size)
         mask = None if mask is None else fit_mask(mask, size=size)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from retouch.data.images import MAX_PIXELS
+from retouch.data.images import MAX_PIXELS, Resize
 from retouch.data.requirements import CheckedShare, RequiredRows, RowRequirements
 from retouch.data.rows import InvalidRow, Problem, Rows
 from retouch.data.split import grouped
@@ -46,11 +46,13 @@ def accept_rows(
     required: RowRequirements | None = None,
     check: CheckedShare = "all",
     seed: int = 0,
+    resize: Resize | None = None,
 ) -> AcceptedRows:
     """The usable rows of a data set.
 
     ``required``: what every row must have. ``check``: the rows whose images are decoded: "all", the "first" ones, or this number of
-    rows, drawn with ``seed``; all other rows are only read.
+    rows, drawn with ``seed``; all other rows are only read. ``resize``: how their images are resized; a row whose mask this would
+    crop away is bad, and rows that lose much of their images are logged.
 
     ``on_bad_row``: "refuse" raises ValueError if any row is bad; the message has the number of bad rows, and the first few of them
     by file and line. "skip" leaves bad rows out and logs them. Both raise ValueError if no row is left.
@@ -62,7 +64,7 @@ def accept_rows(
     checked = checked_rows(rows, check=check, seed=seed)
     complete = None if required is None else RequiredRows(rows, required)
     problems, good, errors = list(rows.problems), [], []
-    for index, found in checked.findings():
+    for index, found in checked.findings(resize):
         if complete is not None and required is not None and checked.lacks(index, required):
             found = _lacking(complete, index)
         problems += found
@@ -79,6 +81,11 @@ def accept_rows(
         )
     if not good:
         raise ValueError("no rows to train on")
+    cropped = [problem for problem in problems if problem.severity == "note" and problem.what.startswith("the crop of")]
+    if cropped:
+        _log.warning(
+            "%d of %d rows are cropped to less than half, or lose what they change:\n%s", len(cropped), len(rows), cropped[0]
+        )
     if errors:
         _log.warning("skipped %d of %d rows:\n%s", len(errors), len(rows), "\n".join(str(problem) for problem in errors))
     keys = tuple(checked.keys.get(index, ()) for index in good)
@@ -94,8 +101,8 @@ def _lacking(rows: RequiredRows, index: int) -> list[Problem]:
     raise AssertionError("CheckedRows.lacks and RequiredRows disagree")
 
 
-def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS) -> Iterator[tuple[int, list[Problem]]]:
+def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS, resize: Resize | None = None) -> Iterator[tuple[int, list[Problem]]]:
     """The index and the problems of each row, in order. If an id is repeated, the later row has the error."""
     from retouch.data.stored_check import checked_rows
 
-    yield from checked_rows(rows, max_pixels=max_pixels).findings()
+    yield from checked_rows(rows, max_pixels=max_pixels).findings(resize)

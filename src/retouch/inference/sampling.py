@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL.Image import SAVE, Image, registered_extensions
 
 from retouch.assembly.assembly import PolicyParts
-from retouch.data.images import fit, fit_mask, load_image, load_mask
+from retouch.data.images import fit, fit_mask, load_image, load_mask, off_centre, removed_by_fit
 from retouch.data.sources.prompts import read_instructions
 from retouch.data.tasks import require_same_size
 from retouch.inference.opening import open_policy, read_target
@@ -191,10 +191,14 @@ def sample_tasks(
 
 
 def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:
-    """The tasks with source images and masks resized to ``size``, (height, width) in px; unchanged if it is None."""
+    """The tasks with source images and masks resized to ``size``, (height, width) in px; unchanged if it is None. Raises ValueError
+    if this would crop a whole mask away."""
     if size is None:
         return tasks
     target = (size[1], size[0])
+    for task in tasks:
+        if task.mask is not None and (reason := removed_by_fit("mask", off_centre(task.mask), task.mask.size, size=target)):
+            raise ValueError(reason)
     return [
         replace(
             task,

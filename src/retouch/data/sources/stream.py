@@ -102,12 +102,12 @@ class StreamedData(DataSource):
         reader = StreamReader(dataset, layout, context.required, shards=count_shards(dataset), skip=skip)
         on_train = context.eval_split == "train"
         heldout, first, away = self._head(first_rows(reader), held_out=0 if on_train else self.held_out)
-        found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row)
+        resize = resize_to(self.size or context.size)
+        found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row, resize=resize)
         heldout = [heldout[index] for index in found.indices if index < len(heldout)]
         first = [first[index - len(away)] for index in found.indices if index >= len(away)]
         if not first or (away and not heldout):
             raise ValueError(f"{self.name}: none of its first {len(away) + self.check} rows can be used")
-        resize = resize_to(self.size or context.size)
         training = Tasks(RowList(first), resize=resize)
         evaluation = training if on_train else Tasks(RowList(heldout), resize=resize)
         training_rows = replace(reader, excluded=frozenset(key for row in away for key in split_keys(row)))
@@ -233,8 +233,8 @@ class IterableData(StreamedData):
             thought_keys=self.thought_keys,
             digest=self.evaluation,
         )
-        found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required)
         tasks = Tasks(rows, resize=resize_to(self.size or context.size))
+        found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required, resize=tasks.resize)
         return DataSets(sets.train, Subset(tasks, found.indices[: context.eval_tasks]), (), (*sets.problems, *found.problems))
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:

@@ -135,8 +135,16 @@ class TableData(ImageData):
         return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys, digest=digest)
 
     def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, AcceptedRows]:
-        found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required, check=self.check, seed=context.seed)
-        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), found.indices), found
+        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
+        found = accept_rows(
+            rows,
+            on_bad_row=self.on_bad_row,
+            required=context.required,
+            check=self.check,
+            seed=context.seed,
+            resize=tasks.resize,
+        )
+        return Subset(tasks, found.indices), found
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         if self.evaluation is None:
