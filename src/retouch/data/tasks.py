@@ -58,7 +58,7 @@ def _whole(image: Image) -> Image:
 
 def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Task:
     whole = None if row.mask is None else load_mask(row.mask)
-    if whole is not None and whole.getextrema()[1] > crop(whole).getextrema()[1]:  # type: ignore[operator]
+    if whole is not None and _has_region(whole) and not _has_region(crop(whole)):
         crop = _whole
     images = [crop(load_image(image)) for image in row.images]
     target = None if row.target is None else crop(load_image(row.target))
@@ -92,6 +92,10 @@ def _load(row: Row, resize: Resize | None, crop: Callable[[Image], Image]) -> Ta
         rejected=pair[1],
         source=row.source,
     )
+
+
+def _has_region(mask: Image) -> bool:
+    return any(mask.histogram()[128:])
 
 
 class UncheckedTasks(LoadedTasks):
