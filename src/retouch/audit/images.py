@@ -6,6 +6,7 @@ from pathlib import Path
 from PIL import Image
 
 from retouch.audit.ledger_view import LedgerSample
+from retouch.records.files import inside
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.image_store import ImageStore, read_image
 
@@ -39,5 +40,5 @@ class RunImages:
             for line in self._folder.read_samples(step):
                 if line["image"] is not None:
                     place = _SETS[line["set"]], step, line["group"], line["slot"]
-                    found[place] = self._folder.samples(step) / line["image"]
+                    found[place] = inside(self._folder.samples(step), line["image"])
         return found

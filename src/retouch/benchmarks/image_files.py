@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -12,7 +11,7 @@ from PIL.Image import Image
 
 from retouch.benchmarks.suite import Suite, SuiteItem
 from retouch.data.images import SUFFIXES, load_image
-from retouch.records.files import write_atomic
+from retouch.records.files import write_png
 
 _LONGEST = 180
 
@@ -81,11 +80,9 @@ class ImageFolder:
 
     def write(self, place: ImageKey, image: Image) -> None:
         """Write the image atomically: a process that is killed leaves a complete file or none."""
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
         path = self.path(place)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, buffer.getvalue())
+        write_png(path, image)
 
     def _ending(self, place: ImageKey) -> str:
         sample = f"-{place.sample}" if self._several else ""

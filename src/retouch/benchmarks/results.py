@@ -98,7 +98,7 @@ class BenchmarkResult:
             raise ValueError(f"{folder}: no {RESULT} there; give the --out folder of a benchmark that has ended")
         rows = [ImageRow.from_json(line) for line in files.read_lines(folder / ROWS)]
         items = [SuiteItem(**{**line, "later": tuple(line["later"])}) for line in files.read_lines(folder / ITEMS)]
-        return cls(folder, files.read_json(folder / RESULT), rows, items)
+        return cls(folder, files.read_record(folder / RESULT), rows, items)
 
 
 _ITEM_KEYS = ("id", "prompt", "later", "category", "text", "cluster", "fields")

@@ -306,7 +306,7 @@ def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
     path = root / ABOUT
     wanted = files.jsonable(about)
     if path.is_file():
-        known = {"data_set": wanted.get("data_set"), **files.read_json(path)}  # older files do not name the data set
+        known = {"data_set": wanted.get("data_set"), **files.read_record(path)}  # older files do not name the data set
         changed = [key for key in {**known, **wanted} if known.get(key) != wanted.get(key)]
         if changed:
             raise ValueError(

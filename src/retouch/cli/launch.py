@@ -36,6 +36,7 @@ def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], argument
     from retouch.config import consent
     from retouch.distributed.launching import launch
     from retouch.recipe.recipe import load
+    from retouch.records import files
 
     argv = [word for word in arguments.argv if word != "--fresh"]
     if not argv:
@@ -49,7 +50,7 @@ def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], argument
             return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
         folder = load(recipe, command.overrides).folder
         if command.command != "train":  # its logs must not replace those of the run, which may be training
-            return launch(arguments.nproc, arguments.gpus, argv, logs=folder / f"logs-{command.command}")
+            return launch(arguments.nproc, arguments.gpus, argv, logs=files.inside(folder, f"logs-{command.command}"))
         from retouch.records.folder import own
 
         # The logs of the ranks are in the run's folder: own it, and rename an old run, before they are opened.
@@ -58,4 +59,4 @@ def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], argument
             print(f"the old run is now {aside}")
         assert run.owner is not None
         with closing(run.owner) as owner:
-            return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs", owner=owner)
+            return launch(arguments.nproc, arguments.gpus, argv, logs=run.root / "logs", owner=owner)

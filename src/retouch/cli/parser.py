@@ -49,6 +49,7 @@ _ADVICE = {
     errno.EEXIST: "a file has the name of a folder that is needed; choose another folder",
     errno.EISDIR: "a folder has the name of a file that is needed; move it away",
     errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "replace it with a copy of the file or folder; only the run's folder itself may be a link",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,6 +24,7 @@ from retouch.data.images import MAX_PIXELS, Resize, kept_by_fit, removed_by_fit
 from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Identity, Problem, Rows
 from retouch.data.split import limit
+from retouch.records import files
 
 FOLDER = ".retouch"
 FIRST = 64
@@ -208,7 +208,7 @@ class _Kept:
             return
         with ExitStack() as stack:
             with suppress(OSError):  # on a file system without locks, each process checks
-                handle = stack.enter_context(self._path.with_suffix(".lock").open("a"))
+                handle = stack.enter_context(files.open_file(self._path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT))
                 fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
@@ -216,7 +216,7 @@ class _Kept:
         """The stored result; None if there is none that fits. Folders that are not writable are searched too."""
         for path in self._places:
             try:
-                found = self._decode(json.loads(path.read_text(encoding="utf-8")))
+                found = self._decode(json.loads(files.read_bytes(path)))
             except FileNotFoundError:
                 continue
             except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
@@ -244,12 +244,8 @@ class _Kept:
             "keys": [[i, *each] for i, each in sorted(found.keys.items())],
         }
         try:
-            # Each process writes to a temporary file of its own, because the file system may have no locks.
-            handle, temporary = tempfile.mkstemp(dir=self._path.parent, prefix=".tmp-", suffix=".json")
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
-                json.dump(content, out, ensure_ascii=True, allow_nan=False)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, self._path)
+            text = json.dumps(content, ensure_ascii=True, allow_nan=False)
+            files.write_atomic(self._path, text.encode(), durable=False)
         except OSError as error:
             _log.warning("could not keep the result of the check in %s: %s", self._path.parent, error)
             return None

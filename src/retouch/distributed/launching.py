@@ -22,11 +22,13 @@ from types import FrameType
 from typing import IO
 
 from retouch.distributed.guardian import LAUNCHER, STORE, guardian
+from retouch.records import files
 from retouch.records.ownership import Owner
 
 GRACE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _STDOUT = 1
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
 def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path, owner: Owner | None = None) -> int:
@@ -103,7 +105,7 @@ def run_ranks(
             copier = threading.Thread(target=_tee, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
             copier.start()
             for number, environment in enumerate(environments[1:], start=1):
-                with open(logs / f"rank-{number}.log", "wb") as log:
+                with files.open_file(logs / f"rank-{number}.log", _NEW) as log:
                     ranks.append(guard(start(environment, log)))
             code = _wait(ranks, stop, grace)
         finally:
@@ -130,9 +132,10 @@ def _start(
 
 def _tee(source: IO[bytes], log: Path) -> None:
     """Copy rank 0's output to its log and to the terminal as it arrives; after the terminal is closed, only to the log."""
-    with source, open(log, "wb", buffering=0) as file:
+    with source, files.open_file(log, _NEW) as file:
         while block := os.read(source.fileno(), 65536):
             file.write(block)
+            file.flush()
             with suppress(OSError):
                 os.write(_STDOUT, block)
 

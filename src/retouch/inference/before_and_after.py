@@ -7,6 +7,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
+from retouch.data.images import load_image
+from retouch.records.files import inside
 from retouch.records.folder import RunFolder
 
 _GAP = 4
@@ -40,7 +42,7 @@ def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int
 
 def _image(run: RunFolder, step: int, line: dict[str, Any], key: str) -> Image.Image | None:
     name = line[key]
-    return None if name is None else Image.open(run.samples(step) / name).convert("RGB")
+    return None if name is None else load_image(inside(run.samples(step), name))
 
 
 def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:

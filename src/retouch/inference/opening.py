@@ -100,5 +100,6 @@ def read_target(target: str, overrides: Sequence[str] = (), allow_imports: Itera
     """
     folder = RunFolder(Path(target) if is_recipe(target) else find_run(target))
     if folder.recipe.is_file():
+        folder.require_plain()
         return parse(folder.read_recipe()["recipe"], overrides, allow_imports=allow_imports), folder
     return load(target, overrides, allow_imports=allow_imports), None

@@ -8,12 +8,10 @@ several shards may end at the same time.
 import hashlib
 import json
 import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -40,7 +38,7 @@ from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
 from retouch.models.playground.family import playground_weights
 from retouch.recipe.document import evaluate
-from retouch.records.files import read_json, write_atomic, write_json
+from retouch.records.files import read_json, write_atomic, write_json, write_png
 from retouch.types import Codes, Task
 
 LONGEST_NAME = 200
@@ -129,10 +127,9 @@ def merge(out: Path, *, of: int) -> Path | None:
     assert len(names) == lists[0]["rows"], "shards share out every row"
     if len(set(names.values())) < len(names):
         raise ValueError("two tasks have the same id, and thus the same file; give the rows of the data set unique ids")
-    aside, merged = out / LIST, out / "list" / f".merged-{os.getpid()}.json"
+    merged = out / LIST
     write_json(merged, {"prefix": str((out / FEATURES).resolve()), "path_list": list(names.values())})
-    os.replace(merged, aside)
-    return aside
+    return merged
 
 
 def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Sequence[Task]:
@@ -206,9 +203,7 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
 
 def _keep(out: Path, name: str, image: Image) -> str:
     """Write the image; returns its path relative to the data set."""
-    content = BytesIO()
-    image.save(content, format="PNG")
-    write_atomic(out / "pictures" / name, content.getvalue())
+    write_png(out / "pictures" / name, image)
     return f"pictures/{name}"
 
 

@@ -5,6 +5,7 @@ end of a step, and adds its answer to the file. A request is only a file: nothin
 """
 
 import getpass
+import json
 import os
 import secrets
 import socket
@@ -90,11 +91,9 @@ def answer_request(folder: RunFolder, name: str, request: ControlRequest, *, tak
 
 def _read(path: Path) -> ControlRequest | None:
     try:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            return None
-        found = files.read_json(path)
+        found = json.loads(files.read_bytes(path, most=_MOST_BYTES))
         return _parsed(found) if isinstance(found, Mapping) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

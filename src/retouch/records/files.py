@@ -1,21 +1,36 @@
 """Crash-safe files: a whole file is replaced atomically, and a line is appended with a single write.
 
+A run's folder may come from another person, so its files are opened only here: a link, a pipe or a device in place of a file is
+refused, a file with a second name (a hard link) is not written to, and a temporary file has a random name and must be new.
+``inside`` refuses folders that are links.
+
 JSON is strict: a number that JSON cannot represent (NaN, infinity) is written as null. Floats are written so that reading them
 gives the same bits. If a process is killed while it writes, the last line may have no newline; readers ignore such a line, and
 ``repair.keep_until`` removes it.
 """
 
 import errno
+import io
 import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import secrets
+import stat
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from retouch.config.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TEMPORARY = ".tmp-"
+"""The start of the names of temporary files and folders."""
+MOST_BYTES = 1 << 30
+_SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
@@ -31,16 +46,123 @@ def jsonable(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file: write a temporary file, flush it to disk, and replace the old file with it."""
-    temporary = path.with_name(path.name + ".tmp")
+def inside(root: Path, *names: str) -> Path:
+    """Return the path below a run's folder ``root``, which may itself be a link. Raises OSError if a part of it below ``root`` is
+    a link, or if a name is not that of a file or folder (``..``, ``a/b``)."""
+    path = root
+    for name in names:
+        path = path / name
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise _refused(path, "not the name of a file in a run's folder")
+        if path.is_symlink():
+            raise _refused(path, "a link")
+    return path
+
+
+def require_plain(root: Path, *, except_below: Collection[str] = ()) -> None:
+    """Raise OSError, with the path, if the folder contains a link, a pipe, a device or a socket, at any depth.
+
+    ``except_below``: names of folders in ``root`` whose content is not examined. A folder that does not exist is plain.
+    """
+    pending = [root] if root.exists() else []
+    while pending:
+        with os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                path = Path(entry.path)
+                if entry.is_dir(follow_symlinks=False):
+                    if path.parent != root or entry.name not in except_below:
+                        pending.append(path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise _refused(path, "a link" if entry.is_symlink() else "not a file")
+
+
+def open_handle(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file of a run's folder, and return the descriptor. With O_TRUNC, the file is emptied after it was examined.
+
+    Raises OSError, without waiting, if it is a link, a pipe, a device or a folder, and if it would be written to although it has a
+    second name (a hard link).
+    """
+    try:
+        handle = os.open(path, (flags & ~os.O_TRUNC) | _SAFE, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _refused(path, "a link" if error.errno == errno.ELOOP else "not a file") from None
+        raise
+    try:
+        _require_file(path, os.fstat(handle), writes=flags & (os.O_WRONLY | os.O_RDWR) > 0)
+        if flags & os.O_TRUNC:
+            os.ftruncate(handle, 0)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def require_file(path: Path, *, writes: bool) -> None:
+    """Raise OSError as ``open_handle`` does, for a library that opens the file itself. A missing file is allowed."""
+    with suppress(FileNotFoundError):
+        _require_file(path, path.lstat(), writes=writes)
+
+
+def _require_file(path: Path, found: os.stat_result, *, writes: bool) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise _refused(path, "a link" if stat.S_ISLNK(found.st_mode) else "not a file")
+    if writes and found.st_nlink > 1:
+        raise _refused(path, "a file with a second name (a hard link)")
+
+
+def open_file(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
+    """Open a file of a run's folder for reading, or, with O_WRONLY, for writing. Raises OSError as ``open_handle`` does."""
+    return open(path, "wb" if flags & os.O_WRONLY else "rb", opener=lambda *_: open_handle(path, flags))
+
+
+def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
+    """Read a file of a run's folder (see ``open_handle``). Raises OSError if it has more than ``most`` bytes."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        return file.read(most)
+
+
+def _refused(path: Path, what: str) -> OSError:
+    return OSError(errno.ELOOP, f"{what}, and a run's folder may contain only files and folders", str(path))
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """Yield a new temporary file in the same folder, which replaces ``path`` when the block ends; if it raises, it is removed.
+
+    ``durable``: wait until the file is on disk, so that it survives a power failure.
+    """
+    temporary = path.with_name(TEMPORARY + secrets.token_hex(8))
     with naming(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        fsync_folder(path.parent)
+        with open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            try:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+        if durable:
+            fsync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: bytes, *, durable: bool = True) -> None:
+    """Write a whole file: write a temporary file, flush it to disk if ``durable``, and replace the old file with it."""
+    with replacing(path, durable=durable) as file:
+        file.write(content)
+
+
+def write_png(path: Path, image: "Image", **options: Any) -> None:
+    """Write an image as a PNG file, so that a killed process leaves a complete file or none. ``options``: those of Pillow."""
+    content = io.BytesIO()
+    image.save(content, format="PNG", **options)
+    write_atomic(path, content.getvalue(), durable=False)
 
 
 @contextmanager
@@ -69,9 +191,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read one JSON value; a byte order mark is skipped. Raises ValueError with the file's name if it is not valid JSON."""
+    """Read one JSON value of a model or of data, whose files may be links; a byte order mark is skipped.
+
+    Raises ValueError with the file's name if it is not valid JSON.
+    """
+    return read_record(path.resolve())
+
+
+def read_record(path: Path) -> Any:
+    """Read one JSON value from a run's folder (see ``read_bytes``). Raises ValueError as ``read_json`` does."""
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return json.loads(read_bytes(path).decode("utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
@@ -91,7 +221,7 @@ def _encode(line: str) -> bytes:
 
 def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
     """Append one line with a single write. ``durable``: wait until it is on disk, so that it survives a power failure."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = open_handle(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         line = json_line(value)
         with naming(path):
@@ -107,9 +237,10 @@ def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a JSON Lines file; none if it does not exist. Raises ValueError if a complete line is not an object."""
-    if not path.exists():
+    try:
+        complete = read_bytes(path).split(b"\n")[:-1]
+    except FileNotFoundError:
         return []
-    complete = path.read_bytes().split(b"\n")[:-1]
     return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
 
 

@@ -31,17 +31,20 @@ Intervals = Mapping[str, Mapping[str, Sequence[Number]]]
 
 @dataclass(frozen=True)
 class FileOf:
-    """Descriptor for the path of a file or folder in a run's folder."""
+    """Descriptor for the path of a file or folder in a run's folder. Raises OSError if it is a link."""
 
     name: str
 
     def __get__(self, folder: "RunFolder", owner: type) -> Path:
-        return folder.root / self.name
+        return files.inside(folder.root, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths, writers and readers of one run's folder. Constructing it does not touch the disk; writers create what they need."""
+    """Paths, writers and readers of one run's folder. Constructing it does not touch the disk; writers create what they need.
+
+    ``root`` may be a link; below it nothing may be one. The paths raise OSError if they are links or lead through one.
+    """
 
     root: Path
     owner: Owner | None = field(default=None, compare=False)
@@ -67,21 +70,20 @@ class RunFolder:
 
     def log(self, rank: int = 0) -> Path:
         """Return the path of a rank's log: ``train.log`` for rank 0, ``train.rank1.log`` for rank 1 and so on."""
-        return self.root / ("train.log" if rank == 0 else f"train.rank{rank}.log")
+        return files.inside(self.root, "train.log" if rank == 0 else f"train.rank{rank}.log")
 
     def samples(self, step: int) -> Path:
-        return self.root / "samples" / f"step-{step:06d}"
+        return files.inside(self.root, "samples", f"step-{step:06d}")
 
     def evaluation(self, step: int) -> Path:
         """Return the path of the scores of every held-out task at an evaluation."""
-        return self.root / "evals" / f"step-{step:06d}.json"
+        return files.inside(self.root, "evals", f"step-{step:06d}.json")
 
     def has_steps(self) -> bool:
         """Return whether the files in the folder show a finished step. Without one, another recipe may replace the run."""
         if self.metrics.exists() and self.metrics.stat().st_size:
             return True
-        saved = self.root / "saved.json"
-        if saved.is_file() and b'"step": 0' not in saved.read_bytes():
+        if self.saved.is_file() and b'"step": 0' not in files.read_bytes(self.saved):
             return True
         written = [path for name in ("checkpoints", "evals", "samples") for path in (self.root / name).glob("step-*")]
         return any(path.stem != "step-000000" for path in written)
@@ -98,6 +100,10 @@ class RunFolder:
         """Raise NotOwner if this process owned the folder and has lost it. Call it before anything in the folder is changed."""
         if self.owner is not None:
             self.owner.require()
+
+    def require_plain(self) -> None:
+        """Raise OSError if the folder contains a link, a pipe or a device. Inside ``wandb``, W&B itself makes links."""
+        files.require_plain(self.root, except_below=("wandb",))
 
     def require_files(self) -> None:
         """Raise IsADirectoryError if a folder has the name of one of the run's files, before anything is changed."""
@@ -193,10 +199,10 @@ class RunFolder:
 
     def read_summary(self) -> Summary | None:
         """Read the summary; None if the run has not finished yet."""
-        return Summary.from_json(files.read_json(self.summary)) if self.summary.exists() else None
+        return Summary.from_json(files.read_record(self.summary)) if self.summary.exists() else None
 
     def read_preflight(self) -> list[dict[str, Any]]:
-        return files.read_json(self.preflight) if self.preflight.exists() else []
+        return files.read_record(self.preflight) if self.preflight.exists() else []
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Store why alarms stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
@@ -205,13 +211,13 @@ class RunFolder:
 
     def read_alarm(self) -> dict[str, Any] | None:
         """Read the record of ``write_alarm``; None if no alarm stopped the run."""
-        return files.read_json(self.alarm) if self.alarm.exists() else None
+        return files.read_record(self.alarm) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
         """Read the record of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
         if not self.recipe.exists():
             raise ValueError(f"{self.root} is not the folder of a run: it has no recipe.json")
-        record = files.read_json(self.recipe)
+        record = files.read_record(self.recipe)
         if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
             raise ValueError(
                 f"{self.recipe} was changed and holds no recipe: restore it from a backup, or start over with --fresh, which "
@@ -272,7 +278,7 @@ class RunFolder:
         the last saved step is computed if the folder has no valid ``saved.json``.
         """
         try:
-            record = files.read_json(self.saved)
+            record = files.read_record(self.saved)
         except (OSError, ValueError):  # an old folder has no such file, and the next checkpoint replaces a damaged one
             record = None
         saved = record.get("step") if isinstance(record, dict) else None
@@ -307,11 +313,14 @@ def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[Run
     """Take the ownership of a run's folder, or share the ownership of this process's launcher (``environment``).
 
     ``fresh``: if the folder has content, rename it and own a new folder. Also returns the path of the renamed folder, or None.
-    Raises NotOwner, with the owner's name, if another process owns the folder.
+    Raises NotOwner, with the owner's name, if another process owns the folder, and OSError, before anything is changed, if the
+    folder contains a link, a pipe or a device.
     """
     shared = shared_owner(root, environment)
     if shared is not None:
         return RunFolder(root, shared), None
+    if not fresh:
+        RunFolder(root).require_plain()
     owner = Owner(root)
     if not fresh or all(path.name == FILE for path in root.iterdir()):
         return RunFolder(root, owner), None

@@ -22,9 +22,12 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from retouch.records import files
+
 FILE = "owner.json"
 SHARED = "RETOUCH_OWNER"
 BEAT_SECONDS = 10.0
+_MOST_BYTES = 10_000
 WATCH_SECONDS = 45.0
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 _HELD = {errno.EWOULDBLOCK, errno.EACCES}
@@ -62,7 +65,7 @@ class Owner:
         self._record: OwnerRecord | None = None
         if shared is None:
             folder.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._handle = files.open_handle(self.path, os.O_RDWR | os.O_CREAT)
         else:
             self._handle, self._token = shared
         _open_owners.add(self)
@@ -197,7 +200,7 @@ def shared_owner(folder: Path, environment: Mapping[str, str]) -> Owner | None:
 def read_record(path: Path) -> OwnerRecord | None:
     """Read the record in an owner file; None if it has none, for example after the owner has released the folder."""
     try:
-        return OwnerRecord(**json.loads(path.read_bytes()))
+        return OwnerRecord(**json.loads(files.read_bytes(path, most=_MOST_BYTES)))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -232,8 +235,8 @@ def _refusal(folder: Path, record: OwnerRecord | None) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int, bytes]:
-    with path.open("rb") as file:
-        return os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_mtime_ns, file.read()
+    with files.open_file(path) as file:
+        return os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_mtime_ns, file.read(_MOST_BYTES)
 
 
 def _machine() -> str:

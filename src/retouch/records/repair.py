@@ -22,7 +22,7 @@ def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_s
     """
     if not path.exists():
         return [f"{path.name} is missing: its lines about steps 1 to {step} are lost"] if every_step and step else []
-    before = path.read_bytes()
+    before = files.read_bytes(path)
     kept: dict[tuple[Any, ...], bytes] = {}
     unreadable = doubled = contradicting = 0
     order: list[int] = []
@@ -59,7 +59,7 @@ def keep_until(path: Path, step: int, *, key: Sequence[str] = ("step",), every_s
 
 def readable_steps(path: Path) -> list[int]:
     """Return the step of each readable line; other lines of a damaged file are skipped."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    lines = files.read_bytes(path).split(b"\n")[:-1] if path.exists() else []
     return [found[0] for line in lines if (found := _key(line, ("step",))) is not None]
 
 
@@ -86,7 +86,7 @@ def _key(line: bytes, names: Sequence[str]) -> tuple[Any, ...] | None:
 
 def _copy(path: Path) -> Path:
     target = path.with_name(f"{path.name}.damaged-{datetime.now():%Y%m%d-%H%M%S-%f}")
-    shutil.copy2(path, target)
+    files.write_atomic(target, files.read_bytes(path))
     return target
 
 

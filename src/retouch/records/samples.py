@@ -1,6 +1,5 @@
 """Stores samples for people to look at: their images, and one JSON line about each sample."""
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, Literal
 
 from PIL.Image import Image
 
+from retouch.records import files
 from retouch.types import Sample
 
 SampleSet = Literal["heldout", "group"]
@@ -74,8 +74,6 @@ def _write_image(path: Path, image: Image | None, *, saved: set[str]) -> str | N
     if image is None:
         return None
     if path.name not in saved:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        path.write_bytes(buffer.getvalue())
+        files.write_png(path, image)
         saved.add(path.name)
     return path.name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
+from retouch.records.files import read_bytes
 from retouch.report.markup import Html, tag
 
 EXACT = 160  # an image whose longest edge has at most this many pixels is embedded unchanged
@@ -20,9 +21,12 @@ def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
     """
     if path is None:
         return tag("span", "no image", class_="nothing")
-    if not path.is_file():
+    try:
+        return embedded(read_bytes(path), words=words, edge=edge)
+    except FileNotFoundError:
         return tag("span", "file not found", class_="nothing")
-    return embedded(path.read_bytes(), words=words, edge=edge)
+    except OSError:
+        return tag("span", "not readable", class_="nothing")
 
 
 def embedded(content: bytes, *, words: str, edge: int = LARGE) -> Html:

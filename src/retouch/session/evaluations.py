@@ -162,7 +162,7 @@ class RunEvaluations:
         """Read the scores after a step. Raises ValueError if the file is missing or damaged."""
         path = self.folder.evaluation(step)
         try:
-            return EvaluationResult.from_json(files.read_json(path), self.evaluator.tasks)
+            return EvaluationResult.from_json(files.read_record(path), self.evaluator.tasks)
         except (OSError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{path} is missing or damaged, and the summary compares the trained policy with it. The checkpoints are intact; "
@@ -172,7 +172,7 @@ class RunEvaluations:
     def _stored_baselines(self) -> dict[str, float | None]:
         """Read the baselines; empty if the file is missing or damaged."""
         try:
-            found = files.read_json(self._baselines_path)
+            found = files.read_record(self._baselines_path)
             return {name: None if found[name] is None else float(found[name]) for name in ("ceiling", "best_of_k", "k")}
         except (OSError, ValueError, KeyError, TypeError):
             return {}

@@ -5,12 +5,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import TextIOWrapper
+from pathlib import Path
 
 from retouch.assembly.state import GROUPS
 from retouch.config import consent
 from retouch.config.redaction import RedactingFormatter
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
+from retouch.records import files
 from retouch.records.folder import RunFolder, own
 from retouch.records.libraries import silence_libraries
 from retouch.records.ownership import NotOwner, shared_owner
@@ -111,10 +114,18 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool, 
         raise ValueError(f"{folder.root} contains a run of another recipe:\n  {listed}\n{advice}")
 
 
+class _LogFile(logging.FileHandler):
+    """Appends to a log in a run's folder."""
+
+    def _open(self) -> TextIOWrapper:
+        handle = files.open_handle(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        return os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace")
+
+
 @contextmanager
 def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[None]:
     """Log to the rank's log file with times. With ``own_process``, the main rank also logs to the terminal, without times."""
-    file = logging.FileHandler(folder.log(ranks.rank))
+    file = _LogFile(folder.log(ranks.rank))
     file.setFormatter(RedactingFormatter("%(asctime)s  %(message)s"))
     if own_process:
         for handler in [*log.handlers]:

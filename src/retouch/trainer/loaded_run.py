@@ -63,6 +63,7 @@ def load_run(
     """
     silence_libraries()
     files = RunFolder(Path(folder))
+    files.require_plain()
     document = files.read_recipe()["recipe"]
     overrides = [] if device is None else [f"device={json.dumps(device)}"]
     objects: dict[str, Any] = {}

@@ -29,7 +29,6 @@ from retouch.training.tensor_file import write_tensors
 from retouch.types import Json
 
 FORMAT = 1
-_TEMPORARY = ".tmp-"
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -78,15 +77,15 @@ def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) ->
     for group in state.tensors:
         assert _GROUP.fullmatch(group), f"no file can be named after the group {group!r}"
     content = _as_json({"step": state.step, "numbers": dict(state.numbers)})
-    temporary = folder / f"{_TEMPORARY}{path.name}"
+    temporary = folder / f"{files.TEMPORARY}{path.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove(temporary)
         temporary.mkdir()
         for group, tensors in state.tensors.items():
             write_tensors(temporary / f"{group}{_TENSORS}", tensors)
-        (temporary / "state.json").write_bytes(content)
-        (temporary / "manifest.json").write_bytes(_as_json(_manifest(temporary)))
+        files.write_atomic(temporary / "state.json", content, durable=False)
+        files.write_atomic(temporary / "manifest.json", _as_json(_manifest(temporary)), durable=False)
         for file in temporary.iterdir():
             files.fsync_folder(file)
         files.fsync_folder(temporary)
@@ -115,7 +114,7 @@ def latest(folder: Path) -> Path | None:
 def load(path: Path) -> TrainState:
     """Read a checkpoint, with tensors on the CPU. Raises ValueError if it is damaged or of another format version."""
     groups = [name.removesuffix(_TENSORS) for name in verify(path) if name.endswith(_TENSORS)]
-    record = files.read_json(path / "state.json")
+    record = files.read_record(path / "state.json")
     if not isinstance(record, dict) or record.get("step") != _step(path) or not isinstance(record.get("numbers"), dict):
         raise ValueError(f"{path / 'state.json'} does not describe step {_step(path)}; use another checkpoint")
     try:
@@ -142,7 +141,8 @@ def load_latest(folder: Path, *, groups: Collection[str]) -> TrainState | None:
 def verify(path: Path) -> list[str]:
     """Return the names of a checkpoint's files. Raises ValueError, with the file and the reason, if a file is not as saved."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files.require_plain(files.inside(path.parent, path.name))
+        manifest = json.loads(files.read_bytes(path / "manifest.json"))
         listed = _listed(path, manifest)
         for name, entry in listed.items():
             size = (path / name).stat().st_size
@@ -173,7 +173,7 @@ def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what a killed ``save`` or ``prune`` left behind. Only the writing process may call it."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
+    for path in folder.glob(f"{files.TEMPORARY}*"):
         remove(path)
 
 
@@ -258,13 +258,13 @@ def _as_json(value: Json) -> bytes:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with files.open_file(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # typeshed: IO lacks readinto
 
 
 def _discard(path: Path) -> None:
     """Rename a checkpoint and then delete its files, so that an interrupted removal leaves no incomplete checkpoint."""
-    temporary = path.with_name(f"{_TEMPORARY}old-{path.name}")
+    temporary = path.with_name(f"{files.TEMPORARY}old-{path.name}")
     remove(temporary)
     path.rename(temporary)
     files.fsync_folder(path.parent)

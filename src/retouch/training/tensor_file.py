@@ -1,6 +1,7 @@
 """Writes a safetensors file one tensor at a time. The header is written first: it needs only dtypes and shapes, no values."""
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from retouch.distributed.gathering import forms, in_file_order
+from retouch.records import files
 
 _TYPES = {
     torch.float64: "F64",
@@ -38,7 +40,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     described = json.dumps(header, separators=(",", ":")).encode()
     described += b" " * (-len(described) % _ALIGNMENT)
-    with path.open("wb") as file:
+    with files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
         file.write(struct.pack("<Q", len(described)))
         file.write(described)
         for name in names:

@@ -7,6 +7,7 @@ import re
 import threading
 from pathlib import Path
 
+from retouch.records.files import inside
 from retouch.view.live_run import LiveRun
 
 _MARKS = ("recipe.json", "metrics.jsonl", "owner.json", "train.log")
@@ -37,12 +38,15 @@ class Catalogue:
         return self.runs().get(name)
 
     def image(self, name: str, step: int, file: str) -> Path | None:
-        """Return the path of a stored image; None if there is none, or if a symbolic link leads out of the folder of the run."""
+        """Return the path of a stored image; None if there is none, or if it is a link or is behind one."""
         run = self.run(name)
         if run is None or _IMAGE.fullmatch(file) is None:
             return None
-        path = (run.folder.samples(step) / file).resolve()
-        return path if path.is_relative_to(run.folder.root.resolve()) and path.is_file() else None
+        try:
+            path = inside(run.folder.samples(step), file)
+        except OSError:
+            return None
+        return path if path.is_file() else None
 
     def _find(self) -> dict[str, Path]:
         if _is_run(self.root):

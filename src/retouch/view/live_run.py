@@ -145,7 +145,7 @@ class LiveRun:
         return ({} if record is None else record["recipe"]), problem
 
     def _json(self, path: Path) -> Any:
-        return self._read(path, lambda: files.read_json(path) if path.is_file() else None)[0]
+        return self._read(path, lambda: files.read_record(path) if path.is_file() else None)[0]
 
     def _read(self, path: Path, read: Callable[[], Any]) -> tuple[Any, str | None]:
         """Return the content of a file, and the error of reading it, or None. The file is read again only after it has changed."""
@@ -181,7 +181,7 @@ class LiveRun:
     def _last_words(self) -> str | None:
         """Return the last line of the log without its time; for a failed run, this is the error."""
         try:
-            with self.folder.log().open("rb") as log:
+            with files.open_file(self.folder.log()) as log:
                 log.seek(max(0, log.seek(0, 2) - _LOG_BYTES))
                 lines = log.read().decode(errors="replace").split("\n")
         except OSError:

@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from retouch.records.files import open_file
 from retouch.rewards.ledger.database import JudgeUsage, open_read_only, read_usage
 
 
@@ -29,7 +30,7 @@ class LineTail:
     def update(self) -> bool:
         """Read the new lines. Returns whether the file was replaced or removed, so that the lines from before are not valid."""
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 stat = os.fstat(file.fileno())
                 again = self._inode is not None and (stat.st_ino != self._inode or stat.st_size < self._offset)
                 if again or self._inode is None:
@@ -77,7 +78,7 @@ class UsageTail:
             try:
                 with closing(open_read_only(self._path)) as connection:
                     used, self._last = read_usage(connection, after=self._last)
-            except (ValueError, sqlite3.Error):
+            except (OSError, ValueError, sqlite3.Error):
                 return self._used
             self._stamp, self._used = stamp, self._used + used
         return self._used

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from retouch.records.files import open_file
 from retouch.rewards.ledger.hashing import UNREADABLE
 
 EDGE = 192
@@ -43,7 +44,7 @@ class Thumbnails:
 
 def _make(path: Path) -> bytes | None:
     try:
-        with Image.open(path) as opened:
+        with open_file(path) as file, Image.open(file) as opened:
             opened.draft("RGB", (EDGE, EDGE))
             opened.thumbnail((EDGE, EDGE))
             content = io.BytesIO()

@@ -75,7 +75,7 @@ def _line(root: Path, vote: Vote, folder: Path, *, pair: str, left_is_better: bo
         return None
     for name, image in images.items():
         assert image is not None
-        image.save(folder / f"{pair}-{name}.png")
+        files.write_png(folder / f"{pair}-{name}.png", image)
     text = {} if vote.text is None else {"text": vote.text}
     stored = {name: f"{pair}-{name}.png" for name in images}
     return {"id": pair, "instruction": vote.instruction, "source": vote.task, "votes": votes, **text, **stored}

@@ -71,7 +71,7 @@ class ObservationStore:
 
     def until(self, step: int) -> list[Observation]:
         """Return the observations up to and including ``step``, in order."""
-        found = [Observation.from_json(files.read_json(path)) for path in self.folder.glob("step-*.json")]
+        found = [Observation.from_json(files.read_record(path)) for path in self.folder.glob("step-*.json")]
         return sorted((each for each in found if each.step <= step), key=lambda each: each.step)
 
 

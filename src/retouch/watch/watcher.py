@@ -165,7 +165,7 @@ class Watcher:
             self._folder.watch.mkdir(parents=True, exist_ok=True)
             present = [(index, image) for index, image in enumerate(images) if image is not None]
             for index, image in present:
-                image.save(self._canary(index))
+                files.write_png(self._canary(index), image)
             files.write_json(self._folder.watch / "canaries.json", {index: texts[index] for index, _ in present})
 
     def _score_canaries(self, step: int) -> Scores:
@@ -188,7 +188,7 @@ class Watcher:
 
     def _read_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
         """Return the canaries: the indices of their tasks, and the images that were made for these tasks at the start."""
-        texts = {int(index): text for index, text in files.read_json(self._folder.watch / "canaries.json").items()}
+        texts = {int(index): text for index, text in files.read_record(self._folder.watch / "canaries.json").items()}
         tasks = self.evaluator.tasks
         samples = [Sample(tasks[index], _read(self._canary(index)), completion=text) for index, text in texts.items()]
         return tuple(texts), samples
@@ -228,5 +228,5 @@ def read_diversity(folder: RunFolder, done: int) -> list[float]:
 
 
 def _read(path: Path) -> Image.Image:
-    with Image.open(path) as image:
+    with files.open_file(path) as file, Image.open(file) as image:
         return image.convert("RGB")

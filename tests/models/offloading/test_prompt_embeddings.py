@@ -250,7 +250,7 @@ def test_several_processes_write_the_same_entry(tmp_path: Path) -> None:
 
 
 def test_a_temporary_file_of_a_killed_process_is_removed_after_a_day(tmp_path: Path) -> None:
-    new, old = tmp_path / ".a.tmp", tmp_path / ".b.tmp"
+    new, old = tmp_path / ".tmp-a", tmp_path / ".tmp-b"
     for file in (new, old):
         file.write_bytes(b"x")
     os.utime(old, (0, 0))

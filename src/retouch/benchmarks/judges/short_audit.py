@@ -95,7 +95,7 @@ def _required(model: JudgeModel, ranks: Ranks, clients: JudgeClients) -> ShortAu
             return _audited(model, Path(temporary), ranks, clients)
     folder = kept / "judge-audits" / _identity(model)
     if (folder / "audit.json").is_file():
-        return ShortAudit(**{**files.read_json(folder / "audit.json"), "judge": f"{model.description} (earlier)"})
+        return ShortAudit(**{**files.read_record(folder / "audit.json"), "judge": f"{model.description} (earlier)"})
     made = _audited(model, folder, ranks, clients)
     files.write_json(folder / "audit.json", asdict(made))
     return made

@@ -7,7 +7,6 @@ are written to files without encoding them again.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from retouch.data.guard import refuse_test_sets
 from retouch.data.sources.folder import METADATA, path_under
-from retouch.records.files import read_json
+from retouch.records.files import json_line, read_json, replacing
 from retouch.types import Json
 
 _ROWS = 16
@@ -85,8 +84,7 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
         raise ValueError(f"{file} exists; remove it, or give another folder")
     root.mkdir(parents=True, exist_ok=True)
     rows = missing = 0
-    unfinished = file.with_suffix(".unfinished")
-    with unfinished.open("w", encoding="utf-8") as lines:
+    with replacing(file) as lines:
         for edit in known.edits(folder, split):
             try:
                 names = [_image_name(root, edit, part) for part in ("image", "target")]
@@ -94,12 +92,12 @@ def convert(name: str, source: str | Path, *, out: str | Path | None = None, spl
                 missing += 1
                 continue
             line = {"id": edit.id, "instruction": edit.instruction, "file_name": names[0], "target": names[1]}
-            lines.write(json.dumps({**line, "source": edit.source, **edit.extra}, ensure_ascii=False) + "\n")
+            lines.write(json_line({**line, "source": edit.source, **edit.extra}))
             rows += 1
-    if not rows:
-        unfinished.unlink()
-        raise ValueError(f"{source}: no edit of {name} has both images ({missing} lack one); give the folder that was downloaded")
-    os.replace(unfinished, file)
+        if not rows:
+            raise ValueError(
+                f"{source}: no edit of {name} has both images ({missing} lack one); give the folder that was downloaded"
+            )
     return Converted(root, rows, missing, known.tags)
 
 

@@ -5,7 +5,6 @@ knowledge graph (``Visual Components``) and its meaning (``Key Knowledge``).
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from retouch.data.guard import refuse_test_sets
-from retouch.records.files import read_json
+from retouch.records.files import read_json, write_lines
 
 TRAIN = "train.json"
 DIFFICULTY = "mmmg_difficulty_summary.json"
@@ -64,10 +63,7 @@ def write_curriculum(source: str | Path, *, out: str | Path, stages: int = 5) ->
         raise ValueError(f"{taken} exists; remove it, or give another folder")
     target.mkdir(parents=True, exist_ok=True)
     for path, end in zip(files, ends, strict=True):
-        unfinished = path.with_suffix(".unfinished")
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for pair in order[:end] for row in pairs[pair]]
-        unfinished.write_text("".join(lines), encoding="utf-8")
-        os.replace(unfinished, path)
+        write_lines(path, [row for pair in order[:end] for row in pairs[pair]])
     return Curriculum(files, sum(len(rows) for rows in pairs.values()))
 
 

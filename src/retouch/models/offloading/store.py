@@ -7,7 +7,6 @@ same content. A damaged file is reported and counts as missing, so files are not
 import json
 import logging
 import os
-import tempfile
 import time
 import zlib
 from collections.abc import Mapping
@@ -20,11 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retouch.config.consent import user_folder
+from retouch.records import files
 
 FOLDER_VARIABLE = "RETOUCH_PROMPT_CACHE"
 LIMIT_VARIABLE = "RETOUCH_PROMPT_CACHE_GB"
 DEFAULT_LIMIT_GB = 100.0
-_SUFFIX, _TEMPORARY = ".safetensors", ".tmp"
+_SUFFIX = ".safetensors"
 _CHECKSUM, _WIDENED = "crc32", "widened"
 _KEPT_SHARE = 0.9
 """When the limit is exceeded, entries are deleted until this share of the limit is left."""
@@ -89,15 +89,9 @@ class EmbeddingStore:
         about = {_CHECKSUM: _checksum(narrowed), _WIDENED: json.dumps(widened)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f".{key[:16]}-", suffix=_TEMPORARY, dir=self.folder)
-            os.close(handle)
-            try:
-                save_file(narrowed, name, metadata=about)
-                size = os.path.getsize(name)
-                os.replace(name, self._path(key))
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            with files.replacing(self._path(key), durable=False) as file:
+                save_file(narrowed, file.name, metadata=about)
+                size = os.path.getsize(file.name)
             self._bytes = size + (self.usage()[1] if self._bytes is None else self._bytes)
             if self._bytes > self.limit:
                 self._delete_oldest()
@@ -120,13 +114,13 @@ class EmbeddingStore:
     def _entries(self) -> list[tuple[float, int, Path]]:
         """(time of the last use, bytes, path) of each entry. Removes temporary files that a killed process left."""
         found: list[tuple[float, int, Path]] = []
-        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
-            for file in files:
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for file in entries:
                 with suppress(FileNotFoundError):  # another process may have deleted it
                     state = file.stat()
                     if file.name.endswith(_SUFFIX):
                         found.append((state.st_mtime, state.st_size, Path(file.path)))
-                    elif file.name.endswith(_TEMPORARY) and time.time() - state.st_mtime > _ABANDONED_SECONDS:
+                    elif file.name.startswith(files.TEMPORARY) and time.time() - state.st_mtime > _ABANDONED_SECONDS:
                         Path(file.path).unlink(missing_ok=True)
         return found
 

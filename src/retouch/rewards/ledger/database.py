@@ -16,6 +16,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from retouch.records import files
+
 FORMAT = 2
 _LARGEST = 3.4028234663852886e38  # of float32
 _log = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ class Database:
         self.path = path
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
+        _require_files(path, writes=True)
         with _explained(path):
             self._connection = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
             try:
@@ -111,14 +114,11 @@ class Database:
         another file is at the path."""
         if self.path.exists() and self._identity()[:2] != self._there[:2]:
             raise ValueError(f"the ledger {self.path} was replaced by another file during the run; restore it and resume the run")
-        temporary = Path(f"{self.path}.restored")
-        temporary.unlink(missing_ok=True)
-        with closing(sqlite3.connect(temporary)) as copy:
+        with files.replacing(self.path) as file, closing(sqlite3.connect(file.name)) as copy:
             self._connection.backup(copy)
-        self._connection.close()
-        for suffix in ("-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # these belong to the deleted file
-        temporary.replace(self.path)
+            self._connection.close()
+            for suffix in ("-wal", "-shm"):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)  # these belong to the deleted file
         self._connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
         self._connection.execute("PRAGMA journal_mode = WAL")
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -133,7 +133,9 @@ class Database:
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open a read-only connection, also while a run is writing. Raises ValueError if the file is not a ledger of this version."""
+    """Open a read-only connection, also while a run is writing. Raises ValueError if the file is not a ledger of this version, and
+    OSError if it is a link."""
+    _require_files(path, writes=False)
     with _explained(path):
         connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=60.0, isolation_level=None)
         try:
@@ -212,6 +214,12 @@ def _require_format(connection: sqlite3.Connection, path: Path, *, allow_new: bo
     found = connection.execute("PRAGMA user_version").fetchone()[0]
     if found != FORMAT and not (allow_new and found == 0):
         raise ValueError(f"{path} has format {found}, but this version of Retouch reads {FORMAT}; use the version that wrote it")
+
+
+def _require_files(path: Path, *, writes: bool) -> None:
+    """Raise OSError if a file that SQLite would open is a link, or, with ``writes``, has a second name."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        files.require_file(path.with_name(path.name + suffix), writes=writes)
 
 
 @contextmanager

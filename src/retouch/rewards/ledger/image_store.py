@@ -1,11 +1,10 @@
 """The images that a run scored, as PNG files with their SHA-256 as the name; for runs that set ``ledger.keep_images``."""
 
-import io
-import os
 from pathlib import Path
 
 from PIL import Image
 
+from retouch.records import files
 from retouch.rewards.ledger.hashing import UNREADABLE, image_hash
 
 
@@ -26,11 +25,7 @@ class ImageStore:
         if path.exists():
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG", compress_level=1)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(buffer.getvalue())
-        os.replace(temporary, path)
+        files.write_png(path, image, compress_level=1)
 
     def read(self, digest: str) -> Image.Image | None:
         """The image; None if it was not stored, or if its file contains another image."""
@@ -40,9 +35,9 @@ class ImageStore:
 def read_image(path: Path, digest: str) -> Image.Image | None:
     """The image in a file; None if the file cannot be read, or if its image has another SHA-256."""
     try:
-        with Image.open(path) as file:
-            file.load()
-            image = file.copy()
+        with files.open_file(path) as file, Image.open(file) as opened:
+            opened.load()
+            image = opened.copy()
     except UNREADABLE:
         return None
     return image if image_hash(image) == digest else None

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from retouch.records import files
+
 
 class SharedNumbers:
     """``count`` float64 numbers, initially 0.
@@ -35,7 +37,7 @@ class SharedNumbers:
                 yield numbers
                 self._in_memory = numbers
                 return
-            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = files.open_handle(self._file, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 numbers = self._read(descriptor)

@@ -199,7 +199,7 @@ class VoteLog:
         """Return all votes that count; none if the file does not exist."""
         with self._lock:
             try:
-                with self.path.open("rb") as file:
+                with files.open_file(self.path) as file:
                     stat = os.fstat(file.fileno())
                     if stat.st_ino != self._inode or stat.st_size < self._offset:
                         self._begin(stat.st_ino)
@@ -242,7 +242,7 @@ class VoteLog:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """Open the file, locked against other writers."""
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    handle = files.open_handle(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle

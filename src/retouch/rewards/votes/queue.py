@@ -91,7 +91,7 @@ class VoteQueue:
         named = {name: image for name, image in own.items() if image is not None}
         stored = {f"{index:02d}": image for index, image in enumerate(images)} | named
         for name, image in stored.items():
-            image.save(folder / f"{name}.png", format="PNG")
+            files.write_png(folder / f"{name}.png", image)
         files.write_json(
             folder / GROUP,
             {
@@ -117,7 +117,7 @@ class VoteQueue:
 
     def close(self, group: QueuedGroup) -> None:
         """Mark the group as closed: no more votes on it are needed."""
-        (self._folder(group.id) / _CLOSED).touch()
+        files.write_atomic(self._folder(group.id) / _CLOSED, b"")
 
     def unanswered(self, group: QueuedGroup) -> list[tuple[int, int]]:
         """Return the pairs of the group that have no vote, in order."""
@@ -137,7 +137,7 @@ class VoteQueue:
     def _read(self, folder: Path) -> QueuedGroup | None:
         if folder.name not in self._known:
             try:
-                group = _group(folder.name, files.read_json(folder / GROUP))
+                group = _group(folder.name, files.read_record(folder / GROUP))
             except (OSError, ValueError, TypeError, KeyError, OverflowError):  # the group is incomplete or damaged
                 return None
             self._known[folder.name] = group
