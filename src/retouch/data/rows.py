@@ -171,7 +171,7 @@ class Layout:
             source=names["source"] or (_content_key(images[0]) if images else instruction),
             tags={key: value for key, value in tags.items() if value is not None},
             meta={
-                **{key: value for key, value in fields.items() if key not in self.columns.values() and _is_json(value)},
+                **{key: value for key, value in fields.items() if key not in self.columns.values() and is_json(value)},
                 **({} if thought is None else {Codes.THOUGHT: thought}),
             },
             chosen=chosen,
@@ -179,7 +179,7 @@ class Layout:
         )
 
     def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:
-        values = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list | tuple) else [value]
         if not values or any(one is None for one in values):  # `in` would compare arrays element by element
             wrong.append(f"{self.columns['image']!r}: no source image")
             return ()
@@ -286,9 +286,8 @@ def _no_phrasing(value: Any, fields: Mapping[str, Any]) -> str:
     first = value[0] if isinstance(value, list) and value else value
     if first is None:
         return f"no instruction; the row has {', '.join(fields) or 'nothing'}"
-    return (
-        f"the instruction should be text, not {first!r:.40}" if first and not isinstance(first, str) else "the instruction is empty"
-    )
+    empty = isinstance(first, str | list)
+    return "the instruction is empty" if empty else f"the instruction should be text, not {first!r:.40}"
 
 
 def _content_key(image: EncodedImage) -> str:
@@ -330,9 +329,10 @@ def _bytes_key(data: Path | bytes) -> str:
         return ""
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
+    """Whether a value can be stored as JSON and read again without a change."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(inner) for key, inner in value.items())
+        return all(isinstance(key, str) and is_json(inner) for key, inner in value.items())
     if isinstance(value, list):
-        return all(_is_json(inner) for inner in value)
+        return all(is_json(inner) for inner in value)
     return value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

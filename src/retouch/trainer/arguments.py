@@ -12,7 +12,7 @@ from retouch.config import consent
 from retouch.config.imports import module_of, nearest
 from retouch.config.live import LIVE
 from retouch.config.section import Section
-from retouch.data.base import DataSource
+from retouch.data.base import DataSource, StoredData
 from retouch.data.kinds import DATA
 from retouch.data.sources.table import TableData
 from retouch.models.base import ImageModel
@@ -193,8 +193,8 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
             raise ValueError(f"columns: train_dataset is a {type(given).__name__}; give the columns to it, if it has such a key")
         return given, dict(given.objects())
     if isinstance(given, str | Path):
-        section = _data_at(Path(given), columns)
-        return section, {}
+        at = _data_at(Path(given), columns)
+        return at.model_copy(update={"held_out": _held_out(len(at.rows(seed=0))) if held_out else 0}), {}
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
     if hasattr(given, "take") and not hasattr(given, "__len__"):
@@ -202,13 +202,17 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, hel
 
         streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
         return streamed, streamed.objects()
-    # A tenth of the rows for evaluation, given as a count: a share of a few rows could be rounded to 0.
-    share = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
-    data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=share)
+    count = _held_out(len(given)) if held_out and evaluation is None and hasattr(given, "__len__") else 0
+    data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=count)
     return data, data.objects()
 
 
-def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
+def _held_out(rows: int) -> int:
+    """A tenth of the rows for evaluation, as a count: a share of a few rows could be rounded to 0."""
+    return max(1, rows // 10)
+
+
+def _data_at(path: Path, columns: Mapping[str, str] | None) -> StoredData:
     """The data source of a path: a prompt list, or a folder with metadata."""
     from retouch.data.sources.folder import FolderData
     from retouch.data.sources.prompts import PromptData

@@ -31,7 +31,7 @@ from retouch.data.rows import Layout, Row, split_keys
 from retouch.data.sampler import Subset
 from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import embedded_image
-from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
+from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table, require_plain_features
 from retouch.data.tasks import Tasks
 from retouch.data.validation import OnBadRow, accept_rows
 from retouch.types import Json, SplitName, TaskContents
@@ -218,7 +218,8 @@ class IterableData(StreamedData):
 
     def layout(self, names: Sequence[str]) -> Layout:
         columns = _named_columns(names, self.columns, self.name)
-        return Layout(self.name, self.name, columns, self.tags, _any_image, self.thought_keys)
+        require_plain_features(self.open().features or {}, columns, self.name)
+        return Layout(self.name, self.name, columns, self.tags, encoded_image, self.thought_keys)
 
     def build(self, context: DataContext) -> DataSets:
         sets = super().build(context)
@@ -340,7 +341,3 @@ def _named_columns(names: Sequence[str], columns: Mapping[str, str], name: str) 
             "columns: { instruction: '...' }"
         )
     return found
-
-
-def _any_image(value: Any) -> Any:
-    return embedded_image(value, (Path("/"),)) if isinstance(value, Mapping) else encoded_image(value)

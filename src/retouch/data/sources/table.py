@@ -17,7 +17,7 @@ from pydantic import Field, PrivateAttr
 from retouch.config.live import live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most, resize_to
 from retouch.data.images import EncodedImage, in_srgb
-from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows
+from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows, is_json
 from retouch.data.sampler import Subset
 from retouch.data.sources.columns import find_columns
 from retouch.data.sources.hub import HubRows, embedded_image
@@ -104,7 +104,8 @@ class TableData(ImageData):
             if table is not None:
                 names = _names(table, name)
                 fields, _ = find_columns(names, columns=self.columns, defaults=COLUMNS, file=name)
-                found[name] = sorted({*names, *self.tags} - (set(fields.values()) - set(self.tags)))
+                read = {*fields.values(), *_not_json(table, names)}
+                found[name] = sorted({*names, *self.tags} - (read - set(self.tags)))
         return found
 
     def objects(self) -> dict[str, Any]:
@@ -177,9 +178,15 @@ def read_table(
     """
     names = _names(table, name)
     found, notes = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
+    lost = [column for column in _not_json(table, names) if column not in found.values()]
+    notes += [
+        Problem(name, 0, f"the column {column!r} has values that are not JSON; rewards do not get it", "note") for column in lost
+    ]
     if _is_dataset(table):
+        dataset: Any = table
+        require_plain_features(dataset.features, found, name)
         layout = Layout(name, name, found, tag_keys, partial(embedded_image, allowed=(Path("/"),)), thought_keys)
-        return PromptRows(HubRows(table, layout, problems=tuple(notes)))
+        return PromptRows(HubRows(dataset.select_columns(names), layout, problems=tuple(notes)))
     layout = Layout(name, name, found, tag_keys, encoded_image, thought_keys)
     return PromptRows(ListRows(table, layout, problems=tuple(notes), digest=digest))
 
@@ -208,7 +215,10 @@ class ListRows:
 
 
 def encoded_image(value: Any) -> EncodedImage:
-    """The image in a row of a list: a PIL image, or the bytes or the path of a file. Raises ValueError for any other value."""
+    """The image in a row of a list: a PIL image, the bytes or the path of a file, or both as the ``datasets`` library stores them.
+    Raises ValueError for any other value."""
+    if isinstance(value, Mapping):
+        return embedded_image(dict(value), (Path("/"),))
     if hasattr(value, "save") and hasattr(value, "tobytes"):
         buffer = io.BytesIO()
         if value.mode in ("F", "I"):
@@ -275,11 +285,54 @@ def _names(table: Table, name: str) -> list[str]:
         raise ValueError(f"{name}: no rows")
     if _is_dataset(table):
         dataset: Any = table
-        return list(dataset.column_names)
+        shown = dataset.format
+        if shown["type"] == "custom":
+            raise ValueError(
+                f"{name}: has a transform (set_transform or with_transform), which may give other rows at each access; apply it "
+                "once with dataset.map(...), or give list(dataset)"
+            )
+        return list(dataset.column_names if shown["output_all_columns"] else shown["columns"])
     wrong = next((row for row in table if not isinstance(row, Mapping)), None)
     if wrong is not None:
         raise ValueError(f"{name}: a row is {type(wrong).__name__}; each row is a dictionary with a `prompt`")
     return list(dict.fromkeys(key for row in table for key in row))
+
+
+def require_plain_features(features: Mapping[str, Any], columns: Mapping[str, str], name: str) -> None:
+    """Raise ValueError for columns of a data set that give other values than those that are stored and read: images that are
+    converted to another mode, and names of classes, whose numbers are stored, as a text."""
+    for field, column in columns.items():
+        feature = features.get(column)
+        feature = getattr(feature, "feature", feature)  # of a list
+        kind, mode = type(feature).__name__, getattr(feature, "mode", None)
+        if kind == "Image" and mode not in ((None, "L") if field == "mask" else (None, "RGB")):
+            raise ValueError(
+                f"{name}: the column {column!r} converts its images to mode {mode!r}, and Retouch reads the stored images; convert "
+                f"them once with map(), or read them as they are: cast_column({column!r}, datasets.Image())"
+            )
+        if kind == "ClassLabel" and field in ("instruction", "text", "thought"):
+            raise ValueError(
+                f"{name}: the column {column!r} has the numbers of classes, such as 0, and not their names; give the names: "
+                f"dataset.map(lambda row: {{'name': dataset.features[{column!r}].int2str(row[{column!r}])}}), with "
+                f"columns={{'{field}': 'name'}}"
+            )
+
+
+def _not_json(table: Table, names: Sequence[str]) -> list[str]:
+    """The columns with values that are not JSON, such as images, dates and NaN, which ``meta`` does not have."""
+    if _is_dataset(table):
+        dataset: Any = table
+        return [name for name in names if not _has_json(dataset.features[name])]
+    return [name for name in names if not all(is_json(row.get(name)) for row in table)]
+
+
+def _has_json(feature: Any) -> bool:
+    if isinstance(feature, Mapping):
+        return all(map(_has_json, feature.values()))
+    if isinstance(feature, list) or hasattr(feature, "feature"):
+        return _has_json(feature[0] if isinstance(feature, list) else feature.feature)
+    kind = str(getattr(feature, "dtype", ""))
+    return hasattr(feature, "num_classes") or kind.startswith(("int", "uint", "float", "bool", "string", "large_string", "null"))
 
 
 def _is_dataset(table: Any) -> bool:
