@@ -21,12 +21,12 @@ import pytest
 from PIL import Image
 
 from live_server import LIMITS, LiveServer, body_of, host, live, samples_of
+from retouch.front.connections import Connections
+from retouch.front.log_rate import BoundedRate
+from retouch.front.memory import MemoryBudget
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import RequestError
-from retouch.serving.requests.connections import Connections
 from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.log_rate import BoundedRate
-from retouch.serving.requests.memory import MemoryBudget
 from served_rewards import Digest, WaitsForFile
 
 STRICT_LIMITS = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
@@ -118,7 +118,7 @@ def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path)
     body, kind = body_of(samples_of(1))
     with live(host(WaitsForFile(str(gate))), limits=STRICT_LIMITS) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
         first = pool.submit(httpx.post, f"{server.url}/v1/score", content=body, headers=kind, timeout=60)
-        while server.service.idle:
+        while not server.service.scoring:
             time.sleep(0.01)
         for _ in range(3 * STRICT_LIMITS.max_connections):
             stack.enter_context(connect(server)).sendall(b"G")
@@ -189,7 +189,7 @@ def test_oversized_headers_are_rejected_early(strict: LiveServer, name: str) -> 
 
 
 def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.serving.requests.connections._LINGER_SECONDS", 0.5)
+    monkeypatch.setattr("retouch.front.connections._LINGER_SECONDS", 0.5)
     with connect(strict) as connection:
         connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 404")
@@ -203,6 +203,56 @@ def test_connection_is_closed_if_the_body_continues_after_the_reply(strict: Live
         with pytest.raises(OSError):  # noqa: PT011  (a reset or a broken pipe)
             send_on()
         assert time.monotonic() - began < 10
+
+
+def test_point_3_5_a_client_that_does_not_read_its_replies_loses_the_connection(
+    strict: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retouch.front.connections._WRITE_SECONDS", 0.5)
+    with connect(strict) as connection:
+        try:
+            for _ in range(2000):
+                connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                time.sleep(0.005)
+        except ConnectionError:
+            return
+    raise AssertionError("the connection is still open")
+
+
+def test_point_3_5_a_connection_may_have_few_requests_in_flight(strict: LiveServer) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000)
+        assert read_all(connection).count(b"HTTP/1.1 200") <= 10
+
+
+def test_point_3_5_slow_bodies_leave_room_for_requests_that_are_sent_at_once() -> None:
+    """More bodies that stop halfway than there are requests in progress, with all of the memory for bodies."""
+    limits = Limits(
+        window=0.0, max_requests=4, max_pixels=2**12, max_total_pixels=2**13, max_body_bytes=2**18, max_memory_bytes=5 * 2**18
+    )
+    head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: x/y\r\nContent-Length: {2**18}\r\n\r\n".encode()
+    body, kind = body_of(samples_of(1))
+    with live(host(Digest()), limits=limits) as server, ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(connect(server)).sendall(head + bytes(2**18 - 1))
+        time.sleep(1.5)
+        assert 0 < server.service.memory.held <= 2.5 * 2**18
+        assert [httpx.post(f"{server.url}/v1/score", content=body, headers=kind).status_code for _ in range(10)] == [200] * 10
+
+
+def test_point_3_5_the_time_for_a_body_grows_with_the_bytes_that_arrive() -> None:
+    limits = replace(STRICT_LIMITS, header_seconds=5.0, body_seconds=0.5, min_body_rate=1000)
+    body, kind = body_of(samples_of(1))
+    head = (
+        f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind['Content-Type']}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with live(host(Digest()), limits=limits) as server:
+        for first, expected in ((len(body) - 10, 200), (10, 408)):
+            with connect(server) as connection:
+                connection.sendall(head.encode() + body[:first])
+                time.sleep(1.0)
+                connection.sendall(body[first:])
+                assert status(connection.recv(65536)) == expected
 
 
 def test_requests_after_a_rejected_body_succeed(strict: LiveServer) -> None:
@@ -252,7 +302,7 @@ def test_file_descriptors_are_kept_in_reserve_under_a_low_limit() -> None:
     code = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
-        "from retouch.serving.requests.connections import _free_descriptors\n"
+        "from retouch.front.connections import _free_descriptors\n"
         "print(_free_descriptors())"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})

@@ -13,6 +13,7 @@ import uvicorn
 from PIL import Image
 
 from retouch.core.random import generator
+from retouch.front.connections import bounded_config
 from retouch.rewards.client.client import RemoteClient
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import BodyForm, encode_body
@@ -20,7 +21,6 @@ from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
 from retouch.serving.hosted_rewards import HostedReward, build, parse_specs
 from retouch.serving.metrics import Metrics
-from retouch.serving.requests.connections import bounded_config
 from retouch.serving.requests.limits import Limits
 from retouch.serving.requests.single_score import SingleScore
 from retouch.serving.service import Service

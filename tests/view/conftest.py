@@ -12,12 +12,13 @@ import uvicorn
 from PIL import Image
 from starlette.testclient import TestClient
 
+from retouch.front.connections import bounded_config
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
 from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
-from retouch.view.app import build_app
+from retouch.view.app import LIMITS, build_app
 
 TOKEN = "a-token-of-the-tests"
 
@@ -94,7 +95,7 @@ def address(tmp_path: Path, options: dict[str, Any]) -> Iterator[str]:
     """A server of the page."""
     (tmp_path / "runs").mkdir(exist_ok=True)
     app = build_app(tmp_path / "runs", token=TOKEN, poll_seconds=0.1, **options)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    server = uvicorn.Server(bounded_config(app, LIMITS, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

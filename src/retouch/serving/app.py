@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import BatchDocument, ServerInfo
 from retouch.serving.middleware import RequestMiddleware, error_response
-from retouch.serving.requests.request_body import read_body, read_deadline
+from retouch.serving.requests.request_headers import read_deadline
 from retouch.serving.requests.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
-from retouch.serving.service import Admission, Service
+from retouch.serving.service import Service
 
 _LOG = logging.getLogger("retouch.serving")
 RETRY_SECONDS = 1
@@ -69,7 +69,7 @@ def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | Non
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             kind = request.headers.get("content-type", "")
-            result = await service.score(await _body(request, service, admission), kind, seconds=seconds, admission=admission)
+            result = await service.score(await admission.receive(request), kind, seconds=seconds, admission=admission)
             failed = [set(item.errors.values()) for item in result.items]
             # If no item can be read, the request as a whole is the caller's error.
             status = 422 if all(codes == {"bad_picture"} for codes in failed) else 200
@@ -83,7 +83,7 @@ def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | Non
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             needs_text = any(getattr(each.reward, "reads_text", False) for each in service.hosted)
             decode = partial(decode_single_score, needs_text=needs_text)
-            sample = await service.decode(decode, await _body(request, service, admission), admission=admission)
+            sample = await service.decode(decode, await admission.receive(request), admission=admission)
             names = [each.name for each in service.hosted]
             results = await service.score_samples([sample], names, seconds=seconds, admission=admission)
             scores: dict[str, float | None] = {}
@@ -126,11 +126,6 @@ def _add_errors(app: FastAPI) -> None:
     async def internal(request: Request, error: Exception) -> Response:
         _LOG.error("request %s to %s failed: %s", request.state.request_id, request.url.path, type(error).__name__)
         return error_response("internal")
-
-
-async def _body(request: Request, service: Service, admission: Admission) -> bytes:
-    limits = service.limits
-    return await read_body(request, max_bytes=limits.max_body_bytes, seconds=limits.body_seconds, hold=admission.hold)
 
 
 def _batch_schema() -> dict[str, object]:

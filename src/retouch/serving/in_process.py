@@ -81,10 +81,10 @@ class RewardServer:
     def __init__(self, hosted: list[HostedReward], host: str, port: int, token: str | None, limits: Limits | None) -> None:
         import uvicorn
 
+        from retouch.front.connections import bounded_config
         from retouch.serving.app import build_app
         from retouch.serving.metrics import Metrics
         from retouch.serving.replica import bind
-        from retouch.serving.requests.connections import bounded_config
         from retouch.serving.requests.limits import Limits
         from retouch.serving.service import Service
         from retouch.serving.supervisor import require_free

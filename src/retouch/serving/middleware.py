@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.rewards.wire.hosts import is_from_own_host, is_loopback
 from retouch.serving.metrics import Metrics
-from retouch.serving.requests.request_body import request_id
+from retouch.serving.requests.request_headers import request_id
 
 _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")

@@ -17,12 +17,12 @@ from pathlib import Path
 import uvicorn
 
 from retouch.config.redaction import RedactingFormatter
+from retouch.front.connections import bounded_config
+from retouch.front.log_rate import BoundedRate
 from retouch.serving.app import build_app
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch.serving.metrics import Metrics
-from retouch.serving.requests.connections import bounded_config
 from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.log_rate import BoundedRate
 from retouch.serving.requests.single_score import SingleScore
 from retouch.serving.service import Service
 

@@ -10,6 +10,9 @@ from functools import partial
 from importlib.metadata import version
 from typing import TypeVar
 
+from starlette.requests import Request
+
+from retouch.front.bodies import Bodies, Body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import SERVICE, ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
@@ -17,7 +20,6 @@ from retouch.serving.hosted_rewards import HostedReward, RewardSpec, rebuild
 from retouch.serving.metrics import Metrics
 from retouch.serving.requests.decoding import Decoded, decode
 from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.memory import MemoryBudget
 from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.serving")
@@ -54,7 +56,8 @@ class Service:
         self._workers: list[asyncio.Task[None]] = []
         self._trimming: asyncio.Task[None] | None = None
         self._decoders = ThreadPoolExecutor(max_workers=_DECODING_THREADS, thread_name_prefix="decode")
-        self.memory = MemoryBudget(limits.max_memory_bytes)
+        self.bodies = Bodies(limits)
+        self.memory = self.bodies.memory
 
     def start(self) -> None:
         """Start the tasks that score and trim memory."""
@@ -89,8 +92,8 @@ class Service:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
-        return self._requests == 0
+        """Whether no request is in progress or is arriving at once."""
+        return self._requests + self._arriving == 0
 
     @property
     def hosted(self) -> list[HostedReward]:
@@ -106,11 +109,15 @@ class Service:
         """Admit a request before its body is read. Raises RequestError if the server is shutting down, full or stalled."""
         if self.draining:
             raise RequestError("draining")
+        self.require_room()
+        return Admission(self)
+
+    def require_room(self) -> None:
+        """Raise RequestError if the server is full or stalled."""
         if self._requests >= self.limits.max_requests or not all(batcher.has_room(1) for batcher in self._batchers.values()):
             raise RequestError("busy")
         if any(batcher.stalled for batcher in self._batchers.values()):
             raise RequestError("stalled")
-        return Admission(self)
 
     async def _trim(self) -> None:
         while True:
@@ -189,16 +196,18 @@ class Service:
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
 
-class Admission:
-    """A request in progress, for the duration of a ``with`` block. It counts as arriving until its samples are in the queues."""
+class Admission(Body):
+    """A request, for the duration of a ``with`` block. It is in progress after its body has arrived.
+
+    It counts as arriving until its samples are in the queues, but not while its body arrives slowly.
+    """
 
     def __init__(self, service: Service) -> None:
+        super().__init__(service.bodies)
         self._service = service
-        self._arriving = False
-        self._held = 0
+        self._arriving = self._in_progress = False
 
     def __enter__(self) -> "Admission":
-        self._service._requests += 1
         self._service._arriving += 1
         self._arriving = True
         return self
@@ -206,17 +215,19 @@ class Admission:
     def __exit__(self, *error: object) -> None:
         self.arrived()
         self.release()
-        self._service._requests -= 1
+        self._service._requests -= self._in_progress
 
-    def hold(self, count: int) -> None:
-        """Reserve memory for a part of the body. Raises RequestError ("busy") if the budget is exhausted."""
-        self._service.memory.hold(count)
-        self._held += count
+    async def receive(self, request: Request) -> bytes:
+        """Read the body. Raises RequestError if it cannot be read, or if the server is full now."""
+        body = await self.read(request, max_bytes=self._service.limits.max_body_bytes)
+        self._service.require_room()
+        self._service._requests += 1
+        self._in_progress = True
+        return body
 
-    def release(self) -> None:
-        """Release the memory of the body."""
-        self._service.memory.release(self._held)
-        self._held = 0
+    def becomes_slow(self, deadline: asyncio.Timeout) -> None:
+        super().becomes_slow(deadline)
+        self.arrived()
 
     def arrived(self) -> None:
         """Record that the request's samples are in the rewards' queues."""

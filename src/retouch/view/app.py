@@ -18,6 +18,8 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from retouch.front.bodies import Bodies
+from retouch.front.connections import FrontLimits
 from retouch.records.files import jsonable
 from retouch.view.bodies import integer
 from retouch.view.catalogue import Catalogue
@@ -29,6 +31,7 @@ from retouch.view.thumbnails import Thumbnails
 from retouch.view.trying import TrialWorker, try_routes
 from retouch.view.voting import voting_routes
 
+LIMITS = FrontLimits(max_memory_bytes=2**28)
 POLL_SECONDS = 1.0
 _MOST_SAMPLES = 500
 _KEPT = {"Cache-Control": "private, max-age=60"}
@@ -122,7 +125,9 @@ def build_app(
     if bench is not None:
         routes = [*try_routes(catalogue, bench), *routes]
     gate = Middleware(Gate, token=token, hosts=hosts, writes=vote or control or bench is not None)
-    return Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate])
+    app = Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate])
+    app.state.bodies = Bodies(LIMITS)
+    return app
 
 
 async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:

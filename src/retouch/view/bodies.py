@@ -1,25 +1,18 @@
-"""Reads the input of a request: numbers in the query string, and a JSON body of limited size and duration."""
+"""Reads the input of a request: numbers in the query string, and a JSON body; and replies to invalid input."""
 
-import asyncio
 import json
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-SECONDS = 30.0
+from retouch.front.bodies import Body
+from retouch.rewards.wire.errors import RequestError
 
 
-class BadRequest(Exception):
-    """A request body that cannot be used. ``status``: the HTTP status of the reply."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-    def reply(self) -> JSONResponse:
-        """Return the reply to the page, with the message of this error."""
-        return JSONResponse({"error": str(self)}, self.status)
+def refused(error: ValueError) -> JSONResponse:
+    """Return the reply to input that cannot be used, with the message of the error."""
+    return JSONResponse({"error": str(error)}, error.status if isinstance(error, RequestError) else 409)
 
 
 def integer(request: Request, name: str, default: int = 0) -> int:
@@ -29,23 +22,16 @@ def integer(request: Request, name: str, default: int = 0) -> int:
 
 
 async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
-    """Return the JSON object in the body. Raises BadRequest if it is no object, exceeds ``max_bytes``, or arrives too slowly."""
-    parts: list[bytes] = []
-    size = 0
+    """Return the JSON object in the body. Raises RequestError if it is no object, exceeds ``max_bytes``, or arrives too slowly."""
+    body = Body(request.app.state.bodies)
     try:
-        async with asyncio.timeout(SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size > max_bytes:
-                    raise BadRequest(413, f"the request has more than {max_bytes} bytes")
-                parts.append(part)
-        found = json.loads(b"".join(parts))
-    except TimeoutError:
-        raise BadRequest(408, f"the request did not arrive within {SECONDS:.0f} seconds") from None
-    except ClientDisconnect:
-        raise BadRequest(400, "the connection was closed") from None
+        found = json.loads(await body.read(request, max_bytes=max_bytes))
+    except RequestError:
+        raise
     except (ValueError, RecursionError):
-        raise BadRequest(400, "the request is not JSON") from None
+        raise RequestError("bad_body") from None
+    finally:
+        body.release()
     if not isinstance(found, dict):
-        raise BadRequest(400, "the request is not a JSON object")
+        raise RequestError("bad_body")
     return found

@@ -23,14 +23,15 @@ def view(
     proxy. ``vote``, ``control`` and ``trying``: see ``build_app``. ``report``: called with the line that contains the address.
     Raises ValueError if the folder does not exist, the port is taken, or the extra ``serve`` is not installed.
     """
-    for package in ("starlette", "uvicorn"):
+    for package in ("starlette", "uvicorn", "httptools"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"the page needs {package}: pip install 'retouch[serve]'")
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder; give the folder that contains your runs, for example: retouch view runs")
     import uvicorn
 
-    from retouch.view.app import build_app
+    from retouch.front.connections import bounded_config
+    from retouch.view.app import LIMITS, build_app
 
     token = secrets.token_urlsafe(24)
     listener = socket.socket()
@@ -45,6 +46,6 @@ def view(
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         report(f"runs in {root.resolve()}: open {address}/?token={token}")
         app = build_app(root, token=token, hosts=hosts, vote=vote, control=control, trying=trying)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        config = bounded_config(app, LIMITS, log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listener])
     return 0

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from retouch.records.control import make_request
-from retouch.view.bodies import BadRequest, read_object
+from retouch.view.bodies import read_object, refused
 from retouch.view.catalogue import Catalogue
 
 _MOST_BYTES = 10_000
@@ -22,10 +22,8 @@ def control_routes(catalogue: Catalogue) -> list[Route]:
         try:
             asked = await read_object(request, max_bytes=_MOST_BYTES)
             made = await run_in_threadpool(make_request, run.folder, asked.get("action"), asked.get("value"), via="page")
-        except BadRequest as error:
-            return error.reply()
         except ValueError as error:
-            return JSONResponse({"error": str(error)}, 409)
+            return refused(error)
         except OSError as error:
             return JSONResponse({"error": f"the request could not be written: {error.strerror}"}, 409)
         return JSONResponse({"id": made}, 202)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from retouch.records.files import jsonable
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.database import decode_scores, open_read_only
-from retouch.view.bodies import integer
+from retouch.view.bodies import integer, refused
 from retouch.view.catalogue import Catalogue
 
 _SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts training steps from 0
@@ -38,7 +38,7 @@ def judged_routes(catalogue: Catalogue) -> list[Route]:
         try:
             found = await run_in_threadpool(read_answers, run.folder, kind, step=step, group=group, slot=slot)
         except ValueError as error:
-            return JSONResponse({"error": str(error)}, 409)
+            return refused(error)
         return JSONResponse({"answers": jsonable(found)}, headers={"Cache-Control": "no-store"})
 
     return [Route("/api/runs/{name}/answers", answers)]

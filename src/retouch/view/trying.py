@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
-from retouch.view.bodies import BadRequest, read_object
+from retouch.view.bodies import read_object, refused
 from retouch.view.catalogue import Catalogue
 from retouch.view.trial_inputs import trial_inputs
 
@@ -138,8 +138,8 @@ def try_routes(catalogue: Catalogue, bench: TrialWorker) -> list[Route]:
             return JSONResponse({"error": "there is no such run"}, 404)
         try:
             asked = _checked(await read_object(request, max_bytes=MOST_BYTES), await run_in_threadpool(_steps, run.folder))
-        except BadRequest as error:
-            return error.reply()
+        except ValueError as error:
+            return refused(error)
         return StreamingResponse(bench.events(run.folder, asked, request), media_type="application/x-ndjson")
 
     return [
@@ -155,20 +155,20 @@ def _steps(folder: RunFolder) -> list[int]:
 
 
 def _checked(asked: Mapping[str, Any], steps: list[int]) -> dict[str, Any]:
-    """Return the job for the worker. Raises BadRequest if a value is missing or invalid."""
+    """Return the job for the worker. Raises ValueError if a value is missing or invalid."""
     instruction, step, seed, context = (asked.get(name) for name in ("instruction", "step", "seed", "context"))
     images = {name: asked.get(name) for name in ("image", "mask", "reference")}
     if not isinstance(instruction, str) or not instruction.strip():
-        raise BadRequest(409, "the prompt is empty")
+        raise ValueError("the prompt is empty")
     if len(instruction) > MOST_CHARACTERS:
-        raise BadRequest(409, f"the prompt has more than {MOST_CHARACTERS} characters")
+        raise ValueError(f"the prompt has more than {MOST_CHARACTERS} characters")
     for name, image in images.items():
         if not isinstance(image, str | None):
-            raise BadRequest(409, f"the {name} must be a base64 string or null")
+            raise ValueError(f"the {name} must be a base64 string or null")
     if context not in (None, "reference"):
-        raise BadRequest(409, "the context must be 'reference' or null")
+        raise ValueError("the context must be 'reference' or null")
     if type(step) is not int or step not in steps:
-        raise BadRequest(409, "this run has no checkpoint of this step")
+        raise ValueError("this run has no checkpoint of this step")
     if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
-        raise BadRequest(409, f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
+        raise ValueError(f"the seed must be a number from 0 to {_LARGEST_SEED - 1}")
     return {"instruction": instruction, **images, "context": context, "step": step, "seed": seed}

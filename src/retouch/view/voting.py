@@ -19,7 +19,8 @@ from starlette.routing import Route
 from retouch.records.files import jsonable
 from retouch.rewards.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
 from retouch.rewards.votes.queue import VoteQueue
-from retouch.view.bodies import BadRequest, read_object
+from retouch.rewards.wire.errors import RequestError
+from retouch.view.bodies import read_object, refused
 from retouch.view.catalogue import Catalogue
 from retouch.view.live_run import LiveRun
 from retouch.votes.asking import NextPair, next_pair
@@ -227,8 +228,8 @@ async def _of_run(catalogue: Catalogue, request: Request, function: Callable[[Li
 async def _posted(function: Callable[[Mapping[str, Any]], dict[str, Any]], request: Request) -> Response:
     try:
         given = await read_object(request, max_bytes=_MOST_BYTES)
-    except BadRequest as error:
-        return error.reply()
+    except RequestError as error:
+        return refused(error)
     return await _reply(function, given)
 
 
@@ -236,7 +237,7 @@ async def _reply(function: Callable[[Any], dict[str, Any]], given: Any) -> Respo
     try:
         found = await run_in_threadpool(function, given)
     except ValueError as error:
-        return JSONResponse({"error": str(error)}, 409)
+        return refused(error)
     except OSError as error:
         return JSONResponse({"error": f"the vote could not be written: {error.strerror}"}, 409)
     return JSONResponse(jsonable(found), headers=_FRESH)

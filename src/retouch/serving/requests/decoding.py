@@ -7,11 +7,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.data.images import EncodedImage, load_image, load_mask, read_header
+from retouch.front.memory import BYTES_PER_PIXEL, DECODING_BYTES, MemoryBudget
 from retouch.rewards.wire.bodies import Blob, decode_body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
 from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.memory import BYTES_PER_PIXEL, DECODING_BYTES, MemoryBudget
 from retouch.types import Sample, Task
 
 _CHANNELS = {"RGB": 3, "L": 1}

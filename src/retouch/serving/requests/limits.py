@@ -1,23 +1,23 @@
 """The limits of a server: per request, per image, and for all callers together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from retouch.front.connections import FrontLimits
+from retouch.front.memory import BYTES_PER_PIXEL, DECODING_BYTES
 from retouch.rewards.wire.schema import LimitsInfo
-from retouch.serving.requests.memory import BYTES_PER_PIXEL, DECODING_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Sizes are in bytes and pixels, times in seconds.
+class Limits(FrontLimits):
+    """Sizes are in bytes and pixels, times in seconds. The limits of connections and bodies are those of ``FrontLimits``.
 
     ``max_batch``: samples per call of a reward. A call waits up to ``window`` for a full batch, and up to a fifth of the last
     call's time (at most 100 ms) while more requests are arriving or expected. ``max_queue``: samples of all callers that wait or
-    are in progress. ``max_requests``: requests in progress. ``max_memory_bytes``: bodies and decoded images of all requests
-    together. ``header_seconds`` and ``body_seconds``: time for the headers and the body of a request to arrive. ``max_headers`` and
-    ``max_header_bytes``: headers of one request. ``max_connections``: open connections; fewer if the process may not open so many
-    files. ``deadline_seconds``: time limit of a request; a replica is replaced if a call of a reward takes longer.
-    ``stall_seconds``: duration of a call after which the server is not ready, if a request has missed its deadline and recent calls
-    took less than a quarter of the time. ``drain_seconds``: time to complete the requests in progress before shutting down.
+    are in progress. ``max_requests``: requests in progress, from the end of their bodies on. ``max_memory_bytes``: bodies and
+    decoded images of all requests together. ``deadline_seconds``: time limit of a request; a replica is replaced if a call of a
+    reward takes longer. ``stall_seconds``: duration of a call after which the server is not ready, if a request has missed its
+    deadline and recent calls took less than a quarter of the time. ``drain_seconds``: time to complete the requests in progress
+    before shutting down.
 
     Raises ValueError if a limit is not above 0 (``window`` may be 0), a batch is larger than the queue, or a request is larger than
     the memory.
@@ -31,18 +31,12 @@ class Limits:
     window: float = 0.005
     max_queue: int = 1024
     max_requests: int = 128
-    max_memory_bytes: int = 2**30
-    max_connections: int = 1024
-    max_headers: int = 100
-    max_header_bytes: int = 65536
-    header_seconds: float = 10.0
     stall_seconds: float = 10.0
-    body_seconds: float = 30.0
     deadline_seconds: float = 300.0
     drain_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if not (value >= 0 if name == "window" else value > 0):
                 raise ValueError(f"{name} {value}: must be above 0")

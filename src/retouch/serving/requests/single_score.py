@@ -11,12 +11,12 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch.data.quotes import quoted as quoted_text
+from retouch.front.memory import MemoryBudget
 from retouch.rewards.wire.bodies import decode_base64, parse_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
 from retouch.serving.requests.decoding import decode_images
 from retouch.serving.requests.limits import Limits
-from retouch.serving.requests.memory import MemoryBudget
 from retouch.types import Sample, Task
 
 _FILE = PictureHead(form="encoded")

@@ -7,27 +7,54 @@ open connections.
 import asyncio
 import functools
 import json
+import logging
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from retouch.front.log_rate import BoundedRate
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
-from retouch.serving.requests.limits import Limits
 
 BACKLOG = 128
 _RESERVE = 64 + 2 * BACKLOG  # file descriptors for logs, models, and connections that are accepted but not yet counted
 _MOST_DESCRIPTORS = 65536
 _LINGER_SECONDS = 10.0  # time for which the rest of an unread body is received and discarded, so that its sender can read the reply
 _WRITE_SECONDS = 30.0  # time for a client to read the rest of its reply
-_FRAMING = 8  # maximum bytes of framing for each byte of a body; chunks of one byte need five
+_BODY_PER_FRAMING = 8  # minimum bytes of a body for each byte of framing, so that chunks have 40 bytes or more
+_MOST_PIPELINED = 8  # requests that wait for the reply to an earlier request on the same connection
 
 
-def bounded_config(app: Any, limits: Limits, **options: Any) -> uvicorn.Config:
-    """Return uvicorn's configuration of a server with these limits on connections. ``options``: further options of
-    ``uvicorn.Config``."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontLimits:
+    """Sizes are in bytes, times in seconds.
+
+    ``max_connections``: open connections; fewer if the process may not open so many files. ``max_headers`` and
+    ``max_header_bytes``: headers of one request. ``header_seconds``: time for them to arrive. ``body_seconds`` and
+    ``min_body_rate``: time for a body to arrive, and bytes for which it may take one second more. ``max_memory_bytes``: bodies of
+    all requests together.
+    """
+
+    max_connections: int = 1024
+    max_headers: int = 100
+    max_header_bytes: int = 65536
+    header_seconds: float = 10.0
+    body_seconds: float = 10.0
+    min_body_rate: float = 2**19
+    max_memory_bytes: int = 2**30
+
+
+def bounded_config(app: Any, limits: FrontLimits, **options: Any) -> uvicorn.Config:
+    """Return uvicorn's configuration of a server with these limits on connections, which logs at a bounded rate.
+
+    ``options``: further options of ``uvicorn.Config``.
+    """
+    log = logging.getLogger("uvicorn.error")
+    if not any(isinstance(each, BoundedRate) for each in log.filters):
+        log.addFilter(BoundedRate())
     connections = Connections(min(limits.max_connections, _free_descriptors()))
     protocol: Any = functools.partial(BoundedProtocol, limits=limits, connections=connections)
     fixed: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False, "ws": "none"}
@@ -35,8 +62,8 @@ def bounded_config(app: Any, limits: Limits, **options: Any) -> uvicorn.Config:
 
 
 class Connections:
-    """The open connections, at most ``most``. If all are in use, a new connection replaces the oldest one that waits for a
-    request."""
+    """The open connections, at most ``most``. If all are in use, a new connection replaces the oldest one that waits for its client
+    or that has sent several requests at once."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -59,7 +86,7 @@ class Connections:
         return True
 
     def waits(self, connection: "BoundedProtocol", *, waiting: bool) -> None:
-        """Record whether the connection waits for a request, so that it may be replaced."""
+        """Record whether the connection waits for its client: for the rest of a request, or until the client reads the reply."""
         self._waiting.pop(connection, None)
         if waiting and connection in self._open:
             self._waiting[connection] = None
@@ -79,13 +106,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     The headers of a request must arrive within ``header_seconds`` after the connection or after their first byte, and have at most
     ``max_headers`` lines and ``max_header_bytes`` bytes. A request that exceeds a limit gets a reply with a fixed text, and the
-    connection is closed. If a body continues after the reply, it is discarded for 10 s.
+    connection is closed. If a body continues after the reply, it is discarded for 10 s. A client that reads nothing of its reply
+    for 30 s loses the connection.
     """
 
-    def __init__(self, *arguments: Any, limits: Limits, connections: Connections, **options: Any) -> None:
+    def __init__(self, *arguments: Any, limits: FrontLimits, connections: Connections, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._limits, self._counted = limits, connections
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._refusal: ErrorCode = "bad_request"
         self._header_lines = self._header_bytes = 0
         self._overhead = self._body_bytes = 0  # bytes of the current request: outside its body, and in its body
@@ -100,6 +129,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_by(None)
+        self._stop_waiting_for_reader()
         self._counted.closed(self)
         super().connection_lost(exc)
 
@@ -110,7 +140,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._expect_headers()
         self._overhead += len(data)
         super().data_received(data)
-        if self._overhead > self._limits.max_header_bytes + _FRAMING * self._body_bytes and not self.transport.is_closing():
+        if (
+            self._overhead > self._limits.max_header_bytes + self._body_bytes // _BODY_PER_FRAMING
+            and not self.transport.is_closing()
+        ):
             self._refuse("headers_too_large")
 
     def on_message_begin(self) -> None:
@@ -127,9 +160,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise _Refused
         self._end_by(None)
         self._in_request, self._expecting = True, False
-        self._counted.waits(self, waiting=False)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -143,6 +177,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._overhead = self._body_bytes = 0
         if self.cycle.response_complete and not self.pipeline:
             self._idle()
+        else:
+            self._counted.waits(self, waiting=bool(self.pipeline))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -153,6 +189,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._end_by(_LINGER_SECONDS)
         elif self.cycle.response_complete:
             self._idle()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(_WRITE_SECONDS, self.transport.abort)
+        self._counted.waits(self, waiting=True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_reader()
+        self._counted.waits(self, waiting=self._receiving or not self._in_request)
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
@@ -184,6 +230,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[status] + head.encode() + body)
         self.transport.close()
         self._end_by(_WRITE_SECONDS)
+
+    def _stop_waiting_for_reader(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
 
     def _end_by(self, seconds: float | None) -> None:
         """Abort the connection after ``seconds``. This replaces the previous deadline; None only removes it."""
