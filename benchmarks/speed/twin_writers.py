@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
-from retouch.core.advantages import group_relative
 from retouch.data.playground.tasks import PlaygroundData
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
@@ -25,6 +24,7 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.models.playground.family import PlaygroundModel
 from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import QwenWriter
+from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
@@ -146,11 +146,11 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
     phase = Phase(
         name="main",
         steps=range(len(pair.tasks) // TASKS_PER_STEP),
-        objective=PolicyGradient(clip_low=0.2, clip_high=0.2, entropy=True),  # TRL always measures the entropy
+        objective=PolicyGradient(clip_low=0.2, clip_high=0.2).build(entropy=True),  # TRL always measures the entropy
         batch=batch,
         order=torch.arange(ROWS),
         group=torch.arange(ROWS) // GROUP_SIZE,
-        advantage=lambda rewards, group: group_relative(rewards, group, ddof=1, clip=None),
+        advantage=GroupAdvantage(ddof=1, clip=None),
         normalise="token",
         max_length=None,
         epochs=1,

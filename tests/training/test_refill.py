@@ -11,6 +11,7 @@ import torch
 
 import tiny_loop
 import tiny_policies as tiny
+from image_levels import ROUNDING, encode, max_level_difference
 from retouch.assembly.phases import build_phase
 from retouch.cli import main
 from retouch.core.advantages import equal_groups, group_relative
@@ -75,7 +76,7 @@ def test_a_group_of_equal_rewards_is_replaced_and_the_others_stay():
     twin = tiny.policy(mode="window").rollout(collected.batch)
     torch.testing.assert_close(collected.trajectory.latents, twin.latents, atol=1e-5, rtol=0)
     images = run.renderer([collected.batch.tasks[k] for k in collected.batch.group], collected.trajectory)
-    assert [image.tobytes() for image in images] == [image.tobytes() for image in collected.images]
+    assert max_level_difference(encode(images), encode(collected.images)) <= ROUNDING  # they were rendered 12, 4 and 4 at a time
     wanted = group_relative(collected.judged.rewards, torch.arange(12) // 4)
     torch.testing.assert_close(collected.advantages, wanted[:, None].expand(-1, 2))
     assert (collected.advantages != 0).all()
