@@ -1,12 +1,13 @@
 """Compares the speed of cached decoding of image tokens to transformers' generate with the same grammar.
 
-    python benchmarks/engines/image_tokens.py
+    python benchmarks/engines/image_tokens.py [--rounds 3]
 
 The model is a random Emu3 of width 256 with four layers, and an image has 16 x 16 codes. Both sides use one thread, sample at
-temperature 1, and are measured in turn in one run; the results are medians of three rounds after a warm-up round. In `generate` the
+temperature 1, and are measured in turn in one run; the results are medians of the rounds after a warm-up round. In `generate` the
 grammar is a logits processor in Python that looks at the ids written so far, the usual implementation in a trainer.
 """
 
+import argparse
 import statistics
 import sys
 import time
@@ -26,10 +27,13 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.types import Batch
 
-SIDE, WIDTH, GROUPS, SAMPLES, ROUNDS = 16, 256, 4, 8, 3
+SIDE, WIDTH, GROUPS, SAMPLES = 16, 256, 4, 8
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    count = parser.parse_args().rounds
     torch.set_num_threads(1)
     editor = untrained()
     numbers = tuple(range(GROUPS))
@@ -47,7 +51,7 @@ def main() -> None:
         "cached decoding": lambda: cached(editor, batch, length),
         "generate, the grammar in Python": lambda: generated(editor, batch, length),
     }
-    rounds = [{name: timed(way, inside) for name, way in ways.items()} for _ in range(ROUNDS + 1)][1:]
+    rounds = [{name: timed(way, inside) for name, way in ways.items()} for _ in range(count + 1)][1:]
     print(f"| {GROUPS} x {SAMPLES} pictures of {SIDE} x {SIDE} codes | tokens a second | share of time in the model |")
     print("| --- | --- | --- |")
     for name in ways:

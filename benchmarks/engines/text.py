@@ -1,11 +1,12 @@
 """Compares the speed of cached decoding to transformers' generate and to its continuous batching, in turn in one run.
 
-    python benchmarks/engines/text.py
+    python benchmarks/engines/text.py [--rounds 3]
 
-The model is a tiny random Qwen2.5 on one thread. The results are tokens per second, medians of three rounds after a warm-up round.
+The model is a tiny random Qwen2.5 on one thread. The results are tokens per second, medians of the rounds after a warm-up round.
 With one stop token, almost all rows reach the longest length ("one length"); with 26 stop tokens, rows end at unequal lengths.
 """
 
+import argparse
 import logging
 import statistics
 import sys
@@ -24,22 +25,25 @@ from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.types import Batch
 
-GROUPS, SIZE, LONGEST, ROUNDS = 8, 8, 64, 3
+GROUPS, SIZE, LONGEST = 8, 8, 64
 PAGE = 32
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    count = parser.parse_args().rounds
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     print(f"| {GROUPS} tasks x {SIZE} rows, at most {LONGEST} tokens | `cached` | `generate` | `generate_batch` |")
     print("| --- | --- | --- | --- |")
     for width in (64, 256):
         for stops, words in ((1, "one length"), (26, "unequal lengths")):
-            rates = measured(width, stops)
+            rates = measured(width, stops, count)
             print(f"| width {width}, {words} | {' | '.join(f'{rate:.0f}' for rate in rates)} |")
 
 
-def measured(width: int, stops: int) -> list[float]:
+def measured(width: int, stops: int, count: int) -> list[float]:
     """The tokens per second of cached decoding, ``generate`` and ``generate_batch``."""
     shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4, "num_attention_heads": width // 32}
     writer = tiny_writers.writer(
@@ -47,7 +51,7 @@ def measured(width: int, stops: int) -> list[float]:
     )
     batch = tiny_writing.batch(tiny_writers.tasks(GROUPS, with_images=False), SIZE)
     ways = (lambda: cached(writer, batch), lambda: generated(writer, batch), lambda: batched(writer, batch))
-    rounds = [[rate(way) for way in ways] for _ in range(ROUNDS + 1)][1:]
+    rounds = [[rate(way) for way in ways] for _ in range(count + 1)][1:]
     return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
 

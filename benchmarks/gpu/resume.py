@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from target import Target
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "playground" / "grpo.jsonnet"
 STEPS, SAVE_EVERY = 6, 2
-POLL_SECONDS = 0.02
 TENSORS = ("weights", "optimizer")
 SETTINGS = (
     *(f"steps={STEPS}", f"checkpoints.every={SAVE_EVERY}", "tasks_per_step=4", "group_size=4", "microbatch=8"),
@@ -25,17 +23,31 @@ SETTINGS = (
 )
 """Settings of every run. They make few rows, because only bits are compared."""
 
+DIES = """
+import os, pathlib, runpy, signal, sys
+from retouch.distributed.stepper import ReplicatedStepper
+checkpoint, take = pathlib.Path(sys.argv.pop(1)), ReplicatedStepper.step
+def step(self, learning_rate):
+    if checkpoint.is_dir():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take(self, learning_rate)
+ReplicatedStepper.step = step
+runpy.run_module("retouch", run_name="__main__", alter_sys=True)
+"""
+"""``retouch``, which kills itself at the first optimizer step after the checkpoint that is its first argument: a process that is
+killed from outside may have ended before, on a fast machine."""
+
 
 def run(target: Target) -> Iterator[Finding]:
     """Make the runs in parallel, and compare the hashes of their last checkpoints."""
     modes = (True,) if target.tiny else (True, False)
     runs = {
-        (mode, name): _Training(target.scratch / f"{name}-{mode}", deterministic=mode, target=target)
+        (mode, name): _Training(target.scratch / f"{name}-{mode}", deterministic=mode, killed=name == "killed", target=target)
         for mode in modes
         for name in ("whole", "killed", *([] if target.tiny else ["repeated"]))
     }
     for mode in modes:
-        runs[mode, "killed"].kill_after(SAVE_EVERY)
+        runs[mode, "killed"].restart()
     for training in runs.values():
         training.finish()
     hashes = {key: training.hash() for key, training in runs.items()}
@@ -48,25 +60,19 @@ def run(target: Target) -> Iterator[Finding]:
 
 
 class _Training:
-    """A background process of ``retouch train`` that works in ``folder``."""
+    """A background process of ``retouch train`` that works in ``folder``. ``killed``: it kills itself in step SAVE_EVERY + 1."""
 
-    def __init__(self, folder: Path, *, deterministic: bool, target: Target) -> None:
+    def __init__(self, folder: Path, *, deterministic: bool, killed: bool, target: Target) -> None:
         folder.mkdir()
         self.folder = folder
         settings = [*SETTINGS, f"deterministic={str(deterministic).lower()}", f"device={target.device.type}", "name=resumed"]
-        self.command = [sys.executable, "-m", "retouch", "train", str(RECIPE), *_options(settings)]
-        self.process = self._start()
+        self.words = ["train", str(RECIPE), *_options(settings)]
+        self.process = self._start(*(("-c", DIES, str(self._checkpoint(SAVE_EVERY))) if killed else ()))
 
-    def kill_after(self, step: int) -> None:
-        """Kill the process as soon as the checkpoint of ``step`` exists, and start it again."""
-        while not self._checkpoint(step).is_dir():
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the run ended with exit code {self.process.returncode} before step {step}; see log.txt")
-            time.sleep(POLL_SECONDS)
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        if self._checkpoint(STEPS).is_dir():
-            raise RuntimeError("the run ended before it was killed")
+    def restart(self) -> None:
+        """Wait until the process has killed itself, and start the run again. RuntimeError if it ended in another way."""
+        if (code := self.process.wait()) != -signal.SIGKILL:
+            raise RuntimeError(f"{self.folder.name}: the run ended with exit code {code}, and was not killed; see log.txt")
         self.process = self._start()
 
     def finish(self) -> None:
@@ -84,8 +90,9 @@ class _Training:
     def _checkpoint(self, step: int) -> Path:
         return self.folder / "runs" / "resumed" / "checkpoints" / f"step-{step:06d}"
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(self.command, cwd=self.folder, stdin=subprocess.DEVNULL, env=dict(os.environ))
+    def _start(self, *program: str) -> "subprocess.Popen[bytes]":
+        words = [sys.executable, *(program or ("-m", "retouch")), *self.words]
+        return subprocess.Popen(words, cwd=self.folder, stdin=subprocess.DEVNULL, env=dict(os.environ))
 
 
 def _options(settings: Sequence[str]) -> list[str]:

@@ -112,7 +112,7 @@ def result_of(check: str, lines: Sequence[dict[str, Any]], *, ended: str | None,
 
 
 def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run: bool) -> list[Result]:
-    """Run the checks within ``seconds``.
+    """Run the checks within ``seconds``. The last check may take all the time that is left.
 
     After each check, its result is printed and written to ``folder/results.jsonl`` as a line of JSON. At the end, the table is
     written to ``folder/table.md``.
@@ -131,7 +131,7 @@ def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run:
                 if left < LEAST_SECONDS:
                     result = Result(check=check.name, status="not run", why="the time was over", seconds=0.0)
                 else:
-                    result = current.run(min(check.limit, left))
+                    result = current.run(min(check.limit, left) if following else left)
                 current.close()
                 results.append(result)
                 line = json.dumps(result.to_json())

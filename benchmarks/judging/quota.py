@@ -128,7 +128,7 @@ def main() -> None:
     options = {"processes": arguments.processes, "seconds": arguments.seconds}
     seen = measure({"requests_per_minute": REQUESTS}, **options)
     print("requests", json.dumps(shares([(came, 1.0) for came, _ in sorted(seen)], REQUESTS)), flush=True)
-    seen = measure({"units_per_minute": TOKENS, "largest": LARGEST}, **options)
+    seen = measure({"tokens_per_minute": TOKENS, "tokens_per_question": LARGEST}, **options)
     print("tokens", json.dumps(shares(sorted(seen), TOKENS)), flush=True)
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,11 @@ def test_checks_that_exceed_the_remaining_time_are_not_run(suite: ModuleType, tm
     assert [(result.status, result.why) for result in results] == [("not run", "the time was over")]
 
 
+def test_point_2_4_the_limits_of_all_checks_fit_the_deadline(suite: ModuleType) -> None:
+    run = runpy.run_path(str(FOLDER / "run.py"))
+    assert sum(check.limit for check in run["CHECKS"]) <= 60 * run["MINUTES"] - suite.RESERVED_SECONDS
+
+
 def test_the_plain_loop_computes_the_same_sde_steps_as_the_library() -> None:
     sys.path.insert(0, str(FOLDER))
     try:
@@ -124,6 +130,32 @@ def test_the_plain_loop_computes_the_same_sde_steps_as_the_library() -> None:
     torch.testing.assert_close(std.flatten(), expected.step_std)
     constant = expected.log_prob - plain.log_density(following, mean, std)  # cancels in every ratio
     torch.testing.assert_close(constant, torch.full((3,), -0.5 * math.log(2 * math.pi)))
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was restarted"),
+        ("", "killed-True: the run ended with exit code 0, and was not killed"),
+        ("raise SystemExit(3)", "killed-True: the run ended with exit code 3, and was not killed"),
+    ],
+)
+def test_point_2_4_a_run_that_ends_before_it_is_killed_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, expected: str
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("resume", "findings", "target")
+    try:
+        resume = importlib.import_module("resume")
+        monkeypatch.setattr(resume, "DIES", program)
+        target = SimpleNamespace(tiny=True, scratch=tmp_path, device=torch.device("cpu"))
+        training = resume._Training(tmp_path / "killed-True", deterministic=True, killed=True, target=target)
+        monkeypatch.setattr(training, "_start", lambda: pytest.fail("was restarted"))
+        with pytest.raises((RuntimeError, pytest.fail.Exception), match=expected):
+            training.restart()
+    finally:
+        for name in names:
+            sys.modules.pop(name, None)
 
 
 def test_the_sglang_check_is_not_run_if_sglang_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
