@@ -13,6 +13,8 @@ import torch
 from findings import NotRun
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retouch.distributed.ranks import find_device
+
 PUBLISHED_FLOPS = {"h100": 989.4e12, "h200": 989.4e12, "a100-80gb": 312e12, "a100-40gb": 312e12}
 """Dense FLOP/s in bfloat16 from NVIDIA's data sheets (SXM); an MFU is a share of them."""
 
@@ -163,4 +165,4 @@ def open_target(folder: Path, *, scratch: Path, dry_run: bool) -> Target:
     if not torch.cuda.is_available():
         raise NotRun("this machine has no CUDA device; a dry run on the CPU needs --dry-run")
     torch.cuda.set_device(0)
-    return Target(torch.device("cuda", 0), tiny=False, folder=folder, scratch=scratch)
+    return Target(find_device("cuda:0"), tiny=False, folder=folder, scratch=scratch)

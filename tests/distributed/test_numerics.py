@@ -45,10 +45,10 @@ def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_p
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     off = {
         **{"deterministic": False, "warns": False, "workspace": None, "flash_attention": None},
-        **{"cudnn_attention": True, "tf32": [False, False]},
+        **{"cudnn_attention": False, "tf32": [False, False]},
     }
     assert found["plain"]["settings"] == off
-    on = {**off, "deterministic": True, "workspace": ":4096:8", "flash_attention": "1", "cudnn_attention": False}
+    on = {**off, "deterministic": True, "workspace": ":4096:8", "flash_attention": "1"}
     assert found["exact"]["settings"] == on
     assert len(found["plain"]["metrics"]) == 2
     assert found["exact"]["metrics"] == found["plain"]["metrics"]

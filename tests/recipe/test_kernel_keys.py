@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import tiny_models
+from retouch.distributed.placement import init_distributed_from_recipe
+from retouch.distributed.ranks import find_device, scoring_device
 from retouch.doctor.device import PlannedDevice, check_kernels
 from retouch.models.sd3.family import SD3Model
 from retouch.recipe.derived.differences import differences
@@ -45,6 +47,17 @@ def test_the_doctor_tries_the_attention_backend(name: str, status: str) -> None:
     (planned,) = check_kernels(recipe(f"policy.attention={name}"), PlannedDevice("h100", 1, None))
     assert "not tried, because h100 is not in this machine" in planned.text
     assert list(check_kernels(recipe(), HERE)) == []
+
+
+def test_point_2_4_cudnn_attention_is_used_only_if_the_recipe_names_it() -> None:
+    for find in (lambda: find_device("cpu"), scoring_device, lambda: init_distributed_from_recipe(recipe())):
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        find()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    (finding,) = check_kernels(recipe("policy.model.dtype=bfloat16"), PlannedDevice("h100", 1, None))
+    assert "torch's FlashAttention, and memory-efficient attention where there is a mask; cuDNN's" in finding.text
+    (named,) = check_kernels(recipe("policy.attention=_native_cudnn"), PlannedDevice("h100", 1, None))
+    assert "policy.attention _native_cudnn: not tried" in named.text
 
 
 @torch.no_grad()

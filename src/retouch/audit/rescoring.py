@@ -11,11 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from retouch.audit.images import RunImages
 from retouch.audit.ledger_view import RESCORED, LedgerSample, LedgerView, select_samples
 from retouch.audit.tasks import RunTasks
+from retouch.distributed.ranks import scoring_device
 from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_reward
@@ -55,7 +54,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
     tasks = RunTasks(parse(RunFolder(run).read_recipe()["recipe"]))
     with closing(Database(run / RESCORED / f"{called}.sqlite")) as database:
         cache = AnswerCache(database)
-        reward = section.build(device=_device(), keep=lambda made: with_cache(made, cache))
+        reward = section.build(device=scoring_device(), keep=lambda made: with_cache(made, cache))
         try:
             journal = Journal(database, judge=_require_same_judge(database, reward))
             new, absent = _score(reward, journal, with_image, images=images, tasks=tasks)
@@ -123,7 +122,3 @@ def _require_same_judge(database: Database, reward: Reward) -> str:
     if others:
         raise ValueError(f"{database.path} has the scores of another reward; give another --name, or remove the file")
     return own
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import sys
-import traceback
 from collections.abc import MutableMapping, Sequence
 from importlib import import_module
 from typing import NoReturn
@@ -100,10 +99,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _message(error: Exception) -> tuple[str, int] | None:
     """The text for the user about an error, and the exit code; None for an error that needs a traceback."""
-    from retouch.config.imports import imported_code_error
+    from retouch.config.imports import imported_code_error, is_user_error
 
     ranks = sys.modules.get("retouch.distributed.ranks")
-    if isinstance(error, ValueError) and _is_user_error(error):
+    if is_user_error(error):
         return str(error), _USER_ERROR
     if isinstance(error, OSError) and error.filename is not None:
         return _explained(error), _USER_ERROR
@@ -171,9 +170,3 @@ def _explained(error: OSError) -> str:
     """Describe an error of the operating system: the file, the reason, and what to do about it."""
     advice = _ADVICE.get(error.errno or 0)
     return f"{error.filename}: {error.strerror}" + ("" if advice is None else f"; {advice}")
-
-
-def _is_user_error(error: ValueError) -> bool:
-    """Whether this package raised the error, and not a library: then the message is written for the user."""
-    raised_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-    return str(raised_in.f_globals.get("__name__", "")).split(".")[0] == "retouch"

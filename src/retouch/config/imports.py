@@ -58,6 +58,12 @@ def locate(module: str) -> str | None:
     return spec.origin or top
 
 
+def is_user_error(error: BaseException) -> bool:
+    """Whether this package raised a ValueError itself, and not a library in it: then the message is written for the user."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return isinstance(error, ValueError) and str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "retouch"
+
+
 def user_code_error(error: BaseException, what: str) -> ValueError | None:
     """The message for the user about an error that their own code raised in ``what`` (an import, a call), with its file and line.
 

@@ -83,7 +83,6 @@ def set_numerics(recipe: Recipe) -> None:
         # Do not set warn_only: with it, memory-efficient attention would keep its non-deterministic atomic sums.
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_cudnn_sdp(False)
         # Filling uninitialised memory costs time and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -130,7 +130,13 @@ def destroy_distributed() -> None:
 
 
 def find_device(device: str) -> torch.device:
-    """Return the torch device for ``device``; "auto": CUDA, then MPS, then CPU. Raises ValueError if the device does not exist."""
+    """Return the torch device for ``device``; "auto": CUDA, then MPS, then CPU. Raises ValueError if the device does not exist.
+
+    From then on, this process uses cuDNN's attention only where ``policy.attention`` names it (``_native_cudnn``). Its backward
+    pass can access memory illegally (torch 2.11 on an H100), which no code can catch. torch takes FlashAttention instead, or
+    memory-efficient attention for masks and fp32.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -141,3 +147,8 @@ def find_device(device: str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return chosen
+
+
+def scoring_device() -> str:
+    """Return the device of reward models where nothing names one: the first GPU of this process, or the CPU."""
+    return str(find_device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -72,7 +72,14 @@ def check_kernels(recipe: Recipe, target: PlannedDevice | None) -> Iterator[Find
     chosen = {"policy.model.attention": getattr(policy.model, "attention", "sdpa")} if policy.is_autoregressive else {}
     chosen |= {f"policy.{key}": getattr(policy, key, None) for key in ("attention", "compile")}
     named = ", ".join(f"{key} {value}" for key, value in chosen.items() if value not in (None, "sdpa"))
-    if not named or target is None:
+    if target is None:
+        return
+    attention = getattr(policy, "attention", None) or getattr(policy.model, "attention", "sdpa")
+    if attention == "sdpa" and (target.device is None or target.device.type == "cuda"):
+        fp32 = getattr(policy.model, "dtype", "float32") == "float32"
+        kernel = "memory-efficient attention" if fp32 else "FlashAttention, and memory-efficient attention where there is a mask"
+        yield note("kernels", f"attention: torch's {kernel}; cuDNN's, which can crash, only with policy.attention=_native_cudnn")
+    if not named:
         return
     if target.device is None:
         yield note("kernels", f"{named}: not tried, because {target.name} is not in this machine")

@@ -18,12 +18,12 @@ from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.derived.judge_calls import Calls
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
-from retouch.rehearsal.command import ERRORS, smallest_changes
+from retouch.rehearsal.command import ERRORS, explained, smallest_changes
 from retouch.rehearsal.counting import machines
 from retouch.rehearsal.counting.machines import MACHINES, Machine
 from retouch.rehearsal.loading import UnknownConfiguration
 from retouch.rehearsal.parallel import quiet
-from retouch.rehearsal.report import error_line, fits, holders, hours, largest, needed, seconds, step_work
+from retouch.rehearsal.report import fits, holders, hours, largest, needed, seconds, step_work
 from retouch.rehearsal.rewards import uncounted_rewards
 from retouch.rehearsal.step import Rehearsed, rehearse
 
@@ -57,7 +57,8 @@ def _rehearsed(recipe: Recipe, machine: Machine, given: Mapping[str, Any]) -> tu
     except UnknownConfiguration as error:
         return [note("memory", f"not known: {error}")], None
     except ERRORS as error:
-        return [failed("rehearsal", error_line(error), fix="correct the recipe as the message says")], None
+        text, fix = explained(error)
+        return [failed("rehearsal", text, fix=fix)], None
     return list(_findings(recipe, machine, found, **given)), found.checkpoint
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 
 from retouch.assembly.assembly import Assembly, assemble
+from retouch.config.imports import is_user_error
 from retouch.distributed.ranks import Ranks
 from retouch.doctor import checks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
@@ -43,6 +44,8 @@ def check_trial(recipe: Recipe, ranks: Ranks, *, steps: Sequence[int] | None = N
                 else failed("trial step", check.text, fix=_suggested_fix(recipe, check.name))
             )
     except ValueError as error:
+        if not is_user_error(error):
+            raise
         yield failed("trial step", str(error), fix="correct the recipe as the message says")
     except torch.OutOfMemoryError as error:
         yield failed("trial step", f"{ranks.device} is full: {error}", fix=smaller)

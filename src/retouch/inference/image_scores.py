@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from retouch.data.images import load_image, load_mask
+from retouch.distributed.ranks import scoring_device
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_combined
 from retouch.records.files import jsonable
 from retouch.rewards.base import close
@@ -73,7 +74,7 @@ def score_files(
     """
     document = read_combined(reward)
     section = parse_reward(document, allow_imports=modules_in_argument(reward))
-    built = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
+    built = section.build(device=scoring_device())
     try:
         columns = dict(built.columns)
         combined = combination(section.combine, columns) if document.get("combine") else None

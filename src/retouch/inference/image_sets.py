@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
-import torch
 from PIL import Image
 
 from retouch.core.set_distances import frechet_distance, kernel_distance
 from retouch.data.images import SUFFIXES, load_image
+from retouch.distributed.ranks import scoring_device
 from retouch.rewards.scorers.inception import inception_features
 from retouch.rewards.scorers.style import dinov2_features
 
@@ -67,7 +67,7 @@ def distances_of_folders(
     else:
         raise ValueError("give the weights of one network: inception for FID, or dinov2 for FD-DINOv2")
     one, other = (ImageFiles.of_folder(folder) for folder in (images, references))
-    features = encode(one, other, device="cuda" if torch.cuda.is_available() else "cpu")
+    features = encode(one, other, device=scoring_device())
     return SetDistances(name, frechet_distance(*features), kernel_distance(*features), len(one), len(other))
 
 

@@ -55,9 +55,10 @@ class DenoisingPolicyKeys(Section):
     only once, separately, and stores the result on disk, with the text encoders in CPU memory. The results differ by rounding."""
     attention: str | None = Field(default=None, exclude_if=operator.not_)
     """Attention backend of diffusers in the transformer, such as ``flash`` or ``_flash_3``. The backend is tried before anything is
-    loaded, and `retouch doctor` names the backends that can train here. Null uses torch's own attention, which chooses among its
-    kernels. FlashAttention backends accept no mask, but Qwen-Image needs a mask for batches of prompts of unequal length. Ignored
-    when a trained policy is used for inference."""
+    loaded, and `retouch doctor` names the backends that can train here. Null uses torch's FlashAttention, or its
+    memory-efficient attention for masks and fp32. cuDNN's attention (``_native_cudnn``) is a few percent faster on Hopper, but its
+    backward pass can end the process with an illegal memory access. FlashAttention backends accept no mask, but Qwen-Image needs a
+    mask for batches of prompts of unequal length. Ignored when a trained policy is used for inference."""
     compile: Literal["regional"] | None = Field(default=None, exclude_if=operator.not_)
     """``regional`` compiles the transformer's blocks with torch.compile; blocks of the same structure are compiled once. This takes
     some minutes at the start of a run; then there are fewer and larger kernels. Weights, checkpoints and exports stay the same.

@@ -1,9 +1,12 @@
 """``retouch doctor RECIPE --rehearse``: rehearses a step, prints the report, and suggests changes that make a recipe fit."""
 
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import TextIO
 
+from retouch.config.imports import is_user_error
 from retouch.data.examination import available_cpus
 from retouch.recipe.recipe import Recipe, parse
 from retouch.rehearsal.changes import LEAST_GAIN, changes
@@ -29,7 +32,7 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
     try:
         found = rehearse(recipe, target, world=world, full_depth=full_depth, processes=available_cpus())
     except ERRORS as error:
-        out.write(f"FAILED rehearsal: {error_line(error)}\n")
+        out.write("FAILED rehearsal: {}\n  fix: {}\n".format(*explained(error)))
         return 1
     for line in lines(found, target):
         out.write(line + "\n")
@@ -43,6 +46,20 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
         settings, size = suggested
         out.write(f"it fits with {size / 1e9:.2f} GB after: {' '.join(f'--set {each}' for each in settings)}\n")
     return 1
+
+
+def explained(error: Exception) -> tuple[str, str]:
+    """Return the text of an error that a rehearsal raised, and what to do about it.
+
+    Only a message that this package wrote for the user speaks of the recipe. The traceback of another error is printed.
+    """
+    if is_user_error(error):
+        return str(error), "correct the recipe as the message says"
+    traceback.print_exception(error, file=sys.stderr)
+    return error_line(error), (
+        "the recipe is not the cause: report this error of Retouch with the traceback above, or correct your own class if it is "
+        "there; --no-rehearsal skips the rehearsal"
+    )
 
 
 def smallest_changes(

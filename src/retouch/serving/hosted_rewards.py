@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-import torch
-
 from retouch.config.consent import classes_named
 from retouch.config.imports import module_of
+from retouch.distributed.ranks import scoring_device
 from retouch.protocols import Reward
 from retouch.recipe.reward_arguments import modules_in_argument, parse_reward, read_reward
 from retouch.rewards import identity
@@ -88,7 +87,7 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
     Raises ValueError if it cannot be built.
     """
-    reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=device())
+    reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=scoring_device())
     prefix = "" if sole and not spec.named else f"{spec.name}/"
     public = {name: f"{prefix}{name}" for name in reward.columns}
     return HostedReward(spec.name, reward, public, fingerprint(spec.section, reward))
@@ -108,11 +107,6 @@ def rebuild(spec: RewardSpec, old: HostedReward) -> HostedReward:
 def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
     """Return a hash of the reward's section and of ``identity.describe``, 16 hexadecimal digits."""
     return identity.short([dict(section), identity.describe(reward)])
-
-
-def device() -> str:
-    """Return the device of models whose section names none: the replica's first GPU, or the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def require_name(name: str) -> None:

@@ -54,9 +54,10 @@ def serve(
 
 
 def _hosted(given: Any, *, sole: bool) -> HostedReward:
+    from retouch.distributed.ranks import scoring_device
     from retouch.rewards.base import RewardSection
     from retouch.rewards.function import FunctionReward
-    from retouch.serving.hosted_rewards import HostedReward, build, device, fingerprint, parse_specs
+    from retouch.serving.hosted_rewards import HostedReward, build, fingerprint, parse_specs
 
     if isinstance(given, str):
         (spec,) = parse_specs([given])
@@ -66,7 +67,7 @@ def _hosted(given: Any, *, sole: bool) -> HostedReward:
         reward = FunctionReward.of(reward)
     section = reward.model_dump(mode="json") if isinstance(reward, RewardSection) else {}
     if isinstance(reward, RewardSection):
-        reward = reward.build(device=device())
+        reward = reward.build(device=scoring_device())
     name = str(getattr(reward, "name", None) or section.get("kind") or type(reward).__name__.lower())
     public = {column: column if sole else f"{name}/{column}" for column in reward.columns}
     return HostedReward(name, reward, public, fingerprint(section, reward))

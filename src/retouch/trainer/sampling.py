@@ -92,6 +92,7 @@ def sample(
     """
     import torch
 
+    from retouch.distributed.ranks import scoring_device
     from retouch.models.common.parts import evaluating
 
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -109,7 +110,7 @@ def sample(
     if problems := list(sampling.problems("rollout")):
         raise ValueError("\n".join(problems))
     with live_objects(objects):
-        model = section.build(device=torch.device(device or getattr(pipe, "device", None) or _usual_device()))
+        model = section.build(device=torch.device(device or getattr(pipe, "device", None) or scoring_device()))
     tasks = [Task(str(row), prompt, () if images is None else (images[row],)) for row, prompt in enumerate(prompts)]
     with evaluating(model.module):
         parts = list(_groups(model, sampling, tasks, group_size=group_size, seed=seed, at_once=max(1, batch // group_size)))
@@ -141,9 +142,3 @@ def _groups(model: Any, sampling: DenoisingRollout, tasks: Sequence[Task], *, gr
         )
         trajectory = policy.rollout(batch)
         yield LatentRenderer(model)([some[row] for row in group], trajectory), trajectory
-
-
-def _usual_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,6 +14,7 @@ from retouch.benchmarks.judges.measures import SHOWN
 from retouch.benchmarks.judges.own_ladders import read_ladders
 from retouch.benchmarks.judges.page import write_page
 from retouch.benchmarks.judges.result import JudgeAudit, RungMean
+from retouch.distributed.ranks import scoring_device
 from retouch.playground.world.scenes import SIZE
 from retouch.protocols import Reward
 from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_combined
@@ -76,7 +77,7 @@ def judge_audit(
         audited.append(_combination(section, reward, column))
         return audited[0]
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = device or scoring_device()
     asked = ask(
         section,
         combined,

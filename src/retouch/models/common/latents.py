@@ -12,7 +12,7 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
-from PIL.Image import Image
+from PIL.Image import Image, fromarray
 from torch import Tensor
 
 from retouch.models.common.parts import evaluating
@@ -108,9 +108,10 @@ class Latents:
     def decode(self, x: Float[Tensor, "r ..."], size: Size) -> list[Image]:
         """Decode clean x to images."""
         with evaluating(self.vae):
-            pixels = self._decoded(x, size)
-        images: list[Image] = self._images.postprocess(pixels)
-        return images
+            pixels = self.decode_tensors(x, size)
+        # Rounded on the device, as diffusers does on the host: the host then copies and holds a quarter of the bytes.
+        levels = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+        return [fromarray(image.numpy()) for image in levels]
 
     def decode_tensors(self, x: Float[Tensor, "r ..."], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
         """Decode clean x to images from 0 to 1, with gradient in x.

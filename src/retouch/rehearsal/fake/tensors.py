@@ -70,9 +70,12 @@ class FakeTensor(Tensor):
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first"
-        )
+        """Made-up values for a tensor in host memory: one element, broadcast to the tensor's shape, which needs no memory."""
+        if self.device != CPU and not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it to host memory first"
+            )
+        return torch.ones((), dtype=self.dtype).expand(self.shape).numpy()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"FakeTensor({tuple(self.shape)}, {self.dtype}, {self.device})"

@@ -1,0 +1,59 @@
+"""Rehearses a step of a recipe at several image sizes, with small and with large chunks, and with few blocks of its models.
+
+    python rehearsed_sizes.py NAME
+
+Prints a JSON line per case: the settings, and the error or the rehearsed stages.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from unittest.mock import patch
+
+from retouch.recipe.recipe import load
+from retouch.rehearsal import step
+from retouch.rehearsal.command import ERRORS
+from retouch.rehearsal.counting.machines import MACHINES
+from retouch.rehearsal.report import error_line
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__RUN_NAME", "APP__REWARD_FUNCTION_API_BASE")
+SIDES, LARGE = (512, 768, 1024), 128
+
+
+def main(name: str) -> None:
+    os.environ.update(dict.fromkeys(VARIABLES, "http://localhost"))
+    file = ROOT / "recipes" / f"{name}.jsonnet"
+    recipe = load(file)
+    sized = next(
+        (
+            key
+            for key, model in (("policy.model", recipe.policy.model), ("renderer.model", recipe.image_model))
+            if getattr(model, "size", None)
+        ),
+        None,
+    )
+    tasks = -(-LARGE // recipe.group_size)
+    for side in SIDES if sized else (None,):
+        for chunk in (recipe.group_size, LARGE):
+            changes = ["ranks=1", f"tasks_per_step={tasks + -tasks % recipe.minibatches}", f"rollout.chunk={chunk}"]
+            changes += [f"eval.batch={min(chunk, LARGE)}", f"eval.tasks={min(chunk, LARGE)}"]
+            changes += [] if side is None else [f"{sized}.size=[{side},{side}]"]
+            line: dict[str, object] = {"changes": changes}
+            try:
+                # Errors do not depend on the depth, so the smaller of the two rehearsals is enough.
+                with patch.object(step, "each_in_turn", lambda run, first, second: (run(first),) * 2):
+                    line["stages"] = list(step.rehearse(load(file, changes), MACHINES["h200"]).stages)
+            except ERRORS as error:
+                line["error"] = error_line(error)
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    main(sys.argv[1])
