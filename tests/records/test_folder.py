@@ -18,6 +18,7 @@ from PIL import Image
 
 from retouch.records import files
 from retouch.records.folder import RunFolder
+from retouch.records.libraries import versions
 from retouch.records.repair import keep_until
 from retouch.records.samples import SampleRecord
 from retouch.records.summary import Summary
@@ -193,9 +194,44 @@ def test_the_recorded_commit_is_that_of_the_current_directory(tmp_path: Path, mo
     head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     folder.write_recipe({})
     assert folder.read_recipe()["versions"]["git"] == head
-    (tmp_path / "file").write_text("2")
-    folder.write_recipe({})
-    assert folder.read_recipe()["versions"]["git"] == head + "+changes"
+    subprocess.run([*git, "pack-refs", "--all"], check=True)
+    assert versions(tmp_path)["git"] == head
+    subprocess.run([*git, "worktree", "add", "-q", "-b", "feature/two", str(tmp_path / "other")], check=True, capture_output=True)
+    assert versions(tmp_path / "other")["git"] == head
+    subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
+    assert versions(tmp_path)["git"] == head
+
+
+@pytest.mark.parametrize("head", ["ref: refs/../../secret", "ref: /secret", "ref: ../secret", "secret", "ref: refs/heads/pipe", ""])
+def test_point_3_1_a_hostile_git_folder_reveals_nothing_and_is_not_waited_for(head: str, tmp_path: Path) -> None:
+    (tmp_path / ".git" / "refs" / "heads").mkdir(parents=True)
+    (tmp_path / "secret").write_text("a password")
+    os.mkfifo(tmp_path / ".git" / "refs" / "heads" / "pipe")
+    (tmp_path / ".git" / "HEAD").write_text(head)
+    assert "git" not in versions(tmp_path)
+
+
+@pytest.mark.parametrize("buried", [False, True])
+def test_point_3_1_no_program_that_a_git_folder_names_is_run(buried: bool, tmp_path: Path) -> None:
+    place = tmp_path / "clone" / "data"
+    place.mkdir(parents=True)
+    (place / "file").write_text("1")
+    (place / ".gitattributes").write_text("* filter=x\n")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(place)]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    with (place / ".git" / "config").open("a") as config:
+        config.write(f'[core]\n\tfsmonitor = {program}\n\tworktree = {place}\n[filter "x"]\n\tclean = {program}\n')
+    (place / "file").write_text("2")
+    if buried:  # a bare repository, which a clone can contain as ordinary files
+        for path in (place / ".git").iterdir():
+            path.rename(place / path.name)
+        (place / ".git").rmdir()
+    assert ("git" in versions(place)) is not buried
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_summary_contains_the_share_of_the_gap_that_was_closed(tmp_path: Path) -> None:

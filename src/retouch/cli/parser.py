@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # this is the program; a caller in Python keeps its own streams
         redact_output()
     words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        from retouch.config.children import protect
+
+        protect(os.environ)
     arguments = build_parser(words).parse_args(words)
     shorten_spinning(os.environ)
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from retouch.config import children
+
 LAUNCHER = "RETOUCH_LAUNCHER"
 STORE = "RETOUCH_RANK_STORE"
 """The variable with the path of the file through which the ranks of ``retouch launch`` find each other."""
@@ -42,7 +44,8 @@ def guardian() -> Iterator[Callable[["subprocess.Popen[bytes]"], "subprocess.Pop
     exception, ends the guardian.
     """
     reader = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _PROGRAM],
+        children.python("-I", "-S", "-c", _PROGRAM),
+        env=children.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
+from retouch.config.children import spawning
 from retouch.data.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.estimate import cost_of, ranks_of, time_of
@@ -46,7 +46,7 @@ def check_rehearsal(
     sys.stderr.write("rehearsing one step at full size, to find its memory and time; --no-rehearsal skips this\n")
     sys.stderr.flush()
     given = {"world": world, "timed": timed, "price": price, "calls": calls}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+    with spawning() as context, ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(_rehearsed, recipe, machine, given).result()
 
 

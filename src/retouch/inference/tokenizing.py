@@ -7,7 +7,6 @@ several shards may end at the same time.
 
 import hashlib
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from retouch.config import consent
+from retouch.config import children, consent
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -83,7 +82,7 @@ def tokenize(job: Job, *, processes: int = 1) -> Path:
     if processes == 1:
         found = tokenize_shard(job, 0, of=1)
     else:
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with children.spawning() as context, ProcessPoolExecutor(processes, mp_context=context) as pool:
             found = [*pool.map(partial(tokenize_shard, job, of=processes), range(processes))][-1]
             found = merge(job.out, of=processes) if found is None else found
     assert found is not None, "every shard has ended"

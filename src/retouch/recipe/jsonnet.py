@@ -3,9 +3,10 @@
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from retouch.config import children
 
 SECONDS = 60
 SUFFIXES = (".jsonnet", ".libsonnet", ".json")
@@ -81,10 +82,10 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
         "seconds": SECONDS + 1,  # of CPU time: it also ends a child whose parent was killed
     }
     try:
-        command = [sys.executable, "-P", "-c", _PROGRAM]
         # The child limits what it writes to standard output; std.trace writes any amount of text to standard error.
         done = subprocess.run(
-            command,
+            children.python("-c", _PROGRAM),
+            env=children.environment(),
             input=json.dumps(asked).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,13 +1,17 @@
 """The libraries of a run: checks that they are installed, records their versions, and silences their output."""
 
 import platform
-import subprocess
+import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from retouch.records.files import read_bytes
+
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_MOST_BYTES = 64 * 2**20
 
 
 def require_trackers(names: Iterable[str]) -> None:
@@ -23,8 +27,8 @@ def require_trackers(names: Iterable[str]) -> None:
 def versions(folder: Path) -> dict[str, str]:
     """Return the versions of Python, Retouch and the libraries, the platform, and the git commit checked out in ``folder``.
 
-    Packages that are not installed are left out, and so is the commit if ``folder`` is not in a git checkout. The suffix "+changes"
-    marks a checkout with uncommitted changes.
+    Packages that are not installed are left out, and so is the commit if ``folder`` is not in a git checkout. Changes that are not
+    committed are not recorded: only git could find them, and git runs programs that a folder's ``.git/config`` names.
     """
     found = {"python": platform.python_version()}
     for package in ("retouch", *PACKAGES):
@@ -33,9 +37,8 @@ def versions(folder: Path) -> dict[str, str]:
         except PackageNotFoundError:
             continue
     found["platform"] = platform.platform()
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit:
-        found["git"] = commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    if commit := _commit(folder):
+        found["git"] = commit
     return found
 
 
@@ -53,10 +56,37 @@ def silence_libraries() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    """Return the output of git; empty if git is not installed or ``folder`` is not in a checkout."""
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+def _commit(folder: Path) -> str:
+    """Return the commit that is checked out in ``folder``, read from git's files; empty if they do not name one."""
+    home = folder.resolve()
+    for place in (home, *home.parents):
+        if (git := place / ".git").exists():
+            try:
+                if git.is_file():  # a worktree or a submodule
+                    git = place / _text(git).removeprefix("gitdir: ")
+                head = _text(git / "HEAD")
+                name = head.removeprefix("ref: ")
+                return head if name == head and _COMMIT.fullmatch(head) else _commit_of(git, name)
+            except (OSError, ValueError):
+                return ""
+    return ""
+
+
+def _commit_of(git: Path, name: str) -> str:
+    """Return the commit of a branch. Raises OSError or ValueError if git's files cannot be read."""
+    shared = git / _text(git / "commondir") if (git / "commondir").exists() else git
+    if ".." not in name and name.startswith("refs/"):
+        for loose in (git / name, shared / name):
+            if loose.exists():
+                commit = _text(loose)
+                return commit if _COMMIT.fullmatch(commit) else ""
+    if (packed := shared / "packed-refs").exists():
+        for line in _text(packed).splitlines():
+            commit, _, branch = line.partition(" ")
+            if branch == name and _COMMIT.fullmatch(commit):
+                return commit
+    return ""
+
+
+def _text(path: Path) -> str:
+    return read_bytes(path.resolve(), most=_MOST_BYTES).decode().strip()

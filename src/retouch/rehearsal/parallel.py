@@ -1,12 +1,12 @@
 """Two rehearsals at the same time: one in this process, and one in a second process."""
 
 import logging
-import multiprocessing
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
+from retouch.config.children import spawning
 from retouch.records.libraries import silence_libraries
 
 _log = logging.getLogger(__name__)
@@ -26,8 +26,8 @@ def both(function: Callable[[A], R], first: A, second: A) -> tuple[R, R]:
     An error of the first argument is raised. If the second process fails, its work is repeated in this process, so that an error
     has its traceback.
     """
-    context = multiprocessing.get_context("spawn")  # a forked process would inherit locks that threads of torch hold
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=quiet) as pool:
+    # A forked process would inherit locks that threads of torch hold.
+    with spawning() as context, ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=quiet) as pool:
         waiting = pool.submit(function, second)
         result = function(first)
         error = waiting.exception()

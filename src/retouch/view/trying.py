@@ -4,7 +4,6 @@ process.
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from retouch.config import children
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
 from retouch.view.bodies import read_object, refused
@@ -98,8 +98,10 @@ class TrialWorker:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
-            command = (sys.executable, "-m", "retouch.view.trial_worker")
-            self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES)
+            command, env = children.python("-m", "retouch.view.trial_worker"), children.environment()
+            self._process = await asyncio.create_subprocess_exec(
+                *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
+            )
             self._errors.clear()
             self._reading = asyncio.create_task(self._keep_errors(self._process))
         return self._process

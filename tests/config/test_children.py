@@ -1,0 +1,128 @@
+"""Interpreters and programs that Retouch starts take nothing from the current folder."""
+
+import ast
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import retouch
+from retouch.config import children
+from retouch.distributed.guardian import guardian
+from retouch.recipe.jsonnet import evaluate_jsonnet
+from retouch.view.trying import TrialWorker
+
+SOURCE = Path(retouch.__file__).parent
+STARTERS = {
+    "distributed/guardian.py": {"subprocess.Popen"},
+    "distributed/launching.py": {"subprocess.Popen"},
+    "recipe/jsonnet.py": {"subprocess.run"},
+    "view/trying.py": {"asyncio.create_subprocess_exec"},
+    # These fork, so they start no interpreter; `children` itself starts those that do not fork.
+    "config/children.py": {"multiprocessing.get_context('spawn')"},
+    "data/examination.py": {"multiprocessing.get_context('fork')"},
+    "serving/supervisor.py": {"multiprocessing.get_context('fork')"},
+}
+"""The calls in the source that start a process."""
+NAMES = ("numpy", "torch", "struct", "pickle", "socket", "json", "sitecustomize", "usercustomize", "rjsonnet", "retouch")
+
+
+def calls(path: Path) -> Iterator[ast.Call]:
+    yield from (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+
+
+def starts(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    process = ("subprocess.Popen", "subprocess.run", "subprocess.call", "subprocess.check_", "asyncio.create_sub")
+    system = (
+        "os.exec",
+        "os.spawn",
+        "os.posix_spawn",
+        "os.system",
+        "os.popen",
+        "pty.",
+        "multiprocessing.get_context",
+        "get_context",
+    )
+    return name.startswith((*process, *system)) or name in ("multiprocessing.Process", "multiprocessing.Pool", "Popen", "Process")
+
+
+def test_point_3_2_no_process_is_started_around_the_launcher() -> None:
+    found: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        place = path.relative_to(SOURCE).as_posix()
+        for call in filter(starts, calls(path)):
+            name = ast.unparse(call.func)
+            found.setdefault(place, set()).add(ast.unparse(call) if "get_context" in name else name)
+            if "multiprocessing" not in name:
+                text = path.read_text()
+                assert "children.python(" in text
+                assert "children.environment()" in text
+                assert any(word.arg == "env" for word in call.keywords), f"{place}:{call.lineno} passes no environment"
+        if place != "config/children.py":
+            assert "sys.executable" not in path.read_text(), f"{place} builds a command line of its own"
+    assert found == STARTERS
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with modules that shadow others and write ``ran``; PYTHONPATH names it by an empty entry."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name + ' '!r})\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{os.pathsep}.{os.pathsep}./")
+    return tmp_path / "ran"
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def test_point_3_2_neither_a_child_nor_its_own_child_imports_from_the_current_folder(hostile: Path) -> None:
+    inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, struct, pickle'], check=True)"
+    subprocess.run(children.python("-c", inner), env=children.environment(), check=True)
+    assert not hostile.exists()
+
+
+def test_point_3_2_spawned_processes_import_nothing_from_the_current_folder(hostile: Path) -> None:
+    before = dict(os.environ)
+    with children.spawning() as context, ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(abs, -3).result(60) == 3
+    assert not hostile.exists()
+    assert dict(os.environ) == before
+
+
+def test_point_3_2_recipes_and_guardians_import_nothing_from_the_current_folder(hostile: Path) -> None:
+    recipe = Path("recipe.jsonnet")
+    recipe.write_text("{a: 1}")
+    assert "1" in evaluate_jsonnet(recipe, folders=[], variables={})
+    with guardian():
+        pass
+    assert not hostile.exists()
+
+
+def test_point_3_2_a_tried_checkpoint_imports_nothing_from_the_current_folder(hostile: Path) -> None:
+    async def send_a_wrong_job() -> str:
+        worker = TrialWorker("cpu")
+        process = await worker._started()
+        assert process.stdin is not None
+        process.stdin.write(b"{}\n")
+        await process.wait()
+        return await worker._last_words()
+
+    assert "KeyError" in asyncio.run(send_a_wrong_job())
+    assert not hostile.exists()
+
+
+@pytest.mark.parametrize("start", [["-P", "-c", "from retouch.cli import main; main()"], ["-m", "retouch"]])
+def test_point_3_2_a_command_imports_nothing_from_the_current_folder(start: list[str], hostile: Path) -> None:
+    (hostile.parent / "retouch.py").unlink()  # with -m, Python itself looks for it here
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for words in (["recipes"], ["report", "missing"], ["doctor", "quickstart", "--no-rehearsal", "--set", "steps=0"]):
+        subprocess.run([sys.executable, *start, *words], env=environment, capture_output=True, check=False)
+    assert not hostile.exists(), hostile.read_text()
