@@ -74,17 +74,17 @@ def write(folder: Path, *, rows: int, pixels: int, pictures: bool) -> None:
             lines.append(json.dumps({"file_name": f"{number:06}.jpg", "instruction": f"edit {number}"}) + "\n")
         (folder / "metadata.jsonl").write_text("".join(lines))
         return
-    images = [{"bytes": jpeg(seed, pixels), "path": None} for seed in range(64)]
+    images = [jpeg(seed, pixels) for seed in range(64)]
     for first in range(0, rows, ROWS_PER_FILE):
         numbers = range(first, min(first + ROWS_PER_FILE, rows))
         columns: dict[str, list[Any]] = {
             "id": [str(number) for number in numbers],
-            "source": [str(number) for number in numbers],  # otherwise the 64 images would be held out together
             "instruction": [f"edit {number}" for number in numbers],
-            "image": [images[number % 64] for number in numbers],
+            # The bytes after a JPEG's end make each file another one: rows that share a file would be held out together.
+            "image": [{"bytes": images[number % 64] + b"%d" % number, "path": None} for number in numbers],
         }
         if pixels >= 1024:
-            columns["target"] = [images[(number + 1) % 64] for number in numbers]
+            columns["target"] = [{"bytes": images[(number + 1) % 64] + b"%d" % number, "path": None} for number in numbers]
         group = ROWS_PER_GROUP if pixels < 1024 else 16
         pyarrow.parquet.write_table(
             pyarrow.table(columns),
