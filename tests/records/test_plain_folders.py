@@ -1,5 +1,6 @@
 """Nothing in a run's folder makes Retouch read, write or wait for anything outside of it."""
 
+import ast
 import os
 import socket
 import stat
@@ -167,3 +168,43 @@ def test_point_3_3_a_file_above_the_limit_is_not_read(run: Path) -> None:
     os.truncate(run / "metrics.jsonl", files.MOST_BYTES + 1)
     with pytest.raises(OSError, match="more than"):
         RunFolder(run).read_metrics()
+
+
+AROUND = {
+    # Descriptors of this process and of the system, which belong to no run.
+    "cli/parser.py": {"os.open"},
+    "records/files.py": {"os.open"},
+    # The user's own settings, weights, exports and answers: never below a run's folder, or in a new folder.
+    "config/consent.py": {"tempfile.NamedTemporaryFile"},
+    "inference/sampling.py": {"open"},
+    "inference/model_card.py": {"write_text"},
+    "models/common/lora.py": {"write_bytes"},
+    "models/ip_adapter/section.py": {"write_text"},
+    "data/sources/conversion.py": {"write_bytes"},
+    "pretraining/record.py": {"write_text"},
+    "rehearsal/loading.py": {"write_text"},
+}
+"""The calls in the source that open a file for writing without ``records.files``."""
+
+
+def writes(call: ast.Call) -> str | None:
+    """The name of a call that opens a file for writing by itself, or None."""
+    name = ast.unparse(call.func)
+    last = name.rpartition(".")[2]
+    words = [*call.args, *(word.value for word in call.keywords if word.arg == "mode")]
+    modes = [each.value for each in words if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    if name in ("os.open", "tempfile.NamedTemporaryFile", "tempfile.mkstemp", "shutil.copy", "shutil.copy2", "shutil.copyfile"):
+        return name
+    if last in ("write_text", "write_bytes", "touch"):
+        return last
+    return "open" if last == "open" and any(set("wax+") & set(mode) and set(mode) <= set("rwaxbt+") for mode in modes) else None
+
+
+def test_point_3_3_nothing_writes_to_a_run_around_the_one_writer() -> None:
+    source = Path(files.__file__).parents[1]
+    found: dict[str, set[str]] = {}
+    for path in source.rglob("*.py"):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if name := writes(call):
+                found.setdefault(path.relative_to(source).as_posix(), set()).add(name)
+    assert found == AROUND

@@ -176,7 +176,7 @@ def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "a stale temporary checkpoint", partial(write, "checkpoints/.tmp-step-000006/weights.safetensors", "half")
     yield "a stale temporary file", partial(write, "checkpoints/.tmp-step-000006", "half")
     yield "a stale temporary link", partial(link_to_itself, "checkpoints/.tmp-old-step-000002")
-    yield "a stale temporary record", partial(write, "saved.json.tmp", "half")
+    yield "a stale temporary record", partial(write, ".tmp-0123456789abcdef", "half")
     yield "a checkpoint that is a file", partial(write, "checkpoints/step-000005", "not a folder")
     yield "an empty checkpoint", lambda folder: (folder / "checkpoints/step-000005").mkdir()
     yield "a checkpoint under another step's name", partial(rename, NEWEST, "checkpoints/step-000005")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from retouch.records import repair
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
 from warm_python import python
@@ -229,7 +230,7 @@ def test_remove_leftovers_deletes_only_temporary_folders(folder: Path) -> None:
     checkpoint.save(folder, small(1))
     (folder / ".tmp-step-000002").mkdir()
     (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
-    checkpoint.remove_leftovers(folder)
+    repair.remove_leftovers(folder)
     assert os.listdir(folder) == ["step-000001"]
 
 

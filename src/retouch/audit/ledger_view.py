@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from retouch.records.files import inside
 from retouch.rewards.ledger.database import decode_scores, open_read_only
 
 RESCORED = "rescored"
@@ -59,7 +60,7 @@ class LedgerView:
         files = sorted(run.glob("ledger*.sqlite"), key=lambda path: (len(path.name), path.name))
         if not files:
             raise ValueError(f"{run} has no ledger.sqlite: give the folder of a run that has scored samples")
-        rescored = {path.stem: path for path in sorted((run / RESCORED).glob("*.sqlite"))}
+        rescored = {path.stem: path for path in sorted(inside(run, RESCORED).glob("*.sqlite"))}
         # After a resume with another number of ranks, two files may have a row for the same position: the later row is used.
         found: dict[tuple[str, int, int, int], LedgerSample] = {}
         for sample in (sample for file in files for sample in _samples(file)):

@@ -18,6 +18,7 @@ from retouch.distributed.ranks import scoring_device
 from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_arguments import default_name, modules_in_argument, parse_reward, read_reward
+from retouch.records import files
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.base import close, compares_groups
@@ -52,7 +53,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
             "and a few every samples.every steps"
         )
     tasks = RunTasks(parse(RunFolder(run).read_recipe()["recipe"]))
-    with closing(Database(run / RESCORED / f"{called}.sqlite")) as database:
+    with closing(Database(files.inside(run, RESCORED) / f"{called}.sqlite")) as database:
         cache = AnswerCache(database)
         reward = section.build(device=scoring_device(), keep=lambda made: with_cache(made, cache))
         try:

@@ -303,6 +303,7 @@ def _part(rank: int) -> str:
 
 def _require_same(root: Path, about: Mapping[str, Any], ranks: Ranks) -> None:
     """Write ``about``, which identifies the images, into the folder. Raises ValueError if the folder has other images."""
+    files.require_plain(root)
     path = root / ABOUT
     wanted = files.jsonable(about)
     if path.is_file():

@@ -47,7 +47,7 @@ def _launch(parser: Callable[[Sequence[str]], argparse.ArgumentParser], argument
     # What the user allows here is also allowed in the ranks, which cannot ask.
     with consent.allowing(command.allow_import, ask=True):
         if (recipe := vars(command).get("recipe")) is None:
-            return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
+            return launch(arguments.nproc, arguments.gpus, argv, logs=files.inside(Path("runs"), command.command, "logs"))
         folder = load(recipe, command.overrides).folder
         if command.command != "train":  # its logs must not replace those of the run, which may be training
             return launch(arguments.nproc, arguments.gpus, argv, logs=files.inside(folder, f"logs-{command.command}"))

@@ -71,6 +71,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_leftovers(root: Path) -> None:
+    """Remove the temporary files and folders below ``root`` that a killed process left. Only the writing process may call it."""
+    for path in [*root.rglob(f"{files.TEMPORARY}*")]:
+        remove(path)
+
+
 def _key(line: bytes, names: Sequence[str]) -> tuple[Any, ...] | None:
     """Return the values that identify a line, the step first; None if the line cannot belong to this file."""
     try:

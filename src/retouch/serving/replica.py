@@ -19,6 +19,7 @@ import uvicorn
 from retouch.config.redaction import RedactingFormatter
 from retouch.front.connections import bounded_config
 from retouch.front.log_rate import BoundedRate
+from retouch.records import files
 from retouch.serving.app import build_app
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch.serving.metrics import Metrics
@@ -145,7 +146,7 @@ def run(settings: ServerSettings, *, log: Path, environment: Mapping[str, str], 
     # Ctrl-C in the terminal goes to the supervisor alone, which then signals its replicas.
     os.setpgid(0, 0)
     os.environ.update(environment)
-    with open(log, "ab", buffering=0) as file:
+    with files.open_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
     sys.setswitchinterval(_SWITCH_SECONDS)

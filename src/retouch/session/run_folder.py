@@ -17,7 +17,7 @@ from retouch.records import files
 from retouch.records.folder import RunFolder, own
 from retouch.records.libraries import silence_libraries
 from retouch.records.ownership import NotOwner, shared_owner
-from retouch.records.repair import readable_steps
+from retouch.records.repair import readable_steps, remove_leftovers
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
 
@@ -59,7 +59,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
                 folder.discard_attempt()
             folder.write_recipe(recipe.document())
             consent.remember(recipe.document())
-            checkpoint.remove_leftovers(folder.checkpoints)
+            remove_leftovers(folder.root)
         ranks.barrier()
         closing.enter_context(_logging(folder, ranks, own_process=own_process))
         if aside is not None:

@@ -171,12 +171,6 @@ def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
             _discard(path)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed ``save`` or ``prune`` left behind. Only the writing process may call it."""
-    for path in folder.glob(f"{files.TEMPORARY}*"):
-        remove(path)
-
-
 def rng_state() -> dict[str, Tensor]:
     """Return the states of the global generators: Python, NumPy, PyTorch on the CPU, and PyTorch on this rank's CUDA device."""
     version, words, gauss = random.getstate()

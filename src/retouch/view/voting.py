@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from retouch.records.files import jsonable
+from retouch.records.files import inside, jsonable
 from retouch.rewards.votes.log import CHOICES, FILE, VoteLog, VotePair, voter_name
 from retouch.rewards.votes.queue import VoteQueue
 from retouch.rewards.wire.errors import RequestError
@@ -76,8 +76,8 @@ class VotingState:
         """Return what can be voted on: the steps with stored images of this run and of others, and the number of queued pairs."""
         with self._lock:
             waiting = None
-            if (run.folder.root / QUEUE / "groups").is_dir():
-                queue = self._queue(run.folder.root / QUEUE)
+            if (inside(run.folder.root, QUEUE) / "groups").is_dir():
+                queue = self._queue(inside(run.folder.root, QUEUE))
                 waiting = sum(len(queue.unanswered(group)) for group in queue.open_groups())
             runs = {name: self._steps(other) for name, other in self._catalogue.runs().items()}
             return {
@@ -140,7 +140,7 @@ class VotingState:
     def results(self, run: LiveRun) -> dict[str, Any]:
         """Return the statistics of the votes of a run."""
         with self._lock:
-            folders = [run.folder.root, run.folder.root / QUEUE]
+            folders = [run.folder.root, inside(run.folder.root, QUEUE)]
             logs = [self._log(folder) for folder in folders if (folder / FILE).is_file()]
         return {"run": run.folder.name, **summarise(logs)}
 
@@ -149,7 +149,7 @@ class VotingState:
         run = self._run(query.get("run", ""))
         root = run.folder.root
         if query.get("live"):
-            queue = self._queue(root / QUEUE)
+            queue = self._queue(inside(root, QUEUE))
             return queue.log, [group.pair(pair) for group in queue.open_groups() for pair in group.pairs], True
         other = self._run(query.get("other") or query.get("run", ""))
         makes = self._stored.setdefault(root, StoredPairs(root))
