@@ -4,8 +4,8 @@ Modules that only some recipes need (sharding, a value head, demonstrations of l
 are imported where they are used.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +20,7 @@ from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.models.common.parts import frozen_hashes
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import FirstGradientStep, PolicyContext
@@ -32,6 +33,7 @@ from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import evaluated_columns
+from retouch.records.folder import RunFolder
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
@@ -67,6 +69,12 @@ class PolicyParts:
     image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
     head: LatentValues | TokenValues | None = None
+    hashes: Mapping[str, str] | None = None
+    """The result of ``weights``, if it was computed before the weights were sharded."""
+
+    def weights(self) -> Mapping[str, str]:
+        """A hash of the frozen weights of each part (``retouch.models.common.parts.frozen_hashes``)."""
+        return _weights(self.model, self.image_model) if self.hashes is None else self.hashes
 
     def policy(
         self,
@@ -273,12 +281,15 @@ class Assembly(PolicyParts):
             self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
-def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trains: bool = True) -> Assembly:
+def assemble(
+    recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, resumed: RunFolder | None = None, trains: bool = True
+) -> Assembly:
     """Build a run's parts.
 
-    ``ledger``: caches the answers of judges; None: no cache. ``trains``: False if the policy is only evaluated or used. Raises
-    ValueError, before any weight of a policy is loaded, if the rows of a step cannot be divided among the ranks, the data are
-    invalid, the reward reads a column that the data do not have, or the judge differs from the judge in the ledger.
+    ``ledger``: caches the answers of judges; None: no cache. ``resumed``: the folder of the run, if it has steps. ``trains``: False
+    if the policy is only evaluated or used. Raises ValueError, before any weight of a policy is loaded, if the rows of a step
+    cannot be divided among the ranks, the data are invalid, the reward reads a column that the data do not have, the judge differs
+    from the judge in the ledger, or the data of a resumed run have changed; and then if its base weights have.
     """
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
@@ -302,7 +313,14 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
     if first := sets[0].heldout[: recipe.eval.batch]:
         for _, _, part in recipe.reward.parts():
             part.require_columns(first)
-    return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    if resumed is None:
+        return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    from retouch.assembly.identity import require_same_data, require_same_weights
+
+    require_same_data(resumed, sets, ranks)
+    parts = connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+    require_same_weights(resumed, parts.weights(), ranks)
+    return parts
 
 
 def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: RewardScorer, sets: Sequence[DataSets]) -> Assembly:
@@ -340,11 +358,13 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
             base_frozen=policy.train.reference_is_base,
         )
     policy.make_trainable(model.module, seed=recipe.seed)
+    hashes = None
     copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import shard
         from retouch.distributed.sharded_copies import ShardedCopies
 
+        hashes = _weights(model, image_model)
         shard(model.module, ranks, weights_on_cpu=placement.weights_on_cpu)
         copies = ShardedCopies(model.module, ranks)
     names = copies_needed(recipe)
@@ -355,7 +375,14 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
             copies.snapshot_without_adapter(name)
         else:
             copies.snapshot(name)
-    return PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
+    made = PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
+    return made if hashes is None else replace(made, hashes=hashes)
+
+
+def _weights(model: Any, image_model: Any) -> dict[str, str]:
+    if image_model is model:
+        return frozen_hashes(model)
+    return frozen_hashes({"policy": model, "renderer": image_model})
 
 
 def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:

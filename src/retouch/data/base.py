@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
+from retouch.data.examination import combined_content
 from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
 from retouch.data.requirements import CheckedShare, RowRequirements
@@ -86,13 +87,15 @@ class DataSets:
     """The tasks of a run. ``train`` (a sequence, or a stream) and ``heldout`` have no source image in common.
 
     ``test_sets``: known test sets among the data, if the recipe allows training on them. ``problems``: the problems that were found
-    while reading, also in rows that were left out.
+    while reading, also in rows that were left out. ``content``: what is known about the content of the training rows
+    (``examination.combined_content``).
     """
 
     train: Drawable
     heldout: Sequence[Task]
     test_sets: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
+    content: Mapping[str, str | int] = field(default_factory=dict, kw_only=True)
 
     def with_model(self, model: object) -> DataSets:
         """The same tasks, with the fields added that only the loaded image model can compute. Raises ValueError if the model does
@@ -255,7 +258,8 @@ class StoredData(DataSource):
             heldout = train
         chosen = at_most(heldout, context, held_out=self.held_out)
         training, evaluation = self.training_tasks(tasks, train, seed=context.seed), Subset(tasks, chosen)
-        return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
+        content = combined_content([found.contents[row] for row in train])
+        return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems, content=content)
 
     def training_tasks(self, tasks: Tasks, train: Sequence[int], *, seed: int) -> Sequence[Task]:
         """The training tasks, made from the tasks at the indices ``train``. ``seed``: the seed of the run."""

@@ -1,5 +1,6 @@
 """Examines rows in several processes: reads them and decodes their images as training does."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -38,8 +39,8 @@ class RowReport:
 
     ``keys``: of its images (``rows.image_keys``), and of their pixels if they were decoded; rows that share a key share an image.
     ``region``: the size of the image that decides the size of the others, (width, height), and the ``off_centre`` of the mask, or
-    of what the target changes; only of decoded rows. ``files``: the image files that the row names. If ``readable`` is False, the
-    fields after it have no meaning.
+    of what the target changes; only of decoded rows. ``files``: the image files that the row names.
+    ``content``: see ``row_content``. If ``readable`` is False, the fields after it have no meaning.
     """
 
     problems: tuple[Problem, ...]
@@ -58,6 +59,7 @@ class RowReport:
     files: tuple[FileState, ...] = ()
     keys: tuple[str, ...] = ()
     region: Region | None = None
+    content: str = ""
 
 
 def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:
@@ -85,7 +87,26 @@ def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> 
         files=files,
         keys=tuple(dict.fromkeys((*image_keys(row), *(() if found is None else found.keys)))),
         region=None if found is None else found.region,
+        content=row_content(row, None if found is None else found.pixels),
     )
+
+
+def row_content(row: Row, pixels: Sequence[str] | None) -> str:
+    """Two keys: of the texts, tags and other columns of a row, and of the ``pixels`` of its images ("-" if they were not decoded).
+    They do not depend on the row's id and place, nor on the names and formats of its files."""
+    texts = json.dumps([row.instruction, row.text, dict(row.tags), dict(row.meta)], sort_keys=True, default=str)
+    return f"{content_key(texts.encode())} {'-' if pixels is None else content_key(' '.join(pixels).encode())}"
+
+
+def combined_content(contents: Sequence[str]) -> dict[str, str | int]:
+    """What is known about the content of rows, from the results of ``row_content``, in any order: their number, and a key of their
+    texts and of their images. Images are left out if those of a row were not decoded."""
+    texts, images = zip(*(each.split(" ") for each in contents), strict=True) if contents else ((), ())
+    found: dict[str, str | int] = {"the number of rows": len(contents)}
+    for name, keys in {"the text of a row": texts, "an image of a row": images}.items():
+        if "-" not in keys:
+            found[name] = content_key(" ".join(sorted(keys)).encode())
+    return found
 
 
 def file_state(path: Path | str) -> FileState:
@@ -188,6 +209,7 @@ class _Decoded:
     def __init__(self, row: Row, max_pixels: int) -> None:
         self.problems: list[Problem] = []
         self.keys: list[str] = []
+        self.pixels: list[str] = []  # the keys of all images, with that of the mask
         self.region: Region | None = None
         self._row = row
         self._max_pixels = max_pixels
@@ -198,6 +220,7 @@ class _Decoded:
         pair = self._image(row.chosen), self._image(row.rejected)
         mask = self._mask(row.mask, source or target)
         self._pair(*pair)
+        self.pixels += [*self.keys, *([] if mask is None else [content_key(b"mask", mask.tobytes())])]
         canvas = source or target or pair[0]
         if canvas is not None:
             edited = None

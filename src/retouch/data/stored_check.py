@@ -31,7 +31,7 @@ FIRST = 64
 """Number of rows whose images ``check="first"`` decodes."""
 _KEPT = 0.5
 """The share of an image that a crop keeps without a note."""
-_VERSION = 2
+_VERSION = 3
 # The bits of a row's flags. The bits above them contain the number of its source images.
 _READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR, _IMAGES = 1, 2, 4, 8, 16, 32, 64, 128
 
@@ -42,8 +42,9 @@ _log = logging.getLogger("retouch")
 class CheckedRows:
     """What is known about the rows of a data set, column by column; entry i belongs to row i.
 
-    ``flags``: what a row has, as bits. ``ids``, ``lines``, ``sources`` and ``names`` (of the metadata file): set for readable rows.
-    ``problems`` (without those of repeated ids), ``files``, ``keys`` and ``regions``: maps from a row to those that it has, if any.
+    ``flags``: what a row has, as bits. ``ids``, ``lines``, ``sources``, ``names`` (of the metadata file) and ``contents``
+    (``row_content``): set for readable rows. ``problems`` (without those of repeated ids), ``files``, ``keys`` and ``regions``:
+    maps from a row to those that it has, if any.
     """
 
     flags: list[int] = field(default_factory=list)
@@ -51,6 +52,7 @@ class CheckedRows:
     lines: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
     problems: dict[int, tuple[Problem, ...]] = field(default_factory=dict)
     files: dict[int, tuple[FileState, ...]] = field(default_factory=dict)
     keys: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -59,14 +61,14 @@ class CheckedRows:
     @classmethod
     def unknown(cls, count: int) -> "CheckedRows":
         """The state in which nothing is known about any of ``count`` rows."""
-        return cls([0] * count, [""] * count, [0] * count, [""] * count, [""] * count)
+        return cls([0] * count, [""] * count, [0] * count, [""] * count, [""] * count, [""] * count)
 
     def set(self, index: int, report: RowReport) -> None:
         """Record what was found about a row."""
         bits = zip((_READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR), _flags(report), strict=True)
         self.flags[index] = sum(bit for bit, present in bits if present) + _IMAGES * report.images
         self.ids[index], self.lines[index], self.sources[index] = report.id, report.line, report.source
-        self.names[index] = report.file
+        self.names[index], self.contents[index] = report.file, report.content
         for known in (self.problems, self.files, self.keys, self.regions):
             known.pop(index, None)
         if report.region:
@@ -238,6 +240,7 @@ class _Kept:
             "ids": found.ids,
             "lines": found.lines,
             "sources": found.sources,
+            "contents": found.contents,
             "problems": [[i, p.line, p.what, p.severity] for i, each in sorted(found.problems.items()) for p in each],
             "files": [[i, self._short(name), *state] for i, each in sorted(found.files.items()) for name, *state in each],
             "regions": [[i, *each] for i, each in sorted(found.regions.items())],
@@ -254,15 +257,17 @@ class _Kept:
     def _decode(self, content: Any) -> CheckedRows | None:
         if content["version"] != _VERSION or content["digest"] != self._digest:
             return None
-        columns = [content[name] for name in ("flags", "ids", "lines", "sources")]
+        columns = [content[name] for name in ("flags", "ids", "lines", "sources", "contents")]
         if any(not isinstance(column, list) or len(column) != self._count for column in columns):
             raise ValueError("the columns do not have one entry per row")
         _require(columns[0], int)
         _require(columns[1], str)
         _require(columns[2], int)
         _require(columns[3], str)
-        flags, ids, lines, sources = columns
-        found = CheckedRows(flags, ids, lines, sources, [self._identity.file if each & _READABLE else "" for each in flags])
+        _require(columns[4], str)
+        flags, ids, lines, sources, contents = columns
+        names = [self._identity.file if each & _READABLE else "" for each in flags]
+        found = CheckedRows(flags, ids, lines, sources, names, contents)
         for index, line, what, severity in content["problems"]:
             if severity not in ("error", "note") or not isinstance(line, int) or not isinstance(what, str):
                 raise ValueError("an entry of the list of problems is invalid")

@@ -5,7 +5,7 @@ starts (``stored_check.py``).
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -30,6 +30,7 @@ class AcceptedRows:
     sources: tuple[str, ...]
     keys: tuple[tuple[str, ...], ...]
     problems: tuple[Problem, ...]
+    contents: Mapping[int, str]
 
 
 def accept(rows: Rows, *, on_bad_row: OnBadRow) -> tuple[tuple[int, ...], list[Problem]]:
@@ -90,7 +91,7 @@ def accept_rows(
         _log.warning("skipped %d of %d rows:\n%s", len(errors), len(rows), "\n".join(str(problem) for problem in errors))
     keys = tuple(checked.keys.get(index, ()) for index in good)
     sources = grouped([checked.sources[index] or checked.ids[index] for index in good], keys)
-    return AcceptedRows(tuple(good), tuple(sources), keys, tuple(problems))
+    return AcceptedRows(tuple(good), tuple(sources), keys, tuple(problems), {index: checked.contents[index] for index in good})
 
 
 def _lacking(rows: RequiredRows, index: int) -> list[Problem]:

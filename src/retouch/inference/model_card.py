@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import ModelCardData
 
 from retouch.config.live import LIVE
 from retouch.core.intervals import MeanEstimate
 from retouch.inference.before_and_after import before_and_after
 from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
+from retouch.models.common.parts import frozen_hashes
 from retouch.models.playground.family import PlaygroundFamily
 from retouch.records.heldout import paired_change, read_scores, read_sources
 from retouch.records.summary import split_label
@@ -58,10 +61,14 @@ def write_card(parts: PolicyParts, to: Path, run: RunFolder, *, step: int) -> No
     policy, document = parts.recipe.policy, parts.recipe.document()
     split = parts.recipe.eval.split
     base, is_hub_id = _base_model(getattr(policy.model, "path", None) or policy.model.source)
+    if changed := _changed_parts(parts):
+        base, is_hub_id = f"a model like {base}, but with other weights ({', '.join(changed)})", False
     text = [
         f"# {parts.recipe.name}",
         f"{_what(to)} for {base}, trained for {step} steps with rewards by Retouch.",
     ]
+    if changed:
+        text.append("With other base weights, it makes other images. Load the weights from which training started first.")
     if (table := _scores(run, step, split=split)) is not None:
         text += ["## Evaluation", table]
     if _write_image(run, to / IMAGE, step=step):
@@ -87,6 +94,31 @@ def _base_model(path: str) -> tuple[str, bool]:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
         return name, True
     return (Path(name).name if Path(name).exists() else name), False
+
+
+def _changed_parts(parts: PolicyParts) -> list[str]:
+    """The parts of a model that a script had loaded whose frozen weights differ from those at the model's name; none if they are
+    equal, or if there are no weights of this name on this machine."""
+    policy = parts.recipe.policy
+    path = getattr(policy.model, "path", "")
+    if not path.startswith(LIVE):
+        return []
+    try:
+        named = _named_weights(policy.model_copy(update={"model": policy.model.model_copy(update={"path": path[len(LIVE) :]})}))
+    except ValueError:  # there is nothing to compare with
+        return []
+    trained = {name.removeprefix("policy."): each for name, each in parts.weights().items() if not name.startswith("renderer")}
+    return [name for name in sorted(named.keys() & trained.keys()) if named[name] != trained[name]]
+
+
+@lru_cache(maxsize=1)
+def _named_weights(policy: Any) -> dict[str, str]:
+    """A hash of the frozen weights of each part of a policy, loaded into CPU memory; empty if they are not on this machine."""
+    if not policy.model.find_weights()[1]:
+        return {}
+    model = policy.build_model(device=torch.device("cpu"))
+    policy.make_trainable(model.module, seed=0)
+    return frozen_hashes(model)
 
 
 def _pipeline(model: Any) -> str | None:

@@ -5,10 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, PolicyParts, assemble, assemble_policy
+from retouch.assembly.identity import require_same_weights
 from retouch.assembly.state import restore_weights
 from retouch.config.packaged import is_recipe
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
+from retouch.models.common.parts import frozen_hashes
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.context import PolicyContext
 from retouch.policies.weights import WeightCopies
@@ -70,6 +72,8 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     if state is not None:
         for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
             copies.snapshot(name)
+        assert folder is not None, "the state is from there"
+        require_same_weights(folder, frozen_hashes({"policy": model}))
         restore_weights(copies, state)
     built = policy.build(rollout, model, PolicyContext(copies=copies, microbatch=recipe.microbatch))
     return Writer(built, batch=recipe.eval.batch)
@@ -79,6 +83,8 @@ def _restored(parts: PolicyParts, folder: RunFolder | None, *, trained: bool) ->
     state = _newest(folder, trained=trained)
     if state is None:
         return 0
+    assert folder is not None, "the state is from there"
+    require_same_weights(folder, parts.weights())
     restore_weights(parts.copies, state)
     return state.step
 

@@ -54,6 +54,7 @@ class RunFolder:
         return self.root.resolve().name
 
     recipe = FileOf("recipe.json")
+    identity = FileOf("identity.json")
     metrics = FileOf("metrics.jsonl")
     timings = FileOf("timings.jsonl")
     evals = FileOf("evals.jsonl")

@@ -82,7 +82,8 @@ def open_session(
                     from retouch.watch.measures import build_measures
 
                     measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
-                parts = assemble(recipe, ranks, ledger=ledger)
+                resumed = folder if folder.has_steps() else None
+                parts = assemble(recipe, ranks, ledger=ledger, resumed=resumed)
             _log_plan(recipe, parts)
             request = StopRequest(ranks.stop)
             catching = catch_stop_signals(request, answer=ranks.is_main) if own_process else nullcontext()

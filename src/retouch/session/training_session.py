@@ -88,6 +88,10 @@ class TrainingSession:
                 stack.callback(self.publisher.close)
             if self.done < self.parts.steps:
                 self._preflight(stepper)
+            if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
+                from retouch.assembly import identity
+
+                identity.record(self.folder, self.parts, self.parts.sets)
             from retouch.distributed.device_memory import DeviceMemory
             from retouch.session.evaluations import RunEvaluations
             from retouch.session.steering import ControlRequests

@@ -14,10 +14,12 @@ from retouch.core.intervals import cluster_numbers, estimate_mean, estimate_shar
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.base import Objective
 from retouch.protocols import Renderer
+from retouch.rewards.identity import short
 from retouch.rewards.judging import BatchScorer
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.training.completions import completion_texts
 from retouch.training.loop import wait_for_rewards
-from retouch.types import Batch, Sample, Scores, Task
+from retouch.types import Batch, Codes, Sample, Scores, Task
 
 # The step number in the noise key of evaluations. Training steps count from 0, so they never use this key.
 EVALUATION_STEP = -1
@@ -55,6 +57,7 @@ class EvaluationResult:
         return {
             **({"shares": list(self.shares)} if self.shares else {}),
             "tasks": [task.id for task in self.tasks],
+            "contents": [content_hash(task_content(task)) for task in self.tasks],
             **({"sources": self.sources} if self.has_shared_sources else {}),
             "rewards": self.rewards.tolist(),
             "scores": {name: column.tolist() for name, column in self.scores.items()},
@@ -62,11 +65,37 @@ class EvaluationResult:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any], tasks: Sequence[Task]) -> "EvaluationResult":
-        """Read the result of ``to_json``. Raises ValueError if ``tasks`` are not the tasks of the record."""
-        if [task.id for task in tasks] != record["tasks"]:
+        """Read the result of ``to_json``. Raises ValueError if ``tasks`` are not the tasks of the record, by their content, in any
+        order. Earlier releases stored only their ids."""
+        if "contents" in record:
+            then, now = record["contents"], [content_hash(task_content(task)) for task in tasks]
+        else:
+            then, now = record["tasks"], [task.id for task in tasks]
+        if sorted(then) != sorted(now):
             raise ValueError("the held-out tasks differ from those at the start of the run; start a new run with --fresh")
-        scores = {name: _column(values) for name, values in record["scores"].items()}
-        return cls(tasks, scores, _column(record["rewards"]), shares=tuple(record.get("shares", ())))
+        rows = dict(zip(sorted(range(len(now)), key=now.__getitem__), sorted(range(len(then)), key=then.__getitem__), strict=True))
+        order = [rows[place] for place in range(len(now))]
+        scores = {name: _column(values)[order] for name, values in record["scores"].items()}
+        return cls(tasks, scores, _column(record["rewards"])[order], shares=tuple(record.get("shares", ())))
+
+
+def task_content(task: Task) -> dict[str, str]:
+    """A hash of each field of a task that a model or a judge may see; its id and its source are not part of its content.
+
+    An image is hashed as it was decoded and resized, so another file with the same pixels is the same. Images that a model decodes
+    from tokens are left out, because their tokens are in ``meta``.
+    """
+    images = {} if Codes.SOURCE in task.meta else {f"source image {place}": each for place, each in enumerate(task.images, 1)}
+    target = {} if Codes.TARGET in task.meta else {"target": task.target}
+    pair = {"chosen image": task.chosen, "rejected image": task.rejected}
+    images |= {name: each for name, each in {"mask": task.mask, "reference": task.reference, **target, **pair}.items() if each}
+    values = {"instruction": task.instruction, "text": task.text, "tags": dict(task.tags), "columns": dict(task.meta)}
+    return {name: image_hash(image)[:16] for name, image in images.items()} | {key: short(each) for key, each in values.items()}
+
+
+def content_hash(content: Mapping[str, str]) -> str:
+    """One hash of the result of ``task_content``."""
+    return short(dict(content))
 
 
 def _column(values: Sequence[float | None]) -> Tensor:

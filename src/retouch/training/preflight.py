@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
+from retouch.models.common.parts import bits_hash
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.training.checkpoint import restore_rng, rng_state
@@ -29,8 +30,6 @@ CLIP_SHARE = 0.1
 """The largest |ratio - 1| of a model in 16 bits before the first update, as a share of the clip range."""
 ROWS = 8
 """Rows of a trial step."""
-PIECE = 2**24
-"""Elements of a frozen tensor that are converted to fp64 at once."""
 _UNMOVED = (
     "the ratio is still exactly 1 after a step: no trained weight has an effect on the log-probabilities, or the policy is certain "
     "of its samples of these tasks; see the norm of the trial gradient"
@@ -59,7 +58,7 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks must call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: _copy_in_cpu_memory(p) for name, p in trained.items()}
-    frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
+    frozen, undo, random = _hashes(run), run.stepper.snapshot(), rng_state()
     if isinstance(phase.objective, Objective) and phase.objective.differentiates_reward:
         phase = replace(phase, objective=phase.objective.for_trial())
     try:
@@ -224,21 +223,14 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))
 
 
-def _fingerprints(run: Run) -> list[Tensor]:
-    """Return the sum and the sum of absolute values of every tensor that a step must not change: frozen parameters, buffers and
-    weight copies."""
+def _hashes(run: Run) -> list[Tensor]:
+    """Return a hash of every tensor that a step must not change: frozen parameters, buffers and weight copies."""
     module = run.policy.module
     frozen = [p.detach() for p in module.parameters() if not p.requires_grad] + list(module.buffers())
     copies = [tensor for copy in run.policy.copies.copies.values() for tensor in copy.values()]
-    return [_fingerprint(local_shard(tensor)) for tensor in frozen + copies if not tensor.is_complex()]
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum and the absolute sum of a tensor. Works in pieces, because a sum in fp64 converts its whole argument."""
-    pieces = map(torch.Tensor.double, torch.split(tensor.reshape(-1), PIECE))
-    return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(dim=0)
+    return [bits_hash(local_shard(tensor)) for tensor in frozen + copies]
 
 
 def _check_frozen(run: Run, before: list[Tensor]) -> Check:
-    changed = sum(not torch.equal(old, new) for old, new in zip(before, _fingerprints(run), strict=True))
+    changed = sum(not torch.equal(old, new) for old, new in zip(before, _hashes(run), strict=True))
     return Check("frozen", changed == 0, changed, 0, f"{changed} of {len(before)} frozen tensors changed")

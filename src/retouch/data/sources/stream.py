@@ -27,6 +27,7 @@ from retouch.data.base import (
     held_out_problems,
     resize_to,
 )
+from retouch.data.examination import combined_content
 from retouch.data.rows import Layout, Row, split_keys
 from retouch.data.sampler import Subset
 from retouch.data.sources.columns import find_columns
@@ -113,7 +114,9 @@ class StreamedData(DataSource):
         training_rows = replace(reader, excluded=frozenset(key for row in away for key in split_keys(row)))
         order = StreamOrder(training_rows, context.seed, self.shuffle)
         stream = TaskStream(order, resize=resize, first=training, ahead=self.ahead, skip=skip)
-        return DataSets(stream, Subset(evaluation, range(min(len(evaluation), context.eval_tasks))), allowed, found.problems)
+        chosen = Subset(evaluation, range(min(len(evaluation), context.eval_tasks)))
+        content = combined_content([each for index, each in found.contents.items() if index >= len(away)])
+        return DataSets(stream, chosen, allowed, found.problems, content=content)
 
     def _head(self, rows: Iterator[Row], *, held_out: int) -> tuple[list[Row], list[Row], list[Row]]:
         """The held-out rows, the first ``check`` training rows, and a second list of the held-out rows."""
@@ -236,7 +239,8 @@ class IterableData(StreamedData):
         )
         tasks = Tasks(rows, resize=resize_to(self.size or context.size))
         found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required, resize=tasks.resize)
-        return DataSets(sets.train, Subset(tasks, found.indices[: context.eval_tasks]), (), (*sets.problems, *found.problems))
+        heldout = Subset(tasks, found.indices[: context.eval_tasks])
+        return replace(sets, heldout=heldout, problems=(*sets.problems, *found.problems))
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         if self.evaluation is None:

@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr
 
 from retouch.config.live import live_object
 from retouch.data.base import DataContext, DataSets, ImageData, at_most, resize_to
+from retouch.data.examination import combined_content
 from retouch.data.images import EncodedImage, in_srgb
 from retouch.data.rows import Identity, Layout, Problem, PromptRows, Row, Rows, is_json
 from retouch.data.sampler import Subset
@@ -130,7 +131,8 @@ class TableData(ImageData):
         if self.limit is not None:
             train = Subset(train, limit(range(len(train)), n=self.limit, seed=context.seed))
         heldout = Subset(heldout, at_most(range(len(heldout)), context))
-        return DataSets(self.as_drawn(train), self.as_drawn(heldout), (), (*found.problems, *found_held.problems))
+        problems, content = (*found.problems, *found_held.problems), combined_content(list(found.contents.values()))
+        return DataSets(self.as_drawn(train), self.as_drawn(heldout), (), problems, content=content)
 
     def _read(self, table: Table, *, name: str, digest: str | None) -> Rows:
         return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys, digest=digest)

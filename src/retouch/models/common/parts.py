@@ -1,7 +1,10 @@
 """Loads the parts of models from local folders (safetensors only, known classes only, no code from the folder) or takes them from
-loaded pipelines; runs frozen parts; and copies tensors from the host to a device."""
+loaded pipelines; hashes and runs frozen parts; and copies tensors from the host to a device."""
 
+import hashlib
+import sys
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -72,6 +75,82 @@ def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
     if isinstance(source, Path | str):
         return kind.load_config(diffusers_folder(source) / name)
     return source.components[name].config
+
+
+def bits_hash(tensor: Tensor) -> Tensor:
+    """A hash of the bits of a tensor, an int64 scalar on its device; the same on every device.
+
+    It is the sum, modulo 2**64, of the 32-bit words times odd numbers that depend on their places. So another value of one element
+    always changes it, and another order of elements almost surely. ``meta`` tensors have no bits.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if len(flat) % 4 or flat.storage_offset() % 4:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4)).clone()
+    words = flat.view(torch.int32)
+    whole = len(words) // _ROW
+    at_once = 1 if tensor.device.type == "cpu" else 256
+    factors = _odd_numbers(_ROW, tensor.device)
+    rows = [(each * factors).sum(1) for each in words[: whole * _ROW].view(whole, _ROW).split(at_once)]
+    rows.append((words[whole * _ROW :] * factors[: len(words) - whole * _ROW]).sum()[None])
+    sums = torch.cat(rows)
+    return (sums * _odd_numbers(len(sums), tensor.device)).sum()
+
+
+_ROW = 2**15
+
+
+def _odd_numbers(count: int, device: torch.device) -> Tensor:
+    """The same ``count`` odd 64-bit numbers on every device: SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators") of 1, 2, ..."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        mixed = (mixed ^ ((mixed >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return mixed | 1
+
+
+def frozen_hashes(model: Any) -> dict[str, str]:
+    """A hash of the frozen weights of each module that a model object holds, by the module's name in the object ("transformer",
+    "vae", "text.t5", ...). Trained weights, such as those of a LoRA, and modules without weights are left out."""
+    found = {}
+    for name, module in _modules(model).items():
+        state = {key.replace(".base_layer", ""): value for key, value in module.state_dict(keep_vars=True).items()}
+        frozen = {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor) and not value.requires_grad}
+        with ThreadPoolExecutor(8) as threads, torch.no_grad():
+            hashes = list(threads.map(lambda value: int(bits_hash(value)), frozen.values()))
+        lines = [
+            f"{key} {value.dtype} {list(value.shape)} {each}" for (key, value), each in zip(frozen.items(), hashes, strict=True)
+        ]
+        if lines:
+            found[name] = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return found
+
+
+def _modules(model: Any) -> dict[str, nn.Module]:
+    """The modules of a model object and of the objects that it holds, except those of installed packages."""
+    found: dict[str, nn.Module] = {}
+    seen: dict[int, Any] = {}
+
+    def search(value: Any, path: tuple[str, ...]) -> None:
+        package = type(value).__module__.partition(".")[0]
+        inner: Mapping[str, Any] = {}
+        if isinstance(value, list | tuple):
+            inner = {str(place): each for place, each in enumerate(value)}
+        elif isinstance(value, dict):
+            inner = {str(key): each for key, each in value.items()}
+        elif package not in (*sys.stdlib_module_names, "torch", "transformers", "diffusers", "tokenizers", "PIL", "numpy"):
+            inner = getattr(value, "__dict__", {})
+        if id(value) in seen:
+            return
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            named = [part.lstrip("_") for part in path if part not in ("model", "module", "latents")]
+            found[".".join(named) or "transformer"] = value
+            return
+        for key, each in inner.items():
+            search(each, (*path, key))
+
+    search(model, ())
+    return found
 
 
 @contextmanager

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from retouch.models.common.parts import evaluating, to_device
+from retouch.models.common.parts import bits_hash, evaluating, to_device
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.offloading.on_device import on_device
 from retouch.models.offloading.store import EmbeddingStore
 
-_VERSION = 1
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_VERSION = 2
 _VOLATILE = ("_name_or_path", "transformers_version", "architectures")
 
 
@@ -99,16 +98,11 @@ def _config(module: nn.Module) -> Any:
     return json.loads(json.dumps([settings, getattr(config, "_attn_implementation", None)], default=str))
 
 
-@torch.no_grad()
 def _weights(module: nn.Module) -> list[Any]:
-    """Return the name, dtype, shape and two exact sums of the bits of each tensor."""
+    """Return the name, dtype, shape and a hash of the bits of each tensor."""
     named = sorted([*module.named_parameters(), *module.named_buffers()], key=itemgetter(0))
-    sums = []
-    for _, tensor in named:
-        bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-        sums.append(torch.stack([bits.sum(dtype=torch.int64), bits[::7].sum(dtype=torch.int64)]))
-    numbers = torch.stack(sums).tolist() if sums else []
-    return [[name, str(tensor.dtype), list(tensor.shape), *pair] for (name, tensor), pair in zip(named, numbers, strict=True)]
+    hashes = torch.stack([bits_hash(tensor) for _, tensor in named]).tolist() if named else []
+    return [[name, str(tensor.dtype), list(tensor.shape), each] for (name, tensor), each in zip(named, hashes, strict=True)]
 
 
 def _pixels(image: Image) -> bytes:

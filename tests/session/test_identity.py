@@ -1,0 +1,245 @@
+"""A run goes on, and is opened again, only with the tasks and the frozen weights that it was started with."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageStat
+from torch import nn
+
+import retouch
+from retouch.assembly.identity import changed_tasks
+from retouch.models.common.parts import bits_hash, frozen_hashes
+from retouch.training.evaluation import EvaluationResult, task_content
+from retouch.types import Task
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from one_file_flow_grpo import build_models
+
+SETTINGS: dict[str, Any] = {
+    **{"tasks_per_step": 2, "group_size": 2, "device": "cpu", "trackers": (), "progress": False, "eval": {"tasks": 2}},
+    **{"samples": {"every": 0, "tasks": 1}, "checkpoints": {"every": 1}, "peft_config": retouch.Lora(rank=2, alpha=4)},
+    "rollout": {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}},
+}
+PROMPTS = [{"prompt": f"a {colour} circle"} for colour in ("red", "blue", "green", "pink")]
+
+
+@retouch.reward(low=0, high=1)
+def brightness(images, **kwargs):
+    return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def photos(**changed: Any) -> None:
+    """A folder of photographs with masks. ``changed``: the file or the key of the last row that is different."""
+    place = Path("photos")
+    place.mkdir(exist_ok=True)
+    rows = []
+    for number in range(20):
+        noise = np.random.default_rng(number).integers(0, 255, (32, 32, 3), np.uint8)
+        mask = np.full((32, 32), 255, np.uint8)
+        if number == 19 and "pixel" in changed:
+            noise[0, 0] ^= 128
+        if number == 19 and "mask" in changed:
+            mask[0, 0] = 0
+        Image.fromarray(noise).save(place / f"{number}.png", compress_level=changed.get("level", 6))
+        Image.fromarray(mask).save(place / f"mask-{number}.png")
+        rows.append(
+            {"id": f"row{number}", "file_name": f"{number}.png", "mask": f"mask-{number}.png", "instruction": f"edit {number}"}
+        )
+    rows[19] |= {key: value for key, value in changed.items() if key in rows[19]}
+    rows = rows[::-1] if "reordered" in changed else rows + changed.get("added", [])
+    (place / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def edited(*, steps: int, **keys: Any) -> Any:
+    model = retouch.models.PlaygroundModel()
+    return retouch.Trainer(
+        model, brightness, run_name="edited", train_dataset="photos", **{**SETTINGS, **keys, "steps": steps}
+    ).train()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pixel": 1}, "an image of a row was changed"),
+        ({"mask": 1}, "an image of a row was changed"),
+        ({"instruction": "another"}, "the text of a row was changed"),
+        ({"added": [{"id": "row20", "file_name": "0.png", "instruction": "more"}]}, "the number of rows was changed"),
+    ],
+    ids=["pixel", "mask", "instruction", "row"],
+)
+def test_point_1_2_a_run_whose_training_data_changed_does_not_go_on(changed: dict[str, Any], message: str) -> None:
+    photos()
+    edited(steps=1)
+    photos(**changed)
+    kept = Path("runs/edited/metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=f"the training data: {message}") as raised:
+        edited(steps=2)
+    assert "fresh" in str(raised.value)
+    assert Path("runs/edited/metrics.jsonl").read_text() == kept
+
+
+@pytest.mark.parametrize("changed", [{}, {"reordered": 1}, {"level": 1}], ids=["touched", "reordered", "saved-again"])
+def test_point_1_2_a_run_with_the_same_content_goes_on(changed: dict[str, Any]) -> None:
+    photos()
+    edited(steps=1)
+    photos(**changed)
+    assert edited(steps=2).steps == 2
+
+
+def test_point_1_2_a_held_out_task_is_compared_by_its_content_and_named() -> None:
+    image, other = Image.new("RGB", (4, 4)), Image.new("RGB", (4, 4))
+    other.putpixel((3, 3), (0, 0, 1))
+    tasks = [Task("a", "edit", (image,), target=image), Task("b", "edit it", (image, image), mask=image.convert("L"))]
+    changes: dict[str, Task] = {
+        "source image 2 was changed": Task("b", "edit it", (image, other), mask=image.convert("L")),
+        "mask is gone": Task("b", "edit it", (image, image)),
+        "instruction was changed": Task("b", "edit this", (image, image), mask=image.convert("L")),
+        "tags was changed": Task("b", "edit it", (image, image), mask=image.convert("L"), tags={"kind": "x"}),
+        "columns was changed": Task("b", "edit it", (image, image), mask=image.convert("L"), meta={"answer": 1}),
+    }
+    before = {task.id: task_content(task) for task in tasks}
+    result = EvaluationResult(tasks, {"s": torch.tensor([1.0, 2.0])}, torch.tensor([1.0, 2.0]))
+    for line, task in changes.items():
+        assert changed_tasks(before, {"a": before["a"], "b": task_content(task)}) == [f"the held-out task b: {line}"]
+        with pytest.raises(ValueError, match="the held-out tasks differ"):
+            EvaluationResult.from_json(result.to_json(), [tasks[0], task])
+    assert changed_tasks(before, {"b": before["a"], "a": before["b"]}) == []
+    assert EvaluationResult.from_json(result.to_json(), tasks[::-1]).rewards.tolist() == [2.0, 1.0]
+
+
+def test_point_1_2_the_hash_of_weights_notices_every_small_change() -> None:
+    weights = torch.randn(3 * 2**15 + 77, generator=torch.Generator().manual_seed(0))
+
+    def signs(tensor: torch.Tensor) -> None:
+        tensor[[1, 9]] *= -1
+
+    def order(tensor: torch.Tensor) -> None:
+        tensor[[3, 70000]] = tensor[[70000, 3]]
+
+    def blocks(tensor: torch.Tensor) -> None:
+        tensor[: 2**16] = tensor[: 2**16].roll(2**15)
+
+    def last(tensor: torch.Tensor) -> None:
+        tensor[-1] = torch.nextafter(tensor[-1], torch.tensor(9.0))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        start = weights.to(dtype)
+        assert bits_hash(start) == bits_hash(start.clone())
+        assert bits_hash(start[1:]) == bits_hash(start[1:].clone())  # at an odd place in memory
+        for change in (signs, order, blocks, *((last,) if dtype == torch.float32 else ())):
+            changed = start.clone()
+            change(changed)
+            assert bits_hash(changed) != bits_hash(start), change
+    assert bits_hash(torch.zeros(3)) == bits_hash(torch.zeros(3))
+    assert [int(bits_hash(torch.tensor(value))) for value in (True, 1.0 + 1.0j)]  # types of other sizes
+
+
+def test_point_1_2_the_same_hash_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    weights = torch.randn(10**6).bfloat16()
+    assert int(bits_hash(weights)) == int(bits_hash(weights.cuda()))
+
+
+def test_point_1_2_trained_weights_and_the_place_of_modules_do_not_matter() -> None:
+    class Model:
+        def __init__(self, module: nn.Module, vae: nn.Module) -> None:
+            self.module, self.texts = module, {"one": [vae]}
+
+    def made() -> Model:
+        torch.manual_seed(0)
+        return Model(nn.Linear(4, 4).requires_grad_(False), nn.Linear(2, 2).requires_grad_(False))
+
+    first, second = made(), made()
+    assert frozen_hashes(first).keys() == {"transformer", "texts.one.0"}
+    first.module.lora_A = nn.Linear(4, 1)
+    assert frozen_hashes(first) == frozen_hashes(second)
+    second.texts["one"][0].bias[1] += 1
+    assert [key for key, value in frozen_hashes(first).items() if frozen_hashes(second)[key] != value] == ["texts.one.0"]
+
+
+def one_bias(pipeline: Any) -> None:
+    next(each for name, each in pipeline.transformer.named_parameters() if name.endswith("bias")).data[0] += 0.1
+
+
+def fused_lora(pipeline: Any) -> None:
+    pipeline.transformer.transformer_blocks[0].attn.to_q.weight.data += 0.01
+
+
+def other_vae(pipeline: Any) -> None:
+    next(pipeline.vae.parameters()).data.mul_(1.1)
+
+
+def other_text_encoder(pipeline: Any) -> None:
+    next(pipeline.text_encoder_2.parameters()).data.mul_(1.1)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    **{"transformer": one_bias, "transformer ": fused_lora, "vae": other_vae, "text.clips.1": other_text_encoder},
+}
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    build_models(seed=0).save_pretrained("base")
+    kind = type(build_models(seed=0))
+
+    def own() -> Any:
+        pipeline = kind.from_pretrained("base")
+        pipeline.set_progress_bar_config(disable=True)
+        CHANGES[part](pipeline)
+        return pipeline
+
+    def trainer(pipeline: Any, steps: int) -> Any:
+        return retouch.Trainer(pipeline, brightness, PROMPTS, run_name="own", size=32, steps=steps, **SETTINGS)
+
+    first = trainer(own(), 1)
+    first.train()
+    first.save_pretrained("lora")
+    card = Path("lora/README.md").read_text()
+    assert "A LoRA for base," not in card
+    assert f"({part.strip()})" in card
+    wrong = f"the base weights are not those of the run in runs/own: {part.strip()} differs"
+    with pytest.raises(ValueError, match=wrong):
+        trainer(kind.from_pretrained("base"), 2).train()
+    for open_again in (lambda: retouch.load_run("runs/own").pipeline(), lambda: retouch.load_run("runs/own").policy):
+        with pytest.raises(ValueError, match=wrong):
+            open_again()
+    with pytest.raises(ValueError, match=wrong):
+        retouch.load_run("runs/own", model=kind.from_pretrained("base")).pipeline()
+    retouch.load_run("runs/own", model=own()).pipeline()
+    assert trainer(own(), 2).train().steps == 2
+    identity = Path("runs/own/identity.json")
+    identity.unlink()
+    with caplog.at_level(logging.WARNING):
+        assert trainer(own(), 3).train().steps == 3
+        assert trainer(own(), 4).train().steps == 4
+    assert [each.message for each in caplog.records].count(
+        "the run began with an earlier release: whether its data and base weights are the same cannot be checked"
+    ) == 1
+    with pytest.raises(ValueError, match=wrong):
+        trainer(kind.from_pretrained("base"), 5).train()
+
+
+def test_point_1_3_the_card_of_an_unchanged_base_names_it() -> None:
+    build_models(seed=0).save_pretrained("base")
+    trainer = retouch.Trainer(
+        type(build_models(seed=0)).from_pretrained("base"), brightness, PROMPTS, run_name="same", size=32, steps=1, **SETTINGS
+    )
+    trainer.train()
+    trainer.save_pretrained("lora")
+    assert "A LoRA for base, trained for 1 steps" in Path("lora/README.md").read_text()
+    assert len(retouch.load_run("runs/same").policy.sample(["red"])) == 1
