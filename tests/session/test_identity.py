@@ -58,7 +58,7 @@ def photos(**changed: Any) -> None:
         rows.append(
             {"id": f"row{number}", "file_name": f"{number}.png", "mask": f"mask-{number}.png", "instruction": f"edit {number}"}
         )
-    rows[19] |= {key: value for key, value in changed.items() if key in rows[19]}
+    rows[19] |= {key: value for key, value in changed.items() if key == "instruction"}
     rows = rows[::-1] if "reordered" in changed else rows + changed.get("added", [])
     (place / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -78,6 +78,7 @@ def changed_tasks(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Map
 
 
 def _data(sets: Sequence[DataSets]) -> dict[str, Any]:
-    content = {f"{key} of phase {place}": value for place, each in enumerate(sets, 1) for key, value in each.content.items()}
+    phases = [f" of phase {place}" if place else "" for place in range(len(sets))]
+    content = {f"{key}{phase}": value for phase, each in zip(phases, sets, strict=True) for key, value in each.content.items()}
     heldout = sets[0].heldout
     return {"data": content, "tasks": {task.id: task_content(task) for task in (heldout[i] for i in range(len(heldout)))}}

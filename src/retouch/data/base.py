@@ -18,7 +18,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, Va
 from pydantic_core import PydanticCustomError
 
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
-from retouch.data.examination import combined_content
 from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
 from retouch.data.requirements import CheckedShare, RowRequirements
@@ -258,6 +257,8 @@ class StoredData(DataSource):
             heldout = train
         chosen = at_most(heldout, context, held_out=self.held_out)
         training, evaluation = self.training_tasks(tasks, train, seed=context.seed), Subset(tasks, chosen)
+        from retouch.data.examination import combined_content
+
         content = combined_content([found.contents[row] for row in train])
         return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems, content=content)
 

@@ -100,7 +100,7 @@ def _changed_parts(parts: PolicyParts) -> list[str]:
     """The parts of a model that a script had loaded whose frozen weights differ from those at the model's name; none if they are
     equal, or if there are no weights of this name on this machine."""
     policy = parts.recipe.policy
-    path = getattr(policy.model, "path", "")
+    path = getattr(policy.model, "path", None) or ""
     if not path.startswith(LIVE):
         return []
     try:
