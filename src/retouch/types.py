@@ -2,7 +2,7 @@
 
 Conventions: ``p`` tasks (one per group), ``g`` samples per group, ``b`` rows on this rank (``p * g`` if groups are not split),
 ``t`` actions (a token, or one transition of a denoising chain). Row ``i`` of everything belongs to sample ``i``; the rows of
-a group are contiguous in the global order. Images are ``PIL.Image.Image`` in mode RGB (masks: mode L). Scores are float32
+a group are contiguous in the global order. Images are ``PIL.Image.Image`` in mode RGB (masks: mode L). Scores are float64
 tensors in which NaN means a missing score. These types compute nothing, and no part changes a value that it was given.
 
 This module imports no torch, because recipes are read without it.
@@ -11,6 +11,7 @@ This module imports no torch, because recipes are read without it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -50,6 +51,12 @@ class Task:
     rejected: Image | None = None
     source: str = ""
 
+    def copy(self) -> Task:
+        """A task that shares nothing that can be changed with this one: no image, list, dictionary, array or tensor."""
+        images = (*self.images, self.mask, self.reference, self.target, self.chosen, self.rejected)
+        # deepcopy takes these copies, because it would encode and decode an image.
+        return deepcopy(self, {id(image): image.copy() for image in images if image is not None})
+
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
 """The parts of a data set."""
@@ -83,6 +90,10 @@ class Sample:
     task: Task
     image: Image | None
     completion: str | None = None
+
+    def copy(self) -> Sample:
+        """A sample that shares nothing that can be changed with this one."""
+        return Sample(self.task.copy(), None if self.image is None else self.image.copy(), self.completion)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

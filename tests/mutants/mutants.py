@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "a policy's own fault becomes a missing score",
         "rewards/scoring.py",
-        "torch.full((len(samples),), fault, dtype=torch.float32)",
-        "torch.full((len(samples),), torch.nan, dtype=torch.float32)",
+        "torch.full((len(samples),), fault, dtype=torch.float64)",
+        "torch.full((len(samples),), torch.nan, dtype=torch.float64)",
         "tests/rewards/test_judging.py::test_a_fault_gets_the_worst_values_and_a_nan_column_makes_the_reward_missing",
     ),
     Mutant(

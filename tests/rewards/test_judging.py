@@ -46,9 +46,9 @@ def judge():
 
 def test_a_fault_gets_the_worst_values_and_a_nan_column_makes_the_reward_missing(judge):
     judged = judge([sample("value", 5.0, 0.5), sample("fault", 5.0, 0.5, image=None), sample("missing", NAN, 0.5)])
-    torch.testing.assert_close(judged.scores["a"], torch.tensor([5.0, 0.0, NAN]), equal_nan=True)
-    torch.testing.assert_close(judged.scores["b"], torch.tensor([0.5, -1.0, 0.5]))
-    torch.testing.assert_close(judged.rewards, torch.tensor([1.5, -2.0, NAN]), equal_nan=True)
+    torch.testing.assert_close(judged.scores["a"], torch.tensor([5.0, 0.0, NAN]).double(), equal_nan=True)
+    torch.testing.assert_close(judged.scores["b"], torch.tensor([0.5, -1.0, 0.5]).double())
+    torch.testing.assert_close(judged.rewards, torch.tensor([1.5, -2.0, NAN]).double(), equal_nan=True)
     assert judged.faults == 1
 
 
@@ -74,7 +74,7 @@ def test_a_reward_is_missing_exactly_where_a_combined_column_is_missing(rows):
     judged = judge([sample(str(k), a, b, image=PICTURE if drawn else None) for k, (a, b, drawn) in enumerate(rows)])
     judge.close()
     expected = [(a + b) if drawn else -1.0 for a, b, drawn in rows]
-    torch.testing.assert_close(judged.rewards, torch.tensor(expected), equal_nan=True)
+    torch.testing.assert_close(judged.rewards, torch.tensor(expected).double(), equal_nan=True)
     for k, (a, b, drawn) in enumerate(rows):  # NaN stays in its own column
         assert judged.scores["a"][k].isnan() == (drawn and math.isnan(a))
         assert judged.scores["b"][k].isnan() == (drawn and math.isnan(b))
@@ -132,7 +132,7 @@ def test_submitted_batches_return_in_order_and_futures_raise_their_errors(judge)
     futures = [judge.submit([sample(str(k), float(k), 0.0)]) for k in range(5)]
     parts = [future.result() for future in futures]
     together = ScoredBatch.concat(parts)
-    torch.testing.assert_close(together.rewards, torch.arange(5) * 0.1)
+    torch.testing.assert_close(together.rewards, torch.arange(5).double() * 0.1)
     assert judge.reward.seen == list("01234")
     with pytest.raises(ValueError, match="outside its declared range"):
         judge.submit([sample("x", 11.0, 0.0)]).result()
@@ -171,7 +171,7 @@ def test_an_async_reward_receives_all_batches_at_once_and_results_keep_their_ord
         assert not any(future.done() for future in futures)
         judge.reward.answer(0)
         judged = ScoredBatch.concat([future.result() for future in futures])
-    torch.testing.assert_close(judged.rewards, torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0]))
+    torch.testing.assert_close(judged.rewards, torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0], dtype=torch.float64))
     assert judged.faults == 4
 
 

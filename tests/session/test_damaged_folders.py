@@ -1,18 +1,21 @@
 """A damaged run folder: the run resumes bitwise, reports what is lost, or raises; mistakes of the user give clear messages."""
 
+import errno
 import os
 import re
 import resource
 import sqlite3
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
+import retouch
+import tiny_pipelines
 from folder_faults import FAULTS
 from retouch import cli
 from retouch.records import files
@@ -21,6 +24,7 @@ from retouch.records.repair import keep_until
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Scores, Task
+from small_trainer import SMALL, redness
 from warm_python import python
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +146,26 @@ def test_failed_append_on_a_full_disk_leaves_no_partial_line(tmp_path: Path) -> 
 def test_full_disk_error_contains_the_path_of_the_file(tmp_path: Path) -> None:
     with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(tmp_path / "a.json"))):
         files.write_json(tmp_path / "a.json", ["x" * 100])
+
+
+class LibraryFails(retouch.Callback):
+    """A library that cannot write its file, and does not name it."""
+
+    def on_step(self, trainer: retouch.Trainer, step: int, metrics: dict[str, float]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("fails", ["the first file of the run", "a library"])
+def test_point_1_8_full_disk_ends_a_run_in_python_with_a_message(tmp_path: Path, fails: str) -> None:
+    data = [{"prompt": "a red circle"}, {"prompt": "a blue circle"}]
+    callbacks = [LibraryFails()] if fails == "a library" else []
+    keys = {**SMALL, "eval": {"tasks": 1}, "steps": 1, "output_dir": tmp_path, "run_name": "r", "callbacks": callbacks}
+    trainer = retouch.Trainer(tiny_pipelines.sd3(), redness, data, **keys)
+    with (
+        files_of_at_most(500) if not callbacks else nullcontext(),
+        pytest.raises(ValueError, match=f"{tmp_path}/r.*(File too large|No space left on device); free some space and run"),
+    ):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

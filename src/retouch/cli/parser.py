@@ -108,7 +108,7 @@ def _message(error: Exception) -> tuple[str, int] | None:
     ranks = sys.modules.get("retouch.distributed.ranks")
     if is_user_error(error):
         return str(error), _USER_ERROR
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC):
         return _explained(error), _USER_ERROR
     if isinstance(error, RuntimeError) and ranks is not None and ranks.lost_contact(error):
         reason = str(error).strip().splitlines()[0]
@@ -173,4 +173,5 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 def _explained(error: OSError) -> str:
     """Describe an error of the operating system: the file, the reason, and what to do about it."""
     advice = _ADVICE.get(error.errno or 0)
-    return f"{error.filename}: {error.strerror}" + ("" if advice is None else f"; {advice}")
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}" + ("" if advice is None else f"; {advice}")

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -64,12 +65,20 @@ def is_user_error(error: BaseException) -> bool:
     return isinstance(error, ValueError) and str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] == "retouch"
 
 
+def is_foreign(made: object) -> bool:
+    """Whether the object is of code from outside this package, or calls a function of such code."""
+    return getattr(made, "kind", None) == "function" or type(made).__module__.partition(".")[0] != "retouch"
+
+
 def user_code_error(error: BaseException, what: str) -> ValueError | None:
     """The message for the user about an error that their own code raised in ``what`` (an import, a call), with its file and line.
 
-    None if ``error`` is to be raised unchanged: that code did not cause it (a signal, full memory), or it is already a message.
+    None if ``error`` is to be raised unchanged: that code did not cause it (Ctrl-C, full memory), or it is already a message.
     """
-    if not isinstance(error, Exception) or isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in _PASSED_ON:
+    # Python raises KeyboardInterrupt for a signal only in the main thread.
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        return None
+    if isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in _PASSED_ON:
         return None
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ValueError) and frames and _is_inside(frames[-1].filename, _PACKAGE):

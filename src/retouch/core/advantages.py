@@ -1,4 +1,5 @@
-"""Advantages relative to the group or the batch, and weights of the best samples: rewards (b,) to advantages (b,), in fp32.
+"""Advantages relative to the group or the batch, and weights of the best samples: rewards (b,), fp64 or fp32, to advantages (b,),
+fp32.
 
 A NaN reward is a missing reward: it is left out of every mean and standard deviation, and its advantage is exactly 0. A group is
 identified by an integer id, never by its prompt. Groups may differ in size and need not be contiguous.
@@ -44,7 +45,7 @@ def group_relative(
         raise ValueError(f"baseline {baseline!r}: choose 'mean' or 'leave_one_out'")
     _check(rewards, ddof=ddof, eps=eps, clip=clip)
     index, groups = _index(rewards, group)
-    rewards = rewards.float()
+    rewards = _wide(rewards)
     valid = ~rewards.isnan()
     centred, count = _centre(rewards, valid, index, groups)
     advantages = centred
@@ -96,7 +97,7 @@ def best_of_group(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"], *, kee
     if keep < 1:
         raise ValueError(f"keep {keep}: keep at least 1 sample of a group")
     index, groups = _index(rewards, group)
-    rewards = rewards.float()
+    rewards = _wide(rewards)
     valid = ~rewards.isnan()
     together = (index[:, None] == index) & valid
     better = (together & (rewards > rewards[:, None])).sum(dim=1)
@@ -128,7 +129,7 @@ def exponential_weights(
         raise ValueError(f"temperature {temperature}: must be above 0")
     scaled = group_relative(rewards, group, eps=eps, clip=None) / temperature
     index, groups = _index(rewards, group)
-    rewards = rewards.float()
+    rewards = _wide(rewards)
     valid = ~rewards.isnan()
     largest = -_group_min(-scaled, valid, index, groups)  # subtracted, so that nothing overflows
     weights = (scaled - largest[index]).exp().masked_fill(~valid, 0)
@@ -147,7 +148,7 @@ def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) ->
         tensor([-1.,  0.,  1.])
     """
     check_reward_range(low, high)
-    return (2 * rewards.float() - (low + high)) / (high - low)
+    return ((2 * _wide(rewards) - (low + high)) / (high - low)).float()
 
 
 def check_reward_range(low: float, high: float) -> None:
@@ -205,6 +206,10 @@ def _check(rewards: Tensor, *, ddof: int, eps: float, clip: float | None) -> Non
         raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
 
 
+def _wide(rewards: Tensor) -> Tensor:
+    return rewards.to(torch.promote_types(rewards.dtype, torch.float32))
+
+
 def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
     """(b,) index of each row's group among the distinct groups, and the number of groups."""
     if group.is_floating_point() or group.shape != rewards.shape or rewards.ndim != 1:
@@ -234,7 +239,7 @@ def _unequal(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Bool
 def _equal(rewards: Tensor, group: Tensor) -> tuple[Bool[Tensor, " groups"], Bool[Tensor, " groups"]]:
     """For each group, in the order of ids: whether all its valid rewards are equal, and whether it has at least two of them."""
     index, groups = _index(rewards, group)
-    rewards = rewards.float()
+    rewards = _wide(rewards)
     valid = ~rewards.isnan()
     return ~_unequal(rewards, valid, index, groups), _group_sum(valid.float(), index, groups) >= 2
 
@@ -243,8 +248,9 @@ def _centre(
     rewards: Float[Tensor, " b"], valid: Bool[Tensor, " b"], index: Int[Tensor, " b"], groups: int
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " groups"]]:
     """Valid rewards minus their group's mean (0 where missing), and the number of valid rewards in each group."""
-    # Subtract the group's minimum first, so that equal rewards give exact zeros: the rounded mean of 7 x 0.1 is not 0.1.
-    above = (rewards - _group_min(rewards, valid, index, groups)[index]).masked_fill(~valid, 0)
+    # Subtract the group's minimum first, so that equal rewards give exact zeros: the rounded mean of 7 x 0.1 is not 0.1. Only then
+    # round to fp32, in which 1e6 + 0.01 equals 1e6.
+    above = (rewards - _group_min(rewards, valid, index, groups)[index]).masked_fill(~valid, 0).float()
     count = _group_sum(valid.float(), index, groups)
     mean = _group_sum(above, index, groups) / count.clamp(min=1)
     return (above - mean[index]).masked_fill(~valid, 0), count

@@ -1,6 +1,6 @@
 """Advantages: sections of the recipe that turn the rewards of all ranks into an advantage for each action of this rank's rows.
 
-Rewards are (rows,), float32, in the step's global order, NaN if a sample could not be scored; such a row has advantage 0 or NaN and
+Rewards are (rows,), float64, in the step's global order, NaN if a sample could not be scored; such a row has advantage 0 or NaN and
 weight 0 in the loss. ``group`` (rows,) is the number of each row's group.
 """
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
+from retouch.config.imports import is_foreign
 from retouch.config.kinds import Kinds
 from retouch.config.section import Count, Section
 from retouch.objectives.base import Objective, ObjectiveContext
@@ -84,7 +85,8 @@ class RewardGradient(Objective):
             images = policy.images(trajectory, rows, predicted=self.predicted)
             if self._scorer is None:
                 self.load(images.device)
-            scores = self._scorer.score_tensors(images, [batch.tasks[k] for k in batch.group[rows]])
+            tasks = [batch.tasks[k] for k in batch.group[rows]]
+            scores = self._scorer.score_tensors(images, [task.copy() for task in tasks] if is_foreign(self._scorer) else tasks)
             if scores.shape != images.shape[:1] or not scores.requires_grad:
                 got = f"scores of shape {tuple(scores.shape)}, {'with' if scores.requires_grad else 'without'} gradient"
                 raise ValueError(f"objective.reward: it gave {got}, for {len(images)} images; return one per image, with gradient")

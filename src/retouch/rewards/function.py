@@ -170,11 +170,11 @@ class FunctionReward(RewardSection):
         return found
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column, (b,), float32; NaN if the function returned None or NaN for a sample. Raises ValueError for a wrong number of
+        """The column, (b,), float64; NaN if the function returned None or NaN for a sample. Raises ValueError for a wrong number of
         scores, for a score that is not a finite number, and for an argument that is no column of the data set."""
         import torch
 
-        return {self.name: torch.tensor(self.model.score(samples, self.name), dtype=torch.float32)}
+        return {self.name: torch.tensor(self.model.score(samples, self.name), dtype=torch.float64, device="cpu")}
 
 
 def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str) -> dict[str, list[Any]]:

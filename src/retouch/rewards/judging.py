@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.base import close, compares_groups, visible_samples
+from retouch.rewards.base import close, compares_groups
 from retouch.rewards.combine.combination import NO_COMBINATION, Combine, combination
 from retouch.rewards.combine.composite import CompositeReward, collect_scores
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows, rows_to_score
-from retouch.rewards.scoring import call_reward, checked, scores_of, with_images
+from retouch.rewards.scoring import call_reward, checked, given_to, scores_of, with_images
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.types import Batch, Sample, Scores
 
@@ -131,7 +131,7 @@ class RewardScorer:
         columns = self.reward.columns
         if self.journal is None or rows is None:
             found, new = None, list(range(len(samples)))
-            scores = {name: torch.full((len(samples),), torch.nan) for name in columns}
+            scores = {name: torch.full((len(samples),), torch.nan, dtype=torch.float64) for name in columns}
         else:
             found = rows()
             known, scores = self.journal.recall(found, columns)
@@ -144,11 +144,10 @@ class RewardScorer:
         drawn = with_images(samples)
         asked: dict[str, Future[Scores]] = {}
         for name, part in self._parts.items() if drawn else ():
-            visible = visible_samples(part, drawn)
             if isinstance(part, AsyncReward):
-                asked[name] = part.submit(visible)
+                asked[name] = part.submit(given_to(part, drawn))
             else:
-                asked[name] = self._scoring[name].submit(call_reward, part, visible, name)
+                asked[name] = self._scoring[name].submit(call_reward, part, drawn, name)
         return asked
 
     def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:

@@ -1,7 +1,12 @@
-"""A single call of a reward: the samples that the reward receives, and the checks of its scores."""
+"""A single call of a reward: the samples that the reward receives, and the checks of its scores.
+
+Every call of a reward goes through ``ask`` (or, for a reward that answers later, through ``given_to``), so that code from outside
+this package gets copies of its own: it may paint on its images and empty its lists.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy
 import torch
@@ -9,9 +14,11 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.config.imports import source_place, user_code_error
+from retouch.config.imports import is_foreign, source_place, user_code_error
 from retouch.protocols import Reward
 from retouch.rewards.base import visible_samples
+from retouch.rewards.process_settings import unchanged_settings
+from retouch.rewards.wire.replies import limits
 from retouch.types import Column, Json, Sample, Scores, Task
 
 _TRIED = 64
@@ -47,25 +54,41 @@ def score(
 
 
 def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:
-    """Score samples on the caller's thread: each declared column, (b,), float32. A sample without an image gets the worst value of
+    """Score samples on the caller's thread: each declared column, (b,), float64. A sample without an image gets the worst value of
     each column, and NaN for a diagnostic.
 
     Raises the errors of ``checked``.
     """
     drawn = with_images(samples)
-    return checked(reward, samples, call_reward(reward, visible_samples(reward, drawn)) if drawn else {})
+    return checked(reward, samples, call_reward(reward, drawn) if drawn else {})
+
+
+def given_to(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
+    """What the reward receives: the samples without what it may not see, and, for code from outside this package, copies of the
+    images and of every list, dictionary, array and tensor, for each sample separately."""
+    visible = visible_samples(reward, samples)
+    return [sample.copy() for sample in visible] if is_foreign(reward) else visible
+
+
+def ask(reward: Reward, samples: Sequence[Sample], name: str = "") -> Scores:
+    """Call the reward with what it may see and change (``given_to``). ``name``: as in ``call_reward``. Raises ValueError if code
+    from outside this package changes a setting of the process (``process_settings``)."""
+    if not is_foreign(reward):
+        return reward(given_to(reward, samples))
+    with unchanged_settings(partial(_label, reward, name)):
+        return reward(given_to(reward, samples))
 
 
 def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Scores:
     """Call the reward with the samples. ``name``: the name of the reward in the recipe, for messages.
 
     A reward from outside this package with one column may return a list of numbers, with None for a missing score. If such a
-    reward raises an error, ValueError is raised with the file and line of the error, and the sample.
+    reward raises an error, or ends the process with ``sys.exit``, ValueError is raised with the file and line, and the sample.
     """
-    if not _is_own(reward):
-        return reward(samples)
+    if not is_foreign(reward):
+        return ask(reward, samples)
     try:
-        returned: object = reward(samples)
+        returned: object = ask(reward, samples, name)
     except BaseException as error:
         wrong = user_code_error(error, _label(reward, name))
         if wrong is None:
@@ -74,11 +97,6 @@ def call_reward(reward: Reward, samples: Sequence[Sample], name: str = "") -> Sc
             raise
         raise ValueError(f"{wrong}\n  {_culprit(reward, samples, type(error))}") from error
     return as_scores(reward, returned, name)
-
-
-def _is_own(reward: object) -> bool:
-    """Whether the reward is code from outside this package."""
-    return getattr(reward, "kind", None) == "function" or type(reward).__module__.partition(".")[0] != "retouch"
 
 
 def _label(reward: object, name: str) -> str:
@@ -100,7 +118,7 @@ def _culprit(reward: Reward, samples: Sequence[Sample], kind: type[BaseException
     another kind of error is not the cause, because the reward may not work for one sample."""
     for sample in samples[:_TRIED] if len(samples) > 1 else ():
         try:
-            reward([sample])
+            ask(reward, [sample])
         except BaseException as error:
             if type(error) is kind:
                 return f"sample: task {sample.task.id!r}, instruction {sample.task.instruction!r:.80}"
@@ -128,12 +146,12 @@ def as_scores(reward: Reward, returned: object, name: str = "") -> Scores:
 
 
 def column_values(name: str, returned: object) -> Tensor:
-    """A column that a reward returned as a tensor, an array or a list of numbers, with None for a missing score; float32, NaN if
+    """A column that a reward returned as a tensor, an array or a list of numbers, with None for a missing score; float64, NaN if
     missing. Raises ValueError if it is something else."""
     if isinstance(returned, list | tuple | numpy.ndarray):
         returned = [math.nan if value is None else value for value in returned]
     try:
-        return torch.as_tensor(returned, dtype=torch.float32).detach().cpu()
+        return torch.as_tensor(returned, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"column {name!r}: {error}; return a number for each sample, NaN if it is missing") from None
 
@@ -144,7 +162,7 @@ def with_images(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scores:
-    """The declared columns of all samples, (b,), float32, from the scores ``returned`` by the reward for ``with_images(samples)``.
+    """The declared columns of all samples, (b,), float64, from the scores ``returned`` by the reward for ``with_images(samples)``.
 
     A sample without an image gets the worst value of each column, and NaN for a diagnostic. Raises ValueError if a declared column
     is missing, has a wrong shape, or has a value that is no number, infinite or outside its declared range.
@@ -154,21 +172,21 @@ def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scor
     scores: Scores = {}
     for name, column in reward.columns.items():
         fault = float("nan") if column.diagnostic else column.worst
-        scores[name] = torch.full((len(samples),), fault, dtype=torch.float32)
+        scores[name] = torch.full((len(samples),), fault, dtype=torch.float64)
         if count:
             try:
                 scores[name][drawn] = _checked_column(name, column, returned, with_images(samples))
             except ValueError as error:
                 part, _, _ = name.partition("/")
                 inner = getattr(reward, "rewards", {}).get(part, reward)
-                if not _is_own(inner):
+                if not is_foreign(inner):
                     raise
                 raise ValueError(f"{_label(inner, '' if inner is reward else part)}: {error}") from None
     return scores
 
 
 def shaped_column(name: str, returned: Scores, count: int) -> Float[Tensor, " b"]:
-    """The column of ``count`` samples, float32, NaN if missing. Raises ValueError if it is missing, has values that are no numbers,
+    """The column of ``count`` samples, float64, NaN if missing. Raises ValueError if it is missing, has values that are no numbers,
     or has another shape."""
     if name not in returned:
         raise ValueError(
@@ -184,10 +202,11 @@ def shaped_column(name: str, returned: Scores, count: int) -> Float[Tensor, " b"
 
 def _checked_column(name: str, column: Column, returned: Scores, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
     values = shaped_column(name, returned, len(samples))
-    outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high) & values.isfinite())
+    low, high = limits(column)
+    outside = ~torch.isnan(values) & ~((values >= low) & (values <= high) & values.float().isfinite())
     if outside.any():
         wrong, task = values[outside][0].item(), samples[int(outside.nonzero()[0])].task.id
-        if math.isinf(wrong) and column.low <= wrong <= column.high:
+        if low <= wrong <= high:
             raise ValueError(f"column {name!r} is {wrong}; return a finite score, or NaN if it is missing (task {task!r})")
         raise ValueError(
             f"column {name!r} is {wrong}, outside its declared range {column.low} to {column.high}; declare the true range "

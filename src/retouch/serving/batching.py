@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from retouch.protocols import Reward
+from retouch.rewards.scoring import ask
 from retouch.rewards.wire.errors import RequestError
 from retouch.serving.hosted_rewards import HostedReward
 from retouch.serving.metrics import Metrics
@@ -129,7 +130,7 @@ class Batcher:
     def _timed(self, reward: Reward, samples: Sequence[Sample]) -> Scores:
         self._call_began = time.monotonic()
         try:
-            return reward(samples)
+            return ask(reward, samples)
         finally:
             seconds = time.monotonic() - self._call_began
             self._usual_seconds = max(seconds, _FORGET * self._usual_seconds)

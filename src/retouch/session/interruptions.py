@@ -1,5 +1,7 @@
-"""Interruptions of a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which stop it at the end of a step, and a device out of memory."""
+"""Interruptions of a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which stop it at the end of a step, a full disk, and a device out
+of memory."""
 
+import errno
 import os
 import signal
 import threading
@@ -66,6 +68,18 @@ def catch_stop_signals(request: StopRequest, *, answer: bool) -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def explain_full_disk(recipe: Recipe) -> Iterator[None]:
+    """Turn an OSError of a full disk into ValueError, which says what to do; a library's error may name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        where = error.filename or recipe.folder
+        raise ValueError(f"{where}: {error.strerror}; free some space and run the same command again") from error
 
 
 @contextmanager

@@ -121,6 +121,11 @@ class _LogFile(logging.FileHandler):
         handle = files.open_handle(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         return os.fdopen(handle, "a", encoding="utf-8", errors="backslashreplace")
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no traceback for each line that a full disk does not take; the next file of the run ends it with a message."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
 
 @contextmanager
 def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[None]:

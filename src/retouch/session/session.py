@@ -16,7 +16,8 @@ from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.libraries import require_trackers
-from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
+from retouch.rewards.process_settings import explained_by_settings
+from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_full_disk, explain_out_of_memory
 from retouch.session.listener import Listener
 from retouch.session.run_folder import run_folder
 from retouch.session.training_session import TrainingSession
@@ -54,7 +55,8 @@ def open_session(
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
     ranks = init_distributed_from_recipe(recipe)
-    with run_folder(recipe, ranks, fresh=fresh, new_judge=new_judge, own_process=own_process) as folder:
+    opened_folder = run_folder(recipe, ranks, fresh=fresh, new_judge=new_judge, own_process=own_process)
+    with explain_full_disk(recipe), opened_folder as folder:
         waits = ", weights wait in CPU memory" if recipe.devices is not None and recipe.devices.weights is not None else ""
         sharding = f" with {recipe.sharding}{waits}" if recipe.sharding is not None and ranks.world > 1 else ""
         where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
@@ -87,7 +89,8 @@ def open_session(
             _log_plan(recipe, parts)
             request = StopRequest(ranks.stop)
             catching = catch_stop_signals(request, answer=ranks.is_main) if own_process else nullcontext()
-            with catching, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
+            explaining = explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation")
+            with catching, explaining, explained_by_settings():
                 watcher = None
                 if measures is not None:
                     from retouch.watch.watcher import build_watcher

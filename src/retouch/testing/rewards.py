@@ -10,6 +10,7 @@ from PIL import Image
 from retouch.core.random import generator
 from retouch.protocols import Reward
 from retouch.rewards.function import FunctionReward, RewardFunction
+from retouch.rewards.scoring import ask
 from retouch.testing.assertions import call_twice, require, require_close
 from retouch.types import Sample, Scores
 
@@ -74,7 +75,7 @@ def _unusual_images() -> Iterator[tuple[str, Image.Image]]:
 def _score(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:
     """Score the samples. Raises AssertionError if the reward raises an error; the message names the samples as ``what``."""
     try:
-        return reward(samples)
+        return ask(reward, samples)
     finally:
         error = sys.exception()
         if isinstance(error, Exception):

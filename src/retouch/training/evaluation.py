@@ -99,7 +99,7 @@ def content_hash(content: Mapping[str, str]) -> str:
 
 
 def _column(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,7 +253,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
             "Nothing was learned from this step. If the judge is failing, start the run again when it answers; if the reward "
             "leaves samples out on purpose, set max_missing to the share that it leaves out"
         )
-    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range)
+    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range).float()
     valid = rewards[~rewards.isnan()]
     metrics = {
         "reward/mean": valid.mean().item(),
@@ -274,7 +274,7 @@ def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Flo
 
 def in_global_order(run: Run, phase: Phase, values: Tensor) -> Tensor:
     """Gather the rows of all ranks, (b, ...) on each rank, to (rows, ...) in the step's global order."""
-    gathered = torch.empty(len(phase.order), *values.shape[1:])
+    gathered = torch.empty(len(phase.order), *values.shape[1:], dtype=values.dtype)
     gathered[phase.order] = run.ranks.gather(values)
     return gathered
 

@@ -33,7 +33,7 @@ SUPPORT = Path(__file__).parents[3] / "tests" / "support"
 
 
 def expected(samples: list[Sample]) -> torch.Tensor:
-    return torch.tensor([digest_score(sample) for sample in samples])
+    return torch.tensor([digest_score(sample) for sample in samples], dtype=torch.float64)
 
 
 def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ DEADLINE = 60.0
 
 
 def expected(samples: list[object]) -> torch.Tensor:
-    return torch.tensor([digest_score(sample) for sample in samples])
+    return torch.tensor([digest_score(sample) for sample in samples], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("kind", [*ALL_FAULTS, *HARMLESS])

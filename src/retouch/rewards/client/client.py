@@ -56,7 +56,7 @@ class RemoteClient:
         return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32; NaN for a sample that could not be judged.
+        """Each column, (b,), float64; NaN for a sample that could not be judged.
 
         Raises BudgetSpent if the remaining ``calls`` are too few for these samples; then no request is sent.
         """
@@ -107,7 +107,7 @@ class RemoteClient:
         nan = float("nan")
         stats = [RequestStats(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
         return {
-            name: torch.tensor([nan if each is None else each.scores[name] for each in scores], dtype=torch.float32)
+            name: torch.tensor([nan if each is None else each.scores[name] for each in scores], dtype=torch.float64)
             for name in self.columns
         }, stats
 

@@ -122,7 +122,7 @@ class CalibratedScores:
         return json.dumps([describe(self.reward), self.column, self.calibration.to_json()], sort_keys=True)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """All columns, (b,), float32; the two added columns are NaN if the mapped score is missing.
+        """All columns, (b,), float64; the two added columns are NaN if the mapped score is missing.
 
         The samples must have an image. Raises the errors of ``retouch.rewards.scoring.checked``.
         """
@@ -132,7 +132,7 @@ class CalibratedScores:
 
         scores = checked(self.reward, samples, call_reward(self.reward, samples))
         mapped = [self.calibration.at(value) for value in scores[self.column].tolist()]
-        added = torch.tensor(mapped, dtype=torch.float32).view(-1, 2).unbind(dim=1)
+        added = torch.tensor(mapped, dtype=torch.float64).view(-1, 2).unbind(dim=1)
         return {**dict(zip(_ADDED, added, strict=True)), **scores}
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ class Combination(Protocol):
     def high(self) -> float: ...
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
-        """The reward (b,), float32; NaN if the score of one of the columns is NaN."""
+        """The reward (b,), float64; NaN if the score of one of the columns is NaN."""
         ...
 
 
@@ -84,7 +84,7 @@ class Formula:
         return names(self.node)
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
-        return value(self.node, scores).float()
+        return value(self.node, scores)
 
     def __str__(self) -> str:
         return self.text

@@ -8,8 +8,9 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
+from retouch.config.imports import user_code_error
 from retouch.protocols import Reward
-from retouch.rewards.base import close, compares_groups, visible_samples
+from retouch.rewards.base import close, compares_groups
 from retouch.rewards.combine.combination import Combine
 from retouch.rewards.identity import describe
 from retouch.rewards.scoring import call_reward
@@ -48,10 +49,7 @@ class CompositeReward:
         """The columns of all rewards by full name, (b,) each. If rewards fail, raises the first error after all rewards have
         ended."""
         with ThreadPoolExecutor(max_workers=len(self.rewards), thread_name_prefix="reward") as threads:
-            parts = {
-                name: threads.submit(call_reward, reward, visible_samples(reward, samples), name)
-                for name, reward in self.rewards.items()
-            }
+            parts = {name: threads.submit(call_reward, reward, samples, name) for name, reward in self.rewards.items()}
         return collect_scores(parts)
 
     def score_tensors(self, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]) -> Float[Tensor, " r"]:
@@ -68,6 +66,8 @@ class CompositeReward:
 
 def collect_scores(parts: "Mapping[str, Future[Scores]]") -> Scores:
     """The columns of all parts of a reward by full name. Waits for all parts, then raises the first error, if there is one."""
-    for part in parts.values():
-        part.exception()
+    failed = {name: part.exception() for name, part in parts.items()}
+    for name, error in failed.items():
+        if error is not None and not isinstance(error, Exception):  # sys.exit in a reward that answers later
+            raise user_code_error(error, f"reward {name}" if name else "the reward") or error
     return {f"{name}/{own}" if name else own: column for name, part in parts.items() for own, column in part.result().items()}

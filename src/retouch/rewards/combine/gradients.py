@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from retouch.config.imports import is_foreign
 from retouch.rewards.combine.combination import Combine, WeightedSum, combination
 
 if TYPE_CHECKING:
@@ -34,7 +35,11 @@ def weighted_scores(
     rewards: Mapping[str, Any], combine: Combine, images: Float[Tensor, "r 3 h w"], tasks: Sequence[Task]
 ) -> Float[Tensor, " r"]:
     """The weighted sum of the rewards' scores of ``images``, values 0 to 1, with gradient in the images."""
-    scores = [weight * rewards[name].score_tensors(images, tasks) for name, weight in gradient_weights(rewards, combine).items()]
+    given = {
+        name: (images.clone(), [task.copy() for task in tasks]) if is_foreign(reward) else (images, tasks)
+        for name, reward in rewards.items()
+    }
+    scores = [weight * rewards[name].score_tensors(*given[name]) for name, weight in gradient_weights(rewards, combine).items()]
     total: Tensor = sum(scores[1:], scores[0])
     return total
 

@@ -103,7 +103,7 @@ class CachedReward:
         self._threads = ThreadPoolExecutor(max_workers=_MAX_BATCHES, thread_name_prefix="cached-reward")
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32."""
+        """Each column, (b,), float64."""
         hasher = ImageHasher()
         keys = [sample_hash(sample, self._judge, hasher) for sample in samples]
         by_key = dict(zip(keys, samples, strict=True))
@@ -112,7 +112,7 @@ class CachedReward:
             return self._score(wanted, [by_key[key] for key in wanted], hasher)
 
         given = self._score(keys, samples, hasher) if self.cache.bypassed else self._flights.get(keys, recall=self._recall, ask=ask)
-        return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float32) for name in self.columns}
+        return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float64) for name in self.columns}
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
         """Score in the background; batches may finish in another order."""

@@ -86,7 +86,7 @@ class Journal:
         kept = self._kept(rows)
         known = [row in kept and kept[row].keys() >= set(names) for row in rows]
         found = [kept[row] if is_known else dict.fromkeys(names, torch.nan) for row, is_known in zip(rows, known, strict=True)]
-        scores = {name: torch.tensor([values[name] for values in found], dtype=torch.float32) for name in names}
+        scores = {name: torch.tensor([values[name] for values in found], dtype=torch.float64) for name in names}
         return torch.tensor(known, dtype=torch.bool), scores
 
     def record(

@@ -62,8 +62,16 @@ def read_reply(body: bytes, ids: Collection[str], expected: ExpectedReply) -> di
 
 
 def in_range(value: float, column: Column) -> bool:
-    """Whether a value is in the range of the column. The ends of the range are rounded to float32, like scores."""
-    return float(np.float32(column.low)) <= value <= float(np.float32(column.high))
+    """Whether a value is in the range of the column, up to the rounding of scores to float32."""
+    low, high = limits(column)
+    return low <= value <= high
+
+
+def limits(column: Column) -> tuple[float, float]:
+    """The range of the column, widened to the float32 values that are nearest to its ends, because many rewards compute in
+    float32."""
+    with np.errstate(over="ignore"):
+        return min(column.low, float(np.float32(column.low))), max(column.high, float(np.float32(column.high)))
 
 
 def _parse(body: bytes, *, most: int) -> dict[str, object]:
