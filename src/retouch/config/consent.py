@@ -11,6 +11,9 @@ too, so nothing is imported because a recipe says so. A module is allowed if
 
 Retouch's own classes are allowed if they have a kind, or if their ``Kinds`` names them. Neither the content of a recipe's file nor
 the folder that a module is in counts as consent.
+
+Data files that a recipe names are sent to the judges that it names, so links may not lead out of the folders that the user has
+given (``data_path``).
 """
 
 import hashlib
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 VARIABLE = "RETOUCH_ALLOW_IMPORTS"
+DATA_VARIABLE = "RETOUCH_DATA_ROOTS"
 GROUP = "retouch.plugins"
 IMPORT = "import"
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -131,6 +135,44 @@ def reading(document: object, *, source: object = None, allow: Iterable[str] = (
         yield
     finally:
         _reading.reset(outer)
+
+
+def data_path(name: str | Path) -> Path:
+    """The path of a file or folder of data, with all links resolved.
+
+    For a relative name, links may lead to any place in the current folder. For an absolute name, or one with "..", the folder is as
+    it is named, and a file may be a link within its folder. Everywhere, links may lead into the folders in RETOUCH_DATA_ROOTS
+    (separated by colons), and from a snapshot of the Hub's cache to its blobs. Raises ValueError for other links.
+    """
+    path = Path(name)
+    relative = not path.is_absolute() and ".." not in path.parts
+    if not relative and path.is_dir():
+        return path.resolve()
+    return _within(path, Path() if relative else path.parent)
+
+
+def require_no_links_out(folder: Path) -> None:
+    """Raise ValueError for a folder of data that contains a link which leads out of it, except as in ``data_path``."""
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            if path.is_symlink():
+                _within(path, folder)
+
+
+def _within(path: Path, root: Path) -> Path:
+    """The real path of ``path``. Raises ValueError if it is neither in ``root`` nor in another folder that ``data_path`` allows."""
+    real, named = Path(os.path.realpath(path)), Path(os.path.abspath(path))
+    roots = [root.resolve(), *(Path(each).resolve() for each in os.environ.get(DATA_VARIABLE, "").split(os.pathsep) if each)]
+    if "snapshots" in named.parts:  # REPOSITORY/snapshots/COMMIT/FILE links to REPOSITORY/blobs/HASH
+        roots.append(Path(*named.parts[: named.parts.index("snapshots")]).resolve() / "blobs")
+    if not any(real.is_relative_to(each) for each in roots):
+        name, target, folder = (_printable(str(each)) for each in (path, real, real.parent))
+        raise ValueError(
+            f"{name}: a link leads out of its folder, to {target}, which is not read; name the real path, copy the file, or allow "
+            f"its folder if you trust the recipe: {DATA_VARIABLE}={folder}"
+        )
+    return real
 
 
 def user_folder(variable: str, default: str) -> Path | None:

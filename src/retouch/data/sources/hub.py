@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from retouch.config.consent import data_path, require_no_links_out
 from retouch.config.section import NonEmpty
 from retouch.data.base import ImageData
 from retouch.data.examination import file_state
@@ -56,6 +57,8 @@ class HubData(ImageData):
     """Map from a field (``instruction``, ``image``, ``target``, ...) to the column of the data set."""
 
     def rows(self, *, seed: int) -> HubRows:
+        if Path(self.path).exists():
+            data_path(self.path)
         return read_hub(
             self.path,
             split=self.split,
@@ -117,7 +120,7 @@ def read_hub(
     parquet file; otherwise an id on the Hub. ``split`` may be None if there is only one split. ``revision``: a commit on the Hub,
     so that the data cannot change during a run. ``columns``: the column of a field, if their names differ. ``tag_keys`` and
     ``thought_keys``: as in ``read_folder``. ``name``: the prefix of the ids of rows without an id. Raises ValueError for an unknown
-    data set, split or column, a file that is not parquet, and files that the library cannot read.
+    data set, split or column, a file that is not parquet, links out of the data set, and files that the library cannot read.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -131,6 +134,10 @@ def read_hub(
         raise ValueError(
             f"{path}: not a parquet file; for CSV or JSONL use a folder with metadata.csv or metadata.jsonl, or a prompt list"
         )
+    if Path(path).is_dir():
+        require_no_links_out(Path(path))
+    elif local:
+        data_path(path)
     try:
         loaded = _load(path, split, config, revision)
     except (DatasetsError, ArrowException, RuntimeError, OSError, ValueError) as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from retouch.config.consent import data_path, require_no_links_out
 from retouch.config.live import live_object
 from retouch.config.section import Count, Pixels, StepInterval
 from retouch.data.base import (
@@ -167,6 +168,8 @@ class StreamData(StreamedData):
         return {"kind": "hub", "path": path, **keys, "revision": revision, "held_out": "all"}
 
     def open(self) -> datasets.IterableDataset:
+        if Path(self.path).exists():
+            data_path(self.path)
         return open_stream(self.path, split=self.split, config=self.config, revision=self.revision)
 
     def layout(self, names: Sequence[str]) -> Layout:
@@ -250,7 +253,8 @@ class IterableData(StreamedData):
 def open_stream(path: str, *, split: str, config: str | None = None, revision: str | None = None) -> datasets.IterableDataset:
     """A stream over the files of a data set, with one shard for each file (for each row group of local parquet files).
 
-    ``path``: as in ``StreamData``. Raises ValueError if there is no such data set or split, or if a file cannot be read.
+    ``path``: as in ``StreamData``. Raises ValueError if there is no such data set or split, for links out of the data
+    set, or if a file cannot be read.
     """
     import datasets
     import pyarrow
@@ -259,12 +263,15 @@ def open_stream(path: str, *, split: str, config: str | None = None, revision: s
     local = Path(path).exists() or any(letter in path for letter in "*?[")
     if local and revision is not None:
         raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
+    if Path(path).is_dir():
+        require_no_links_out(Path(path))
+    named = sorted(glob.glob(path, recursive=True)) if local and not Path(path).is_dir() else []
+    files = [str(data_path(file)) for file in named]
     try:
         if Path(path).is_dir():
             found = datasets.load_dataset(str(Path(path).resolve()), config, split=split, streaming=True)
         elif local:
-            files = [str(Path(file).resolve()) for file in sorted(glob.glob(path, recursive=True))]
-            found = datasets.load_dataset(_format(files, path), data_files={split: files}, split=split, streaming=True)
+            found = datasets.load_dataset(_format(named, path), data_files={split: files}, split=split, streaming=True)
         else:
             found = datasets.load_dataset(path, config, split=split, revision=revision, streaming=True)
         return found.reshard() if local else found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retouch.config.consent import data_path
 from retouch.data.rows import Identity, InvalidRow, Layout, Problem, Row
 from retouch.types import Json
 
@@ -72,14 +73,15 @@ class TableRows:
 def read_table(path: Path, *, text_field: str = "text") -> Table:
     """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of a text file becomes ``{text_field: line}``.
 
-    Raises ValueError for any other file type, a missing file, a CSV header with empty or repeated names, and a file without rows.
+    Raises ValueError for any other file type, a missing file, a link out of its folder (``data_path``), a CSV header with empty or
+    repeated names, and a file without rows.
     """
     file = str(path)
     if path.suffix not in (".jsonl", ".csv", ".txt"):
         raise ValueError(f"{file}: metadata is read from .jsonl, .csv and .txt files")
     if not path.is_file():
         raise ValueError(f"{file}: no such file")
-    data = path.read_bytes()
+    data = data_path(path).read_bytes()
     notes = []
     if data.startswith(_BOM):
         data = data[len(_BOM) :]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runti
 
 from pydantic import Field
 
+from retouch.config.consent import data_path
 from retouch.config.section import Count, Positive
 from retouch.core.random import generator
 from retouch.data.base import (
@@ -296,7 +297,7 @@ def list_file(place: str | Path) -> Path:
 
 def _entries(file: Path) -> tuple[Path, list[str]]:
     """The folder of the files of a list, and their names."""
-    content = read_json(file)
+    content = read_json(data_path(file))
     names = content.get("path_list") if isinstance(content, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{file}: contains no file names; a list is {{"prefix": FOLDER, "path_list": [NAME, ...]}}')

@@ -57,7 +57,7 @@ class TripletRows:
 
     def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
         self._root = Path(folder)
-        table = read_table(self._root / LIST, text_field="line")
+        table = read_table(self._root.resolve() / LIST, text_field="line")
         self._file = table.file
         self._digest = table.digest
         self._entries = table.entries
