@@ -155,7 +155,7 @@ def _save(model: Any, folder: Path) -> None:
     tokenizer, other_tokenizer, t5_tokenizer = model.text.tokenizers
     StableDiffusion3Pipeline(
         transformer=model.module,
-        scheduler=FlowMatchEulerDiscreteScheduler.from_config(model.scheduler_config),
+        scheduler=FlowMatchEulerDiscreteScheduler.from_config(model.scheduler.config),
         vae=model.latents.vae,
         text_encoder=clip,
         tokenizer=tokenizer,

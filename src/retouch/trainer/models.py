@@ -52,10 +52,10 @@ def _is_language_model(model: Any) -> bool:
 
 
 def _loaded_pipeline(pipeline: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel, dict[str, Any]]:
+    from retouch.models.common.loaded import require_as_built
+
     family = _family_of(type(pipeline).__name__, key=key)
-    for name, part in pipeline.components.items():
-        if hasattr(part, "parameters"):
-            _require_plain(part, key=f"{key}.{name}")
+    require_as_built(pipeline, key=key)
     if size is None and family.takes.images[1] == 0:
         side = int(getattr(pipeline, "default_sample_size", 128)) * int(getattr(pipeline, "vae_scale_factor", 8))
         size = (side, side)
@@ -66,9 +66,9 @@ def _loaded_pipeline(pipeline: Any, *, size: tuple[int, int] | None, key: str) -
 def _loaded_language_model(
     model: Any, processor: Any, *, size: tuple[int, int] | None, key: str
 ) -> tuple[LanguageModel, dict[str, Any]]:
-    from retouch.models.common.loaded import LoadedLanguageModel
+    from retouch.models.common.loaded import LoadedLanguageModel, require_plain
 
-    _require_plain(model, key=key)
+    require_plain(model, key=key)
     section = _language_family(model.config.model_type, name=type(model).__name__, key=key)
     if processor is None and not model.name_or_path:
         raise ValueError("processing_class: missing; give the tokenizer of the model, or its processor if it reads images")
@@ -87,17 +87,6 @@ def _loaded_language_model(
 
 def _live_name(model: Any) -> str:
     return LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
-
-
-def _require_plain(module: Any, *, key: str) -> None:
-    """Raise ValueError for a module whose weights cannot be moved and trained: quantized, offloaded, or not loaded."""
-    what = type(module).__name__
-    if getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False):
-        raise ValueError(f"{key}: this {what} is quantized, which cannot be trained; load it in bfloat16 or float32")
-    if any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules()):
-        raise ValueError(f"{key}: this {what} is offloaded (enable_model_cpu_offload or device_map); load it without that")
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ValueError(f"{key}: weights of this {what} are on the meta device; load them first, with from_pretrained")
 
 
 def _dtype(module: Any, *, key: str) -> Any:

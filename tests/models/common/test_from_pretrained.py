@@ -33,7 +33,7 @@ def test_qwen_image_models_load_from_a_pipeline_folder(qwen_folder, monkeypatch,
     assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
     assert not any(weight.requires_grad for part in (model.latents.vae, model.text.encoder) for weight in part.parameters())
     assert all(weight.requires_grad for weight in model.module.parameters())
-    assert model.scheduler_config["shift_terminal"] == 0.02
+    assert model.scheduler.config["shift_terminal"] == 0.02
     if cls is not QwenImage:
         assert model.text.image_processor.merge_size == 2
         assert model.text.image_processor.patch_size == 8
@@ -69,7 +69,7 @@ def test_flux_models_load_from_a_pipeline_folder(tmp_path, cls):
         model.source_as_is = True
     assert model.module.dtype == model.latents.vae.dtype == model.text.t5.dtype == model.text.clip.dtype == torch.bfloat16
     assert not any(weight.requires_grad for part in (model.latents.vae, *model.text.encoders) for weight in part.parameters())
-    assert (model.guidance, model.scheduler_config["max_image_seq_len"]) == (2.5, 8192)
+    assert (model.guidance, model.scheduler.config["max_image_seq_len"]) == (2.5, 8192)
     task = tiny_models.task("a", "red", tiny_models.image(0, 24, 40))
     conditioning = model.encode([replace(task, mask=Image.new("L", (40, 24), 255))])
     x = model.initial_noise(conditioning, tiny_models.generators(1))
@@ -86,7 +86,7 @@ def test_z_image_loads_from_a_pipeline_folder(tmp_path, head):
     assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
     assert not any(weight.requires_grad for part in (model.latents.vae, model.text.encoder) for weight in part.parameters())
     assert all(weight.requires_grad for weight in model.module.parameters())
-    assert model.scheduler_config["shift"] == 3.0
+    assert model.scheduler.config["shift"] == 3.0
     saved = tiny_models.qwen3(tiny_models.chat_tokenizer()).model.bfloat16()
     assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())
     conditioning = model.encode([tiny_models.task("a", "red")])

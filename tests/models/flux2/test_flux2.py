@@ -143,7 +143,7 @@ def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
     assert not any(weight.requires_grad for part in model.parts[1:] for weight in part.parameters())
     assert all(weight.requires_grad for weight in model.module.parameters())
-    assert model.scheduler_config["shift"] == 3.0
+    assert model.scheduler.config["shift"] == 3.0
     saved = tiny_flux2.text_encoder(tiny_models.chat_tokenizer()).model.bfloat16()
     assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())
     assert torch.equal(model.latents.vae.bn.running_mean, tiny_flux2.vae().bn.running_mean.bfloat16())

@@ -179,7 +179,7 @@ def test_from_pretrained_loads_a_saved_pipeline_folder(tmp_path):
     assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
     assert not any(weight.requires_grad for part in model.parts[1:] for weight in part.parameters())
     assert all(weight.requires_grad for weight in model.module.parameters())
-    assert model.scheduler_config["shift_terminal"] == 0.02
+    assert model.scheduler.config["shift_terminal"] == 0.02
     assert model.sample_sigmas == [1.0, 0.5]
     saved = tiny_qwen_image_2.text_encoder(tiny_models.qwen_tokenizer()).model.bfloat16()
     assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())

@@ -75,13 +75,18 @@ def remove_lora(module: nn.Module, *, key: str) -> None:
 
     ``key``: the module's name in the message. Raises ValueError if the module has adapters that ``add_lora`` did not add.
     """
-    layers = _adapted(module)
-    if any(layer not in _ADDED for layer in layers):
-        raise ValueError(f"{key} has a LoRA already; fuse it (pipe.fuse_lora() and pipe.unload_lora_weights()), or unload it")
-    if layers:
+    if own_layers(module, key=key):
         recurse_remove_peft_layers(module)
         for name in ("peft_config", "_hf_peft_config_loaded"):
             vars(module).pop(name, None)
+
+
+def own_layers(module: nn.Module, *, key: str) -> list[nn.Module]:
+    """Return the layers with an adapter of ``add_lora``. Raises ValueError if the module has adapters of another origin."""
+    layers = _adapted(module)
+    if any(layer not in _ADDED for layer in layers):
+        raise ValueError(f"{key} has a LoRA already; fuse it (pipe.fuse_lora() and pipe.unload_lora_weights()), or unload it")
+    return layers
 
 
 def _adapted(module: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """Loads the parts of models from local folders (safetensors only, known classes only, no code from the folder) or takes them from
 loaded pipelines; hashes and runs frozen parts; and copies tensors from the host to a device."""
 
+import copy
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin, SchedulerMixin
 from torch import Tensor, nn
 
 from retouch.records.files import read_json
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = "Path | str | DiffusionPipeline"
 """A local diffusers folder, or a loaded pipeline."""
+
+Scheduler: TypeAlias = Mapping[str, Any] | SchedulerMixin
+"""A pipeline's scheduler, or its configuration."""
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every ``from_pretrained`` call that loads weights."""
@@ -34,17 +38,21 @@ def diffusers_folder(path: Path | str) -> Path:
 
 
 def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline by name, and the configurations "scheduler" and "index" (``model_index.json``).
+    """Return the parts of a pipeline by name, its scheduler, and the configuration "index" (``model_index.json``).
 
     ``kinds``: the class of each part. Modules from a folder are loaded in ``dtype``; modules of a loaded pipeline keep their dtype.
     All modules are moved to ``device``; all except the transformer are frozen. Raises ValueError if the folder is not a diffusers
-    folder, or if the pipeline lacks a part.
+    folder, if the pipeline lacks a part, and as ``euler_scheduler``.
     """
     if not isinstance(source, Path | str):
         from retouch.models.common.loaded import pipeline_parts
 
         return pipeline_parts(source, device, kinds)
     root = diffusers_folder(source)
+    index = read_json(root / "model_index.json")
+    config = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
+    _, name = index.get("scheduler", (None, None))  # the class with which diffusers loads the configuration
+    scheduler = euler_scheduler({**config, **({} if name is None else {"_class_name": name})}, key=f"{root}: scheduler")
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
         if not issubclass(kind, nn.Module):
@@ -54,9 +62,27 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
         parts[name] = kind.from_pretrained(root / name, **dtype_argument, **LOCAL).to(device)
         if name != "transformer":
             parts[name].requires_grad_(False).eval()
-    scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
-    index = read_json(root / "model_index.json")
     return {**parts, "scheduler": scheduler, "index": index}
+
+
+def euler_scheduler(given: Scheduler, *, key: str) -> FlowMatchEulerDiscreteScheduler:
+    """Copy a scheduler, or build it from its configuration. A model trains on exactly the noise levels of the result.
+
+    ``key``: its name in messages. Raises ValueError for another class, and for settings with which its steps are not Euler steps
+    from noise at sigma 1 to an image at sigma 0.
+    """
+    usual = FlowMatchEulerDiscreteScheduler
+    config: Mapping[str, Any] = given if isinstance(given, Mapping) else given.config
+    name = config.get("_class_name", usual.__name__) if config is given else type(given).__name__
+    if name != usual.__name__ or (config is not given and type(given) is not usual):
+        raise ValueError(
+            f"{key}: a {name} takes other steps than those that are trained; give the pipeline a scheduler with which its images "
+            f"are still good, such as {usual.__name__}.from_config(pipe.scheduler.config)"
+        )
+    for setting, only in (("num_train_timesteps", 1000), ("invert_sigmas", False), ("stochastic_sampling", False)):
+        if (value := config.get(setting, only)) != only:
+            raise ValueError(f"{key}.{setting}: {value!r} is not supported; a run trains with {only!r}")
+    return usual.from_config(dict(config)) if isinstance(given, Mapping) else copy.deepcopy(given)
 
 
 def load_image_processor(source: Source) -> Any:

@@ -13,7 +13,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import compute_device, evaluating
+from retouch.models.common.parts import Scheduler, compute_device, euler_scheduler, evaluating
 from retouch.types import Conditioning, Task
 
 
@@ -43,8 +43,9 @@ class PipelineModel(ABC):
     """A ``retouch.protocols.DenoisingModel``; subclasses define ``condition`` and ``velocity``, and ``embed_prompts`` if
     ``condition`` calls ``read_prompts``.
 
-    ``size``: (height, width) of the output in px; None: ``condition`` chooses it. ``NEGATIVE``: the negative prompt. Raises
-    ValueError for a size that does not divide into tokens.
+    ``scheduler_config``: the pipeline's scheduler, or its configuration. ``size``: (height, width) of the output in px; None:
+    ``condition`` chooses it. ``NEGATIVE``: the negative prompt. Raises ValueError for a size that does not divide into tokens, and
+    as ``euler_scheduler``.
     """
 
     NEGATIVE: ClassVar[str] = ""
@@ -55,13 +56,13 @@ class PipelineModel(ABC):
         transformer: nn.Module,
         latents: Latents,
         text: PromptEncoder,
-        scheduler_config: Mapping[str, Any],
+        scheduler_config: Scheduler,
         size: Size | None,
     ) -> None:
         self.module = transformer
         self.latents = latents
         self.text = text
-        self.scheduler_config = dict(scheduler_config)
+        self.scheduler = euler_scheduler(scheduler_config, key="scheduler")
         self.size = size
         self.prompt_embeddings: ReadsPrompts | None = None
         if size is not None:
@@ -127,7 +128,7 @@ class PipelineModel(ABC):
         """Return the sigmas of ``start``, shifted for the number of output tokens, and a final 0."""
         tokens = math.prod(self.latents.grid(conditioning.shared["size"]))
         start, shift = self.start(max(num_steps, 1)), self.shift(tokens, num_steps)
-        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=tokens, start=start, shift=shift)
+        return pipeline_sigmas(self.scheduler, num_steps, image_tokens=tokens, start=start, shift=shift)
 
     def start(self, num_steps: int) -> list[float] | None:
         """The sigmas that the pipeline passes to its scheduler: 1 to 1 / num_steps in equal steps. None: the scheduler's own."""
@@ -229,20 +230,19 @@ def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
 
 
 def pipeline_sigmas(
-    config: Mapping[str, Any],
+    scheduler: FlowMatchEulerDiscreteScheduler,
     num_steps: int,
     *,
     image_tokens: int,
     start: Sequence[float] | None = None,
     shift: float | None = None,
 ) -> Float[Tensor, " num_steps_plus_1"]:
-    """The sigmas of diffusers' FlowMatchEulerDiscreteScheduler for ``num_steps`` steps, from about 1 to 0; on the CPU.
+    """The sigmas of the scheduler for ``num_steps`` steps, from about 1 to 0; on the CPU.
 
     ``start``: the sigmas before shifting, if the pipeline passes its own to the scheduler. ``shift``: mu, if the pipeline computes
-    it; otherwise ``dynamic_shift``. Raises ValueError if the configuration has no schedule of this many steps."""
+    it; otherwise ``dynamic_shift``. Raises ValueError if the scheduler has no schedule of this many steps."""
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(config))
     mu = None
     if scheduler.config.use_dynamic_shifting:
         mu = dynamic_shift(scheduler.config, image_tokens) if shift is None else shift

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import Source, load_parts, part_config
+from retouch.models.common.parts import Scheduler, Source, load_parts, part_config
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.flux.text import FluxText
 from retouch.types import Conditioning, Task
@@ -42,7 +42,7 @@ class Flux(PipelineModel):
         transformer: FluxTransformer2DModel,
         vae: AutoencoderKL,
         text: FluxText,
-        scheduler_config: Mapping[str, Any],
+        scheduler_config: Scheduler,
         size: Size | None = None,
         guidance: float | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGenera
 
 from retouch.models.common.chat_template import Tokens
 from retouch.models.common.latents import Size
-from retouch.models.common.parts import Source, compute_device, load_parts
+from retouch.models.common.parts import Scheduler, Source, compute_device, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
@@ -73,7 +73,7 @@ class QwenFlow(PipelineModel):
         vae: AutoencoderKLQwenImage,
         text_encoder: Qwen2_5_VLForConditionalGeneration,
         tokenizer: PreTrainedTokenizerBase,
-        scheduler_config: Mapping[str, Any],
+        scheduler_config: Scheduler,
         image_processor: Any = None,
         size: Size | None = None,
         template: str | None = None,

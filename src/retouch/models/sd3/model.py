@@ -5,9 +5,8 @@ x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds"
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import Source, load_parts
+from retouch.models.common.parts import Scheduler, Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task
@@ -44,7 +43,7 @@ class SD3(PipelineModel):
         vae: AutoencoderKL,
         text_encoders: tuple[CLIPTextModelWithProjection | None, CLIPTextModelWithProjection | None, T5EncoderModel | None],
         tokenizers: Sequence[PreTrainedTokenizerBase | None],
-        scheduler_config: Mapping[str, Any],
+        scheduler_config: Scheduler,
         size: Size | None = None,
         max_sequence_length: int = 256,
     ) -> None:

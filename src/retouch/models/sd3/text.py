@@ -43,7 +43,8 @@ class SD3Text:
         self.tokenizers = list(tokenizers)
         self.joint_dim = joint_dim
         self.widths = _clip_widths(self.clips, pooled_dim)
-        self.lengths = (CLIP_LENGTH, CLIP_LENGTH, max_sequence_length)
+        clip_length = CLIP_LENGTH if tokenizers[0] is None else tokenizers[0].model_max_length
+        self.lengths = (clip_length, clip_length, max_sequence_length)
 
     @property
     def encoders(self) -> list[nn.Module]:
@@ -64,10 +65,10 @@ class SD3Text:
         states, summaries = [], []
         for clip, tokenizer, width in zip(self.clips, self.tokenizers, self.widths, strict=False):
             if clip is None:
-                states.append(torch.zeros(len(prompts), CLIP_LENGTH, width, device=device))
+                states.append(torch.zeros(len(prompts), self.lengths[0], width, device=device))
                 summaries.append(torch.zeros(len(prompts), width, device=device))
                 continue
-            output = clip(self._ids(tokenizer, prompts, CLIP_LENGTH).to(clip.device), output_hidden_states=True)
+            output = clip(self._ids(tokenizer, prompts, self.lengths[0]).to(clip.device), output_hidden_states=True)
             states.append(output.hidden_states[-2].to(device, torch.float32))
             summaries.append(output.text_embeds.to(device, torch.float32))
         words = torch.cat(states, dim=-1)

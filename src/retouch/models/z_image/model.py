@@ -4,8 +4,7 @@ x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 2560) 
 "size", the output's (height, width) in px.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from diffusers import AutoencoderKL, ZImageTransformer2DModel
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.common.latents import PackedLatents, Size, pack, unpack
-from retouch.models.common.parts import Source, load_parts
+from retouch.models.common.parts import Scheduler, Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
@@ -54,7 +53,7 @@ class ZImage(PipelineModel):
         transformer: ZImageTransformer2DModel,
         vae: AutoencoderKL,
         text: ZImageText,
-        scheduler_config: Mapping[str, Any],
+        scheduler_config: Scheduler,
         size: Size | None = None,
     ) -> None:
         latents = PackedLatents(vae)

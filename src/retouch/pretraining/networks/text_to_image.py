@@ -47,7 +47,7 @@ def from_editor(editor: QwenImageEdit) -> QwenImage:
         vae=editor.latents.vae,
         text_encoder=editor.text.encoder,
         tokenizer=editor.text.tokenizer,
-        scheduler_config=editor.scheduler_config,
+        scheduler_config=editor.scheduler,
         size=(SIZE, SIZE),
         template=TEMPLATE,
     )
