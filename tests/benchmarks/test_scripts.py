@@ -42,7 +42,7 @@ SLOW = {
     "serving/dead_judges.py": "--deadline 5 --ranks 1",
     "serving/throughput.py": "--only sending --rounds 1",
     "speed/ledger_cost.py": "--rounds 1",
-    "view/overhead.py": "--steps 4 --block 2",
+    "view/overhead.py": "--steps 24 --block 6",
     "view/pages.py": "--runs 2 --samples 1000",
 }
 NEEDS = {"league/league.py": "optuna", "view/overhead.py": "playwright", "view/pages.py": "playwright"}
