@@ -18,6 +18,7 @@ from retouch.assembly.identity import changed_tasks
 from retouch.models.common.parts import bits_hash, frozen_hashes
 from retouch.training.evaluation import EvaluationResult, task_content
 from retouch.types import Task
+from slow_params import slow_after
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from one_file_flow_grpo import build_models
@@ -192,7 +193,7 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("part", CHANGES)
+@pytest.mark.parametrize("part", slow_after(1, CHANGES))
 def test_point_1_3_a_run_is_resumed_and_opened_only_on_its_own_base(part: str, caplog: pytest.LogCaptureFixture) -> None:
     build_models(seed=0).save_pretrained("base")
     kind = type(build_models(seed=0))
