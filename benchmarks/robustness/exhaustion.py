@@ -1,31 +1,32 @@
-"""Tries to exhaust a reward server, and measures how it serves honest callers at the same time.
+"""Tries to exhaust a reward server and `retouch view`, and measures how they serve honest callers at the same time.
 
     python benchmarks/robustness/exhaustion.py [--source OTHER_CHECKOUT/src]
 
-The attacks: slow connections that never send a whole header, images that are large only when decoded, a foreign ``Host`` header,
-and a sample on which the reward hangs. `--source` runs the server of another version of the source tree, to compare two versions.
-Linux only.
+The attacks: slow, silent and endless requests of 1100 clients on both servers; and on the reward server, images that are large only
+when decoded, a foreign ``Host`` header, and a sample on which the reward hangs. `--source` runs the servers of another version of
+the source tree, to compare two versions. Linux only.
 """
 
 import argparse
+import functools
 import io
 import json
 import os
 import re
 import resource
-import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
-from counting import silence
+from counting import Counts, silence
 from PIL import Image
 
 from retouch.rewards.wire.bodies import encode_body
@@ -33,34 +34,60 @@ from retouch.rewards.wire.bodies import encode_body
 # These modules are in folders that ``counting`` adds to ``sys.path``.
 import test_hostile as hostile  # isort: skip
 from servers import serving  # isort: skip
+from slow_clients import ATTACKS, attacking, honest  # isort: skip
 
 CONNECTIONS = 1100
+HONEST = 50
 FILES = 1024  # file descriptors of the server: the default of most systems
 LARGE_REQUESTS = 20
 SIDE = 4096  # pixels; one image is within the limits of a request
 REWARDS = {kind: json.dumps({"kind": "import", "class": f"scorers:{kind}"}) for kind in ("Digest", "Sleeps")}
 
 
-def slow_connections(url: str) -> str:
-    """Open `CONNECTIONS` connections that never send a whole header. Reports how fast honest requests are answered."""
-    address = urlsplit(url)
-    body, kind = hostile.body_of(hostile.samples_of(1))
-    seconds, failures = [], 0
-    with ExitStack() as stack:
-        for _ in range(CONNECTIONS):
-            try:
-                connection = stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
-                connection.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
-            except OSError:  # the server accepts no more
-                break
-        for _ in range(10):
-            began = time.monotonic()
-            try:
-                httpx.post(f"{url}/v1/score", content=body, headers=kind, timeout=5, trust_env=False).raise_for_status()
-            except httpx.HTTPError:
-                failures += 1
-            seconds.append(time.monotonic() - began)
-    return f"{10 - failures} of 10 honest requests answered, median {statistics.median(seconds):.2f} s"
+def slow_clients(counted: Counts, name: str, url: str, pid: int, log: Path, ask: Callable[[], bool], attacks: list[str]) -> None:
+    """Attack the server with ``CONNECTIONS`` clients in each way. Honest requests must be answered, with a median below 0.5 s."""
+    honest(ask, 5)  # memory that is allocated only once
+    before, most, slowest, fewest = _resident(pid), 0.0, 0.0, HONEST
+    for attack in attacks:
+        with attacking(url, ATTACKS[attack], CONNECTIONS):
+            answered, seconds = honest(ask, HONEST)
+            most = max(most, _resident(pid) - before)
+        counted.cases += 1
+        counted.lost += HONEST - answered
+        counted.wrong += seconds >= 0.5
+        print(f"{name}, {attack}: {answered} of {HONEST} answered, median {seconds:.3f} s", flush=True)
+        slowest, fewest = max(slowest, seconds), min(fewest, answered)
+    counted.tracebacks += log.read_bytes().count(b"Traceback")
+    written = log.stat().st_size / 1e3
+    counted.wrong += (most > 200) + (written > 100)
+    counted.measured.append(
+        f"{name}: at least {fewest} of {HONEST} answered, slowest median {slowest:.2f} s, "
+        f"memory +{most:.0f} MB, log {written:.0f} kB"
+    )
+
+
+@contextmanager
+def viewing(folder: Path) -> Iterator[tuple[str, int, Path, Callable[[], bool]]]:
+    """Start `retouch view`. Gives its address, its process id, its log, and a request of a browser that has the token."""
+    log = folder / "view.log"
+    command = [sys.executable, "-m", "retouch.cli", "view", str(folder), "--port", "0"]
+    with log.open("wb") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url, _, token = process.stdout.readline().split("open ")[1].strip().partition("/?token=")
+            with httpx.Client(base_url=url, trust_env=False, follow_redirects=True, timeout=30) as client:
+                client.get(f"/?token={token}").raise_for_status()
+                cookies = dict(client.cookies)
+            yield url, process.pid, log, lambda: _answered("GET", f"{url}/api/runs", cookies=cookies)
+        finally:
+            process.kill()
+
+
+def _answered(method: str, url: str, **options: Any) -> bool:
+    try:
+        return httpx.request(method, url, timeout=5, trust_env=False, **options).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def large_images(url: str, pid: int) -> str:
@@ -125,25 +152,39 @@ def _resident(pid: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, metavar="DIR", help="the `src` folder of another version")
-    source = parser.parse_args().source
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every N-th attack of slow clients")
+    arguments = parser.parse_args()
     silence()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if source is not None:
-        os.environ["PYTHONPATH"] = str(source.resolve())
+    if arguments.source is not None:
+        os.environ["PYTHONPATH"] = str(arguments.source.resolve())
+    counted = Counts()
+    attacks = list(ATTACKS)[:: arguments.every]
+    body, kind = hostile.body_of(hostile.samples_of(1))
     for name, reward, measure in (
-        (f"{CONNECTIONS} slow connections", "Digest", lambda url, pid: slow_connections(url)),
         (f"{LARGE_REQUESTS} large images at once", "Digest", large_images),
         ("a foreign Host header", "Digest", lambda url, pid: foreign_host(url)),
         ("a reward that hangs", "Sleeps", lambda url, pid: hung_reward(url)),
+        ("slow clients", "Digest", None),
     ):
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))  # the server inherits this limit
         try:
             with serving(REWARDS[reward], replicas=1) as server:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (4 * FILES, hard))  # the limit of this process
-                print(f"{name}: {measure(server.urls[0], server.pids()[0])}", flush=True)
+                url, pid = server.urls[0], server.pids()[0]
+                if measure is not None:
+                    print(f"{name}: {measure(url, pid)}", flush=True)
+                    continue
+                ask = functools.partial(_answered, "POST", f"{url}/v1/score", content=body, headers=kind)
+                slow_clients(counted, "reward server", url, pid, server.output.parent / "replica-0.log", ask, attacks)
         except subprocess.TimeoutExpired:
+            counted.wrong += 1
             print("... and the server did not stop within 60 s of SIGTERM", flush=True)
-    return 0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, hard))
+    with TemporaryDirectory() as folder, viewing(Path(folder)) as (url, pid, log, browse):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (4 * FILES, hard))
+        slow_clients(counted, "page of runs", url, pid, log, browse, attacks)
+    return counted.finish(f"attacks of {CONNECTIONS} slow clients")
 
 
 if __name__ == "__main__":

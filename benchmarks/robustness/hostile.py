@@ -17,6 +17,7 @@ SUITES: dict[str, tuple[list[str], list[str] | None]] = {
     "kills": (["kills.py"], ["kills.py", "--kills", "10", "--cold", "2"]),
     "faults of two ranks": (["ranks.py"], None),
     "payloads to a reward server": (["payloads.py"], ["payloads.py", "--requests", "3000"]),
+    "slow clients of both servers": (["exhaustion.py"], ["exhaustion.py", "--every", "4"]),
     "replies to clients": (["replies.py"], ["replies.py"]),
 }
 

@@ -7,15 +7,12 @@ must grow by at most 50 MB. Linux only (memory is read from /proc).
 """
 
 import argparse
-import functools
 import json
 import re
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -31,7 +28,6 @@ import test_hostile as hostile  # isort: skip
 from servers import ours  # isort: skip
 
 LIMITS = ("window=0", "max_items=64", "max_pixels=1048576", "max_total_pixels=4194304", "max_body_bytes=8388608", "body_seconds=1")
-SLOW = 1100  # slow connections; the server accepts 1024
 TRACES = re.compile(rb"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b")
 Body = bytes | Callable[[], bytes | Iterator[bytes]]
 
@@ -89,30 +85,10 @@ def counts(requests: int) -> Counts:
             )
             counted.wrong += _resident(pid) - before > 50
             counted.lost += client.post("/v1/score", content=good, headers=kind).json()["items"] != expected["items"]
-            send_new = functools.partial(httpx.post, f"{url}/v1/score", content=good, headers=kind, timeout=60, trust_env=False)
-            _slow_connections(counted, url, lambda: send_new().json()["items"] == expected["items"])
         log = next(server.output.parent.glob("replica-0.log")).read_bytes()
         counted.tracebacks += log.count(b"Traceback")
         counted.measured.append(f"log of the replica: {len(log) / 1e3:.0f} kB")
     return counted
-
-
-def _slow_connections(counted: Counts, url: str, scored: Callable[[], bool]) -> None:
-    """Open more connections than the server accepts, send no whole header, and time honest requests on new connections."""
-    address = urlsplit(url)
-    with ExitStack() as stack:
-        for _ in range(SLOW):
-            connection = stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
-            connection.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
-        seconds = []
-        for _ in range(20):
-            began = time.monotonic()
-            counted.lost += not scored()
-            seconds.append(time.monotonic() - began)
-    counted.cases += 1
-    counted.measured.append(
-        f"with {SLOW} slow connections a request takes {statistics.median(seconds):.3f} s, at most {max(seconds):.3f}"
-    )
 
 
 def _note(counted: Counts, name: str, fine: bool, found: object) -> int:

@@ -33,7 +33,7 @@ SLOW = {
     "rehearsal/before_after.py": "sd3/ocr-grpo",
     "rehearsal/speedup.py": "guidance",
     "rehearsal/table.py": "sd3/ocr-grpo",
-    "robustness/exhaustion.py": "",
+    "robustness/exhaustion.py": "--every 18",
     "robustness/payloads.py": "--requests 50",
     "robustness/ranks.py": "--only nothing",
     "robustness/replies.py": "",
