@@ -13,6 +13,8 @@ from retouch.rewards.ledger.database import decode_scores, open_read_only
 RESCORED = "rescored"
 _SAMPLES = "SELECT split, step, group_id, slot, task, picture, written, judge, scores, seconds, at FROM samples"
 
+_TYPES = (str, int, int, int, str, str, str | None, str, str, float, float)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LedgerSample:
@@ -90,6 +92,9 @@ def select_samples(samples: Sequence[LedgerSample], *, split: str | None, steps:
 
 def _samples(file: Path) -> Iterator[LedgerSample]:
     with closing(open_read_only(file)) as connection:
-        for split, step, group, slot, task, image, completion, judge, scores, seconds, at in connection.execute(_SAMPLES):
+        for row in connection.execute(_SAMPLES):
+            if not all(map(isinstance, row, _TYPES)):
+                raise ValueError(f"{file}: a value of a sample has another type; the file was changed by another program")
+            split, step, group, slot, task, image, completion, judge, scores, seconds, at = row
             number = step + 1 if split == "train" else step
             yield LedgerSample(split, number, group, slot, task, image, completion, judge, decode_scores(scores), seconds, at)

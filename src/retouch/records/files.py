@@ -9,6 +9,7 @@ gives the same bits. If a process is killed while it writes, the last line may h
 ``repair.keep_until`` removes it.
 """
 
+import codecs
 import errno
 import io
 import json
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from retouch.config.redaction import without_secrets
+from retouch.records.shapes import Shape, checked
+from retouch.records.strict_json import strict_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 TEMPORARY = ".tmp-"
 """The start of the names of temporary files and folders."""
 MOST_BYTES = 1 << 30
+_MOST_RECORD_BYTES = 1 << 26
+LONGEST_LINE = 1 << 24
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -195,15 +200,20 @@ def read_json(path: Path) -> Any:
 
     Raises ValueError with the file's name if it is not valid JSON.
     """
-    return read_record(path.resolve())
-
-
-def read_record(path: Path) -> Any:
-    """Read one JSON value from a run's folder (see ``read_bytes``). Raises ValueError as ``read_json`` does."""
     try:
-        return json.loads(read_bytes(path).decode("utf-8-sig"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return json.loads(read_bytes(path.resolve()).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_record(path: Path, shape: Shape | None = None) -> Any:
+    """Read one strict JSON value of at most 64 MiB from a run's folder (see ``read_bytes``). Raises ValueError as ``read_json``
+    does, and if it has another shape."""
+    try:
+        value = strict_json(read_bytes(path, most=_MOST_RECORD_BYTES).removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    return value if shape is None else checked(shape, value, str(path))
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
@@ -235,13 +245,14 @@ def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -
         os.close(handle)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a JSON Lines file; none if it does not exist. Raises ValueError if a complete line is not an object."""
+def read_lines(path: Path, shape: Shape | None = None) -> list[dict[str, Any]]:
+    """Read the lines of a JSON Lines file; none if it does not exist. Raises ValueError if a complete line is not an object, or has
+    another shape."""
     try:
         complete = read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
+    return [_parse(line, f"{path}, line {number}", shape) for number, line in enumerate(complete, start=1)]
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -249,11 +260,13 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     write_atomic(path, b"".join(json_line(line) for line in lines))
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes, where: str, shape: Shape | None) -> dict[str, Any]:
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"{where}: has more than {LONGEST_LINE} bytes; another program has changed the file")
     try:
-        value = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error}); another program has changed the file") from error
+        value = strict_json(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not valid JSON ({error}); another program has changed the file") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}, line {number}: expected an object, found {type(value).__name__}")
-    return value
+        raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
+    return value if shape is None else checked(shape, value, where)

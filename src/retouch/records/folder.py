@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.records import files
+from retouch.records import files, shapes
 from retouch.records.libraries import versions
 from retouch.records.ownership import FILE, Owner, shared_owner
 from retouch.records.repair import keep_until, readable_steps, remove
@@ -203,7 +203,7 @@ class RunFolder:
         return Summary.from_json(files.read_record(self.summary)) if self.summary.exists() else None
 
     def read_preflight(self) -> list[dict[str, Any]]:
-        return files.read_record(self.preflight) if self.preflight.exists() else []
+        return files.read_record(self.preflight, shapes.CHECKS) if self.preflight.exists() else []
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Store why alarms stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
@@ -212,14 +212,14 @@ class RunFolder:
 
     def read_alarm(self) -> dict[str, Any] | None:
         """Read the record of ``write_alarm``; None if no alarm stopped the run."""
-        return files.read_record(self.alarm) if self.alarm.exists() else None
+        return files.read_record(self.alarm, shapes.ALARM) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
         """Read the record of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
         if not self.recipe.exists():
             raise ValueError(f"{self.root} is not the folder of a run: it has no recipe.json")
         record = files.read_record(self.recipe)
-        if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
+        if not isinstance(record, dict) or not all(isinstance(record.get(part), dict) for part in ("recipe", "versions")):
             raise ValueError(
                 f"{self.recipe} was changed and holds no recipe: restore it from a backup, or start over with --fresh, which "
                 "renames this folder"
@@ -227,21 +227,21 @@ class RunFolder:
         return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.metrics)
+        return files.read_lines(self.metrics, shapes.METRICS)
 
     def read_timings(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.timings)
+        return files.read_lines(self.timings, shapes.METRICS)
 
     def read_evals(self) -> list[dict[str, Any]]:
-        return files.read_lines(self.evals)
+        return files.read_lines(self.evals, shapes.EVALUATION)
 
     def read_suites(self) -> list[dict[str, Any]]:
         """Read the lines of ``write_suite``."""
-        return files.read_lines(self.suites)
+        return files.read_lines(self.suites, shapes.SUITE)
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
         """Read the lines about a step's samples; file names are relative to ``samples(step)``."""
-        return files.read_lines(self.samples(step) / "samples.jsonl")
+        return files.read_lines(self.samples(step) / "samples.jsonl", shapes.SAMPLE)
 
     def sample_steps(self) -> list[int]:
         """Return the steps whose samples are completely stored, in order."""
@@ -333,4 +333,4 @@ def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[Run
 def _step(folder: Path) -> int:
     """Return the step in a folder's name; -1 for another name."""
     digits = folder.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
+    return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 10 else -1

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from retouch.core.intervals import MeanEstimate, estimate_mean
-from retouch.records import files
+from retouch.records import files, shapes
 from retouch.records.folder import RunFolder
 
 
@@ -17,7 +17,7 @@ def read_scores(folder: RunFolder, step: int) -> dict[str, dict[str, float]]:
     path = folder.evaluation(step)
     if not path.exists():
         return {}
-    record: Mapping[str, Any] = files.read_record(path)
+    record = files.read_record(path, shapes.SCORES)
     columns = {"reward": record["rewards"], **{name: values for name, values in record["scores"].items() if name != "reward"}}
     return {
         name: {task: value for task, value in zip(record["tasks"], values, strict=True) if _is_known(value)}
@@ -28,7 +28,7 @@ def read_scores(folder: RunFolder, step: int) -> dict[str, dict[str, float]]:
 def read_sources(folder: RunFolder, step: int) -> dict[str, str]:
     """Read the source of each task of an evaluation, by task id. Empty if no tasks share a source."""
     path = folder.evaluation(step)
-    record: Mapping[str, Any] = files.read_record(path) if path.exists() else {}
+    record: Mapping[str, Any] = files.read_record(path, shapes.SCORES) if path.exists() else {}
     return dict(zip(record["tasks"], record["sources"], strict=True)) if "sources" in record else {}
 
 

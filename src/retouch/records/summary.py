@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from retouch.records.shapes import SUMMARY, checked
 from retouch.types import Json
 
 
@@ -62,7 +63,7 @@ class Summary:
 
     @classmethod
     def from_json(cls, record: Mapping[str, object]) -> "Summary":
-        """Read the result of ``to_json``. Raises ValueError if it is no object, or if fields are missing or unknown."""
+        """Read the result of ``to_json``. Raises ValueError if fields are missing, unknown or of other types."""
         if not isinstance(record, Mapping):
             raise ValueError(f"summary.json contains {type(record).__name__} and no object")
         names = {item.name for item in dataclasses.fields(cls)}
@@ -71,6 +72,6 @@ class Summary:
         unknown = sorted(set(given) - names)
         if missing or unknown:
             raise ValueError(f"summary.json does not match this version of retouch: missing {missing}, unknown {unknown}")
-        interval = given.pop("gain_ci95", None)
-        given["gain_ci95"] = None if interval is None else (interval[0], interval[1])  # type: ignore[index]
+        interval = checked(SUMMARY, given, "summary.json").pop("gain_ci95", None)
+        given["gain_ci95"] = None if interval is None else (interval[0], interval[1])
         return cls(**given)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 from retouch.front.bodies import Bodies
 from retouch.front.connections import FrontLimits
 from retouch.records.files import jsonable
-from retouch.view.bodies import integer
+from retouch.view.bodies import integer, refused
 from retouch.view.catalogue import Catalogue
 from retouch.view.control import control_routes
 from retouch.view.gate import Gate
@@ -124,18 +124,23 @@ def build_app(
         routes = [*control_routes(catalogue), *routes]
     if bench is not None:
         routes = [*try_routes(catalogue, bench), *routes]
+    # A run with damaged files, or a request that does not fit it: the only place that catches the errors of reading one run.
+    handlers: Any = dict.fromkeys((OSError, ValueError), lambda _, error: refused(error))
     gate = Middleware(Gate, token=token, hosts=hosts, writes=vote or control or bench is not None)
-    app = Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate])
+    app = Starlette(routes=routes, lifespan=reading_ahead, middleware=[gate], exception_handlers=handlers)
     app.state.bodies = Bodies(LIMITS)
     return app
 
 
 async def _follow(request: Request, run: LiveRun, counts: list[int], poll_seconds: float) -> AsyncIterator[str]:
-    """Yield server-sent events with the new lines, or a comment if there are no new lines."""
+    """Yield server-sent events with the new lines, or a comment if there are no new lines. Ends if the run cannot be read."""
     generation, metrics, timings = counts
     last: Mapping[str, Any] | None = None
     while not await request.is_disconnected():
-        found = await run_in_threadpool(run.since, generation, metrics, timings)
+        try:
+            found = await run_in_threadpool(run.since, generation, metrics, timings)
+        except (OSError, ValueError):
+            return
         if found["generation"] != generation:
             metrics = timings = 0
         generation = found["generation"]

@@ -10,7 +10,7 @@ from retouch.front.bodies import Body
 from retouch.rewards.wire.errors import RequestError
 
 
-def refused(error: ValueError) -> JSONResponse:
+def refused(error: Exception) -> JSONResponse:
     """Return the reply to input that cannot be used, with the message of the error."""
     return JSONResponse({"error": str(error)}, error.status if isinstance(error, RequestError) else 409)
 

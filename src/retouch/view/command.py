@@ -1,10 +1,15 @@
 """Starts the server of ``retouch view``."""
 
 import importlib.util
+import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
+
+_LAST_SECONDS = 5.0
 
 
 def view(
@@ -47,5 +52,16 @@ def view(
         report(f"runs in {root.resolve()}: open {address}/?token={token}")
         app = build_app(root, token=token, hosts=hosts, vote=vote, control=control, trying=trying)
         config = bounded_config(app, LIMITS, log_level="warning", timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[listener])
+        server = uvicorn.Server(config)
+        ends = server.handle_exit
+
+        def end(sig: int, frame: FrameType | None) -> None:
+            """End the process soon, also if a thread still reads a run."""
+            limit = threading.Timer(_LAST_SECONDS, os._exit, (128 + sig,))
+            limit.daemon = True
+            limit.start()
+            ends(sig, frame)
+
+        server.handle_exit = end  # type: ignore[method-assign]
+        server.run(sockets=[listener])
     return 0

@@ -1,5 +1,6 @@
 """Reads the answers of judges about a stored sample, texts and scores, from the ledger of the run."""
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,13 +14,15 @@ from starlette.routing import Route
 from retouch.records.files import jsonable
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.database import decode_scores, open_read_only
-from retouch.view.bodies import integer, refused
+from retouch.view.bodies import integer
 from retouch.view.catalogue import Catalogue
 
 _SPLITS = {"group": ("train", 1), "heldout": ("heldout", 0)}  # the ledger counts training steps from 0
 _PLACE = "SELECT DISTINCT picture FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ? AND picture != ''"
 _ANSWERS = (
-    "SELECT judge, rubric, substr(text, 1, ?) AS text, length(text) AS characters, fault, scores, attempts, seconds, cost "
+    "SELECT CAST(judge AS TEXT) AS judge, CAST(rubric AS TEXT) AS rubric, substr(CAST(text AS TEXT), 1, ?) AS text, "
+    "length(text) AS characters, CAST(fault AS TEXT) AS fault, CAST(scores AS TEXT) AS scores, CAST(attempts AS REAL) AS attempts, "
+    "CAST(seconds AS REAL) AS seconds, CAST(cost AS REAL) AS cost "
     "FROM answers WHERE picture = ? ORDER BY number LIMIT ?"
 )
 _MOST_CHARACTERS = 20_000
@@ -35,11 +38,10 @@ def judged_routes(catalogue: Catalogue) -> list[Route]:
             return JSONResponse({"error": "there is no such run"}, 404)
         kind = request.query_params.get("set", "")
         step, group, slot = (integer(request, name) for name in ("step", "group", "slot"))
-        try:
-            found = await run_in_threadpool(read_answers, run.folder, kind, step=step, group=group, slot=slot)
-        except ValueError as error:
-            return refused(error)
-        return JSONResponse({"answers": jsonable(found)}, headers={"Cache-Control": "no-store"})
+        found = await run_in_threadpool(read_answers, run.folder, kind, step=step, group=group, slot=slot)
+        return Response(
+            json.dumps({"answers": jsonable(found)}), media_type="application/json", headers={"Cache-Control": "no-store"}
+        )
 
     return [Route("/api/runs/{name}/answers", answers)]
 
@@ -57,7 +59,7 @@ def read_answers(folder: RunFolder, kind: str, *, step: int, group: int, slot: i
     found: list[dict[str, Any]] = []
     for path in sorted(folder.root.glob("ledger*.sqlite")):
         if path.is_file() and not path.is_symlink():
-            with closing(open_read_only(path)) as connection:
+            with closing(open_read_only(path, seconds=5.0)) as connection:
                 found += _answers(connection, (split, step - earlier, group, slot))
     return found[:_MOST_ANSWERS]
 

@@ -1,5 +1,6 @@
 """Reads the folder of one run repeatedly, while the run may be writing to it."""
 
+import os
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from retouch.records import files
+from retouch.records import files, shapes
 from retouch.records.control import read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
@@ -23,26 +24,37 @@ _REQUESTS = 20
 
 
 class LiveRun:
-    """The files of a run. Methods may be called from several threads. A damaged file raises no error: its part of the result is
-    empty.
+    """The files of a run. Methods may be called from several threads.
+
+    A damaged document or line is left out, and ``faults`` of the run's row says so. Other methods than ``overview`` raise OSError
+    or ValueError if the folder cannot be read at all, for example because a pipe is in the place of a file.
     """
 
     def __init__(self, root: Path) -> None:
         self.folder = RunFolder(root)
         self._lock = threading.Lock()
-        self._metrics, self._timings = LineTail(self.folder.metrics), LineTail(self.folder.timings)
-        self._evals, self._suites = LineTail(self.folder.evals), LineTail(self.folder.suites)
+        self._metrics, self._timings = (LineTail(root / name, shapes.METRICS) for name in ("metrics.jsonl", "timings.jsonl"))
+        self._evals = LineTail(root / "evals.jsonl", shapes.EVALUATION)
+        self._suites = LineTail(root / "suites.jsonl", shapes.SUITE)
         self._ledgers: dict[Path, UsageTail] = {}
         self._samples: dict[int, tuple[int, list[dict[str, Any]]]] = {}
         self._documents: dict[Path, tuple[tuple[int, int, int], Any, str | None]] = {}
         self._generation = 0
 
     def overview(self) -> dict[str, Any]:
-        """Return the row of the run in the table of runs."""
+        """Return the row of the run in the table of runs; if it cannot be read, the row has only its name and the reason."""
+        try:
+            return self._row()
+        except (OSError, ValueError) as error:
+            empty = dict.fromkeys(("steps", "phase", "reward", "seconds_per_step", "seconds_left", "judges", "changed", "summary"))
+            name, reason = self.folder.root.name, str(error)
+            return {**empty, "name": name, "state": "unreadable", "reason": reason, "faults": [reason], "step": 0, "rewards": []}
+
+    def _row(self) -> dict[str, Any]:
         with self._lock:
             self._update()
             recipe, problem = self._recipe()
-            lines, summary = self._metrics.lines, self._json(self.folder.summary)
+            lines, summary = self._metrics.lines, self._document("summary.json", shapes.SUMMARY)
             step, steps = _last_step(lines), _total_steps(recipe, summary)
             state, reason = self._state(step, steps, problem)
             seconds = self._step_seconds()
@@ -61,18 +73,18 @@ class LiveRun:
                 "judges": self._judges(),
                 "changed": _changed(self.folder),
                 "summary": summary,
-                "damaged": self._metrics.damaged + self._timings.damaged,
+                "faults": self._faults(),
             }
 
     def details(self) -> dict[str, Any]:
         """Return the content of the run's page: its row, recipe, checks, evaluations, benchmarks, alarm, and all metrics."""
-        row = self.overview()
+        row = self._row()
         with self._lock:
             return {
                 **row,
                 "recipe": self._recipe()[0],
-                "preflight": self._json(self.folder.preflight) or [],
-                "alarm": self._json(self.folder.alarm),
+                "preflight": self._document("preflight.json", shapes.CHECKS) or [],
+                "alarm": self._document("alarm.json", shapes.ALARM),
                 "metrics": self._metrics.lines,
                 "timings": self._timings.lines,
                 "generation": self._generation,
@@ -83,11 +95,11 @@ class LiveRun:
         """Return what a run writes only at some steps: evaluations, suites, steps with samples, and control requests."""
         self._evals.update()
         self._suites.update()
-        suites = [line for line in self._suites.lines if _is_suite(line)]
         requests = [asdict(request) for request in read_requests(self.folder).values()][-_REQUESTS:]
         return {
             "evals": list(self._evals.lines),
-            "suites": suites,
+            "suites": list(self._suites.lines),
+            "faults": self._faults(),
             "sample_steps": self.folder.sample_steps(),
             "requests": requests,
         }
@@ -97,7 +109,7 @@ class LiveRun:
 
         If ``generation`` is not the current one, the files were replaced, and the lines start with the first.
         """
-        row = self.overview()
+        row = self._row()
         with self._lock:
             if generation != self._generation:
                 metrics = timings = 0
@@ -121,9 +133,9 @@ class LiveRun:
                 except OSError:
                     continue
                 if self._samples.get(step, (0, []))[0] != stamp:
-                    tail = LineTail(path)
+                    tail = LineTail(path, shapes.SAMPLE)
                     tail.update()
-                    self._samples[step] = stamp, [line for line in tail.lines if _is_sample(line, step)]
+                    self._samples[step] = stamp, [line for line in tail.lines if line["step"] == step]
                 found += self._samples[step][1]
             return found
 
@@ -139,25 +151,32 @@ class LiveRun:
         if any(again):
             self._generation += 1
 
+    def _faults(self) -> list[str]:
+        """Return a sentence about each file with damage that was left out."""
+        tails = {"metrics": self._metrics, "timings": self._timings, "evals": self._evals, "suites": self._suites}
+        counted = [f"{name}.jsonl: {tail.damaged} damaged lines were skipped" for name, tail in tails.items() if tail.damaged]
+        return [*counted, *(problem for _, _, problem in self._documents.values() if problem is not None)]
+
     def _recipe(self) -> tuple[Mapping[str, Any], str | None]:
         """Return the resolved recipe (empty if unreadable), and the error of reading it, or None."""
-        record, problem = self._read(self.folder.recipe, self.folder.read_recipe)
+        record, problem = self._read(self.folder.root / "recipe.json", self.folder.read_recipe)
         return ({} if record is None else record["recipe"]), problem
 
-    def _json(self, path: Path) -> Any:
-        return self._read(path, lambda: files.read_record(path) if path.is_file() else None)[0]
+    def _document(self, name: str, shape: shapes.Shape) -> Any:
+        path = self.folder.root / name
+        return self._read(path, lambda: files.read_record(path, shape) if os.path.lexists(path) else None)[0]
 
     def _read(self, path: Path, read: Callable[[], Any]) -> tuple[Any, str | None]:
         """Return the content of a file, and the error of reading it, or None. The file is read again only after it has changed."""
         try:
-            stat = path.stat()
+            stat = path.lstat()
             stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
         except OSError:
             stamp = (0, 0, 0)
         if self._documents.get(path, (None,))[0] != stamp:
             try:
                 found, problem = read(), None
-            except (OSError, ValueError, RecursionError) as error:
+            except (OSError, ValueError) as error:
                 found, problem = None, str(error)
             self._documents[path] = stamp, found, problem
         return self._documents[path][1:]
@@ -168,13 +187,11 @@ class LiveRun:
             return "running", None
         if problem is not None:
             return "unreadable", problem
-        alarm = self._json(self.folder.alarm)
-        if isinstance(alarm, dict):
-            texts = [str(each.get("text", "")) for each in alarm.get("alarms", ()) if isinstance(each, dict)]
-            return "alarm", "; ".join(filter(None, texts)) or "a rule stopped the run"
-        summary = self._json(self.folder.summary)
-        ended = _number(summary.get("steps")) if isinstance(summary, dict) else None  # of fewer steps if `steps` was raised
-        if steps is not None and step >= steps and ended is not None and ended >= step:
+        alarm = self._document("alarm.json", shapes.ALARM)
+        if alarm is not None:
+            return "alarm", "; ".join(each["text"] for each in alarm["alarms"] if each["text"]) or "a rule stopped the run"
+        summary = self._document("summary.json", shapes.SUMMARY)  # of fewer steps if `steps` was raised
+        if steps is not None and step >= steps and summary is not None and summary["steps"] >= step:
             return "finished", None
         return ("stopped" if step else "waiting"), self._last_words()
 
@@ -195,38 +212,18 @@ class LiveRun:
         return statistics.median(known) if known else None
 
 
-def _is_sample(line: Mapping[str, Any], step: int) -> bool:
-    return (
-        line.get("step") == step
-        and isinstance(line.get("scores"), dict)
-        and all(isinstance(line.get(name), str) for name in ("set", "task", "instruction"))
-        and all(isinstance(line.get(name), int) for name in ("group", "slot"))
-    )
-
-
-def _is_suite(line: Mapping[str, Any]) -> bool:
-    table = line.get("table")
-    return (
-        isinstance(line.get("step"), int)
-        and isinstance(line.get("suite"), str)
-        and isinstance(table, dict)
-        and all(isinstance(row, dict) for row in table.values())
-    )
-
-
 def _last_step(lines: Sequence[Mapping[str, Any]]) -> int:
-    step = lines[-1].get("step") if lines else 0
-    return step if isinstance(step, int) else 0
+    return lines[-1]["step"] if lines else 0
 
 
-def _total_steps(recipe: Mapping[str, Any], summary: object) -> int | None:
+def _total_steps(recipe: Mapping[str, Any], summary: Mapping[str, Any] | None) -> int | None:
     """Return the total number of steps; None if it depends on the data and the run has not ended yet."""
     phases = recipe.get("phases")
     counts = [phase.get("steps") if isinstance(phase, dict) else None for phase in phases] if isinstance(phases, list) else []
     known = [count for count in counts if isinstance(count, int)]
     if counts and len(known) == len(counts):
         return sum(known)
-    found = recipe.get("steps") or (summary.get("steps") if isinstance(summary, dict) else None)
+    found = recipe.get("steps") or (None if summary is None else summary["steps"])
     return found if isinstance(found, int) else None
 
 

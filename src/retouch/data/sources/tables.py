@@ -8,14 +8,13 @@ import csv
 import hashlib
 import io
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from retouch.config.consent import data_path
 from retouch.data.rows import Identity, InvalidRow, Layout, Problem, Row
+from retouch.records.strict_json import strict_json
 from retouch.types import Json
 
 _BOM = b"\xef\xbb\xbf"
@@ -114,38 +113,17 @@ def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:
 
 def _json_entry(number: int, text: str) -> Entry:
     try:
-        fields = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_repeats)
+        fields = strict_json(text)
         json.dumps(fields, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair cannot be encoded
     except json.JSONDecodeError as error:
         return Entry(number, None, f"not JSON: {error.msg} at column {error.colno}")
     except UnicodeEncodeError:
         return Entry(number, None, "not JSON: half of a surrogate pair in a string")
-    except RecursionError:
-        return Entry(number, None, "not JSON: nested too deep")
     except ValueError as error:
         return Entry(number, None, f"not JSON: {error}")
     if not isinstance(fields, dict):
         return Entry(number, None, f"should be a JSON object, not {type(fields).__name__}")
     return Entry(number, fields)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits} is too large for a JSON number")
-    return value
-
-
-def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return fields
 
 
 def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:

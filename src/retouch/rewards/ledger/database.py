@@ -10,6 +10,7 @@ import logging
 import math
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
@@ -51,6 +52,10 @@ _SCHEMA = (
     SELECT split, step, group_id, slot, task, picture, judge, key AS "column", value FROM samples, json_each(samples.scores)
     """,
 )
+
+_TABLES = """
+    SELECT COUNT(*) FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name IN ('judges', 'samples', 'answers')
+    """
 
 
 class Database:
@@ -132,14 +137,23 @@ class Database:
             self._connection.close()
 
 
-def open_read_only(path: Path) -> sqlite3.Connection:
-    """Open a read-only connection, also while a run is writing. Raises ValueError if the file is not a ledger of this version, and
-    OSError if it is a link."""
+def open_read_only(path: Path, *, seconds: float = 600.0) -> sqlite3.Connection:
+    """Open a read-only connection, also while a run is writing; its queries end with an error after ``seconds``.
+
+    Raises ValueError if the file is not a ledger of this version with its own tables (a view or a virtual table may compute without
+    end), and OSError if it is a link.
+    """
     _require_files(path, writes=False)
+    deadline = time.monotonic() + seconds
     with _explained(path):
-        connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=60.0, isolation_level=None)
+        address = f"file:{quote(str(path.resolve()))}?mode=ro"
+        connection = sqlite3.connect(address, uri=True, timeout=min(seconds, 60.0), isolation_level=None)
         try:
+            connection.set_progress_handler(lambda: time.monotonic() > deadline, 10_000)
+            connection.execute("PRAGMA trusted_schema = OFF")
             _require_format(connection, path, allow_new=False)
+            if connection.execute(_TABLES).fetchone() != (3,):
+                raise ValueError(f"{path} is not a ledger: its tables were changed")
         except BaseException:
             connection.close()
             raise
@@ -194,8 +208,14 @@ def encode_scores(scores: Mapping[str, float]) -> str:
 
 
 def decode_scores(text: str) -> dict[str, float]:
-    """The scores that ``encode_scores`` wrote."""
-    return {name: math.nan if value is None else float(value) for name, value in json.loads(text).items()}
+    """The scores that ``encode_scores`` wrote. Raises ValueError for any other text."""
+    try:
+        found = json.loads(text, parse_int=float)
+    except (RecursionError, TypeError):
+        found = None
+    if not isinstance(found, dict) or not all(value is None or isinstance(value, float) for value in found.values()):
+        raise ValueError(f"{text!r:.100} are not the scores of a ledger")
+    return {name: math.nan if value is None else value for name, value in found.items()}
 
 
 def all_finite(scores: Mapping[str, float]) -> bool:

@@ -9,12 +9,12 @@ Decoding takes memory in proportion to the size of the body: the number of JSON 
 
 import base64
 import binascii
-import json
 import re
 import secrets
 from collections.abc import Sequence
-from typing import Literal, NoReturn, TypeAlias
+from typing import Literal, TypeAlias
 
+from retouch.records.strict_json import strict_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.msgpack_body import decode_msgpack, encode_msgpack
 
@@ -67,15 +67,14 @@ def decode_body(body: bytes, content_type: str) -> tuple[object, list[Blob]]:
 
 
 def parse_json(text: Blob) -> object:
-    """Parse strict JSON: UTF-8, no NaN or Infinity, bounded depth and number of values. Raises RequestError for any other text."""
+    """Parse ``strict_json`` with a bounded number of values. Raises RequestError for any other text."""
     data = bytes(text)
     if data.count(b",") + data.count(b"[") + data.count(b"{") > _MAX_NODES:
         raise RequestError("too_large")
     try:
-        parsed: object = json.loads(data.decode(), parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
+        return strict_json(data)
+    except ValueError:
         raise RequestError("bad_body") from None
-    return parsed
 
 
 def decode_base64(text: object) -> bytes:
@@ -86,10 +85,6 @@ def decode_base64(text: object) -> bytes:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise RequestError("bad_body") from None
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(name)
 
 
 def _decode_multipart(body: bytes, content_type: str) -> tuple[Blob, list[Blob]]:

@@ -6,13 +6,12 @@ Null means "could not be judged". A column is absent only if its reward has an e
 Reading a reply takes memory in proportion to what was requested: the number of JSON values is bounded before it is parsed.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 
+from retouch.records.strict_json import strict_json
 from retouch.rewards.wire.schema import LARGEST
 from retouch.types import Column
 
@@ -78,8 +77,8 @@ def _parse(body: bytes, *, most: int) -> dict[str, object]:
     if body.count(b",") + body.count(b"[") + body.count(b"{") > most:
         raise InvalidReply("too_many_values")
     try:
-        reply = json.loads(body.decode(), parse_constant=_reject_constant, object_pairs_hook=_without_repeats)
-    except (ValueError, RecursionError):
+        reply = strict_json(body)
+    except ValueError:
         raise InvalidReply("not_json") from None
     if not isinstance(reply, dict):
         raise InvalidReply("wrong_shape")
@@ -104,15 +103,3 @@ def _number(value: object, column: Column) -> float:
     if not abs(value) <= LARGEST or not in_range(value, column):
         raise InvalidReply("out_of_range")
     return float(value)
-
-
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object as a dictionary. Raises ValueError for a repeated key, because two parsers could read two different scores."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        raise ValueError("a key is repeated")
-    return made

@@ -97,7 +97,7 @@ function header(run, allowed) {
   return h("div", {},
     h("h1", {}, text(run.name), " ", state(run)),
     run.reason && h("p", { class: "reason" }, text(run.reason)),
-    run.damaged > 0 && h("p", { class: "warning" }, `${run.damaged} lines of its files are damaged and were skipped.`),
+    run.faults.length > 0 && h("p", { class: "warning" }, "Damage in its files: ", text(run.faults.join("; ")), "."),
     run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
     h("p", { class: "tools" },

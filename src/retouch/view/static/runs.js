@@ -53,7 +53,7 @@ export async function runsPage(main, signal) {
         onchange: (event) => { chosen[event.target.checked ? "add" : "delete"](run.name); update(); },
       })),
       h("th", { scope: "row" }, h("a", { href: `#/run/${path(run.name)}` }, text(run.name))),
-      h("td", { title: run.reason ?? "" }, state(run)),
+      h("td", { title: [run.reason, ...run.faults].filter(Boolean).join("; ") }, state(run), run.faults.length ? " · damaged files" : ""),
       h("td", {}, run.steps === null ? run.step : `${run.step} of ${run.steps}`),
       h("td", {}, run.reward === null ? "–" : [sparkline(run.rewards), " ", number(run.reward)]),
       h("td", {}, summary && typeof summary.before === "number" ? `${number(summary.before)} → ${number(summary.after)}` : "–"),

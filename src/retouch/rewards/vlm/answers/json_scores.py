@@ -1,10 +1,9 @@
 """Scores in JSON, as typed answers contain them. Nothing is repaired; duplicate keys and scores out of range are rejected."""
 
-import json
 import re
 from collections.abc import Mapping
-from typing import NoReturn
 
+from retouch.records.strict_json import DECODER
 from retouch.rewards.vlm.answers.other_scales import is_elsewhere
 from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.scales import Scale
@@ -38,7 +37,7 @@ def parse(text: str) -> tuple[Json, int] | None:
         return None
     for written in (text, _without_last_commas(text)):
         try:
-            value, end = _DECODER.raw_decode(written)
+            value, end = DECODER.raw_decode(written)
         except ValueError:
             continue
         return value, end
@@ -195,17 +194,3 @@ def _is_number(value: Json) -> bool:
 
 def _plain(key: str) -> str:
     return _SEPARATORS.sub("_", key.strip().lower())
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not valid JSON")
-
-
-def _no_double(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_double)
