@@ -14,6 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SUITES: dict[str, tuple[list[str], list[str] | None]] = {
     "damaged folders": (["folders.py"], ["folders.py", "--every", "12"]),
+    "links out of a run": (["links.py"], ["links.py", "--every", "6"]),
+    "hostile archives": (["archives.py"], ["archives.py", "--every", "10"]),
     "kills": (["kills.py"], ["kills.py", "--kills", "10", "--cold", "2"]),
     "faults of two ranks": (["ranks.py"], None),
     "payloads to a reward server": (["payloads.py"], ["payloads.py", "--requests", "3000"]),
