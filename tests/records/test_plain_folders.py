@@ -208,10 +208,3 @@ def test_point_3_3_nothing_writes_to_a_run_around_the_one_writer() -> None:
             if name := writes(call):
                 found.setdefault(path.relative_to(source).as_posix(), set()).add(name)
     assert found == AROUND
-
-
-@pytest.mark.parametrize("content", ['{"step": 1}', "[]", '{"step": "1", "back_to": 1, "alarms": []}', "1"])
-def test_point_3_3_a_foreign_alarm_is_reported_with_its_file(content: str, run: Path) -> None:
-    (run / "alarm.json").write_text(content)
-    with pytest.raises(ValueError, match=r"alarm\.json is damaged"):
-        RunFolder(run).read_alarm()
