@@ -113,7 +113,7 @@ class Latents:
         levels = (pixels * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
         return [fromarray(image.numpy()) for image in levels]
 
-    def decode_tensors(self, x: Float[Tensor, "r ..."], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
+    def decode_tensors(self, x: Float[Tensor, "r ..."], size: Size, *, recompute: bool = False) -> Float[Tensor, "r c h w"]:
         """Decode clean x to images from 0 to 1, with gradient in x.
 
         ``recompute``: use gradient checkpointing if the autoencoder supports it.

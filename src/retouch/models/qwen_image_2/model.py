@@ -74,10 +74,6 @@ class QwenImage2Latents(FrameLatents):
     def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 4 h w"]:
         return super().pixels([image.convert("RGBA") for image in images], size)
 
-    def decode(self, x: Float[Tensor, "r s d"], size: Size) -> list[Image]:
-        """Decode clean x to RGB images; transparent pixels become white."""
-        return [on_white(image) for image in super().decode(x, size)]
-
     def decode_tensors(self, x: Float[Tensor, "r s d"], size: Size, *, recompute: bool = False) -> Float[Tensor, "r 3 h w"]:
         colours, alpha = super().decode_tensors(x, size, recompute=recompute).split([3, 1], dim=1)
         return colours * alpha + (1 - alpha)
