@@ -24,7 +24,6 @@ def recipe(out: Path, **changes: Any) -> Recipe:
 @pytest.fixture(autouse=True)
 def working(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Brightness, "calls", 0)
-    monkeypatch.setattr(Brightness, "broken_from", None)
 
 
 @pytest.mark.parametrize("evaluates", [0, pytest.param(3, marks=pytest.mark.slow)])
@@ -39,14 +38,14 @@ def test_steps_before_a_failing_reward_are_saved_and_the_corrected_run_repeats_t
     # The last calls are step 4 and the last evaluation. With ``evaluates``, the call before them is the evaluation of step 3.
     first_broken = calls - (2 if evaluates else 1)
     monkeypatch.setattr(Brightness, "calls", 0)
-    monkeypatch.setattr(Brightness, "broken_from", first_broken)
+    monkeypatch.setenv("BROKEN_FROM", str(first_broken))
     with pytest.raises(ValueError, match=r"failing_reward:Brightness .* raised KeyError: 'size'"):
         run(broken, fresh=False)
     folder = RunFolder(broken.folder)
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
     assert checkpoint.latest(folder.checkpoints).name == "step-000003"
     assert "stopped after step 3, which is saved" in folder.log(0).read_text()
-    monkeypatch.setattr(Brightness, "broken_from", None)
+    monkeypatch.delenv("BROKEN_FROM")
     assert run(broken, fresh=False) == 0
     assert folder.metrics.read_bytes() == RunFolder(whole.folder).metrics.read_bytes()
     assert [line["step"] for line in folder.read_evals()] == [line["step"] for line in RunFolder(whole.folder).read_evals()]

@@ -1,5 +1,6 @@
 """A reward from outside Retouch that scores the brightness of an image and raises an error from a given call on."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,16 +10,15 @@ from retouch.types import Column, Sample, Scores
 
 
 class Brightness:
-    """Scores between 0 and 1. ``calls``: the number of calls. ``broken_from``: the number of the first call that raises an error;
-    None: no call does."""
+    """Scores between 0 and 1. ``calls``: the number of calls. The environment variable BROKEN_FROM has the number of the first call
+    that raises an error. It stands for what a reward needs from its machine, which is not part of the reward's identity."""
 
     columns: Mapping[str, Column] = {"light": Column(0.0, 1.0)}
     calls = 0
-    broken_from: int | None = None
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         type(self).calls += 1
-        if self.broken_from is not None and self.calls >= self.broken_from:
+        if self.calls >= float(os.environ.get("BROKEN_FROM", "inf")):
             raise KeyError("size")
         means = [ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples if sample.image is not None]
         return {"light": torch.tensor(means)}

@@ -27,7 +27,7 @@ def record(folder: RunFolder, parts: PolicyParts, sets: Sequence[DataSets]) -> N
 
 def stored(folder: RunFolder) -> Mapping[str, Any]:
     """Read what ``record`` stored; empty for a run of an earlier release. Raises ValueError for a damaged file."""
-    found = files.read_json(folder.identity) if folder.identity.exists() else {}
+    found = files.read_record(folder.identity) if folder.identity.exists() else {}
     if not isinstance(found, dict) or not all(isinstance(part, dict) for part in found.values()):
         raise ValueError(f"{folder.identity} was changed: restore it from a backup, or start over with --fresh")
     return found

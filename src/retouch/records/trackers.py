@@ -177,7 +177,7 @@ def tracker_id(root: Path, *, given: str | None = None) -> str:
 def _stored_id(root: Path) -> tuple[str | None, Path]:
     """Return the id in the folder ``root``, or None, and the folder in which it was stored."""
     path = root / "tracker.json"
-    found = files.read_json(path) if path.is_file() else {"id": None, "folder": ""}
+    found = files.read_record(path) if path.is_file() else {"id": None, "folder": ""}
     if not isinstance(found, dict) or not isinstance(found.get("id"), str | None) or not isinstance(found.get("folder"), str):
         raise ValueError(f"{path} was changed and holds no id; delete it, and trackers show the run as a new one")
     return found["id"], Path(found["folder"])
