@@ -25,6 +25,7 @@ _MOST_DESCRIPTORS = 65536
 _LINGER_SECONDS = 10.0  # time for which the rest of an unread body is received and discarded, so that its sender can read the reply
 _WRITE_SECONDS = 30.0  # time for a client to read the rest of its reply
 _BODY_PER_FRAMING = 8  # minimum bytes of a body for each byte of framing, so that chunks have 40 bytes or more
+_PIECE = 4096  # minimum bytes of a body that the application gets at once, except at its end
 _MOST_PIPELINED = 8  # requests that wait for the reply to an earlier request on the same connection
 
 
@@ -169,7 +170,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._overhead -= len(body)
         self._body_bytes += len(body)
-        super().on_body(body)
+        if len(self.cycle.body) + len(body) < _PIECE and not self.cycle.response_complete:
+            self.cycle.body += body  # without waking the application, which would cost far more than sending a byte
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
