@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -349,6 +350,16 @@ class Column:
     def worst(self) -> float:
         """The worse end of the range."""
         return self.low if self.higher_is_better else self.high
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """The range, widened to the float32 values that are nearest to its ends, because many rewards compute in float32."""
+        return min(self.low, c_float(self.low).value), max(self.high, c_float(self.high).value)
+
+    def contains(self, value: float) -> bool:
+        """Whether a value is in the range, up to the rounding of scores to float32."""
+        low, high = self.limits
+        return low <= value <= high
 
 
 @dataclass(frozen=True, slots=True, eq=False)

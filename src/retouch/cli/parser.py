@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import NoReturn
 
 from retouch import __version__
-from retouch.config.redaction import redact_output
 
 _COMMANDS = {
     "train": "retouch.cli.train:add_train",
@@ -56,14 +55,14 @@ _ADVICE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user, 3 if a rank was
     lost, and 128 + the signal number for Ctrl-C or a closed pipe."""
-    if argv is None:  # this is the program; a caller in Python keeps its own streams
-        redact_output()
     words = sys.argv[1:] if argv is None else argv
-    if argv is None:
-        from retouch.config.children import protect
-
-        protect(os.environ)
     arguments = build_parser(words).parse_args(words)
+    if argv is None:  # this is the program; a caller in Python keeps its own streams and environment
+        from retouch.config.imports import protect
+        from retouch.config.keys import redact_output
+
+        redact_output()
+        protect(os.environ)
     shorten_spinning(os.environ)
     if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
         from retouch.distributed.guardian import die_with_launcher

@@ -1,6 +1,10 @@
 """Locates, imports and builds classes that are named as ``package.module:Class``.
 
 A name that comes from a recipe is imported only after ``retouch.config.consent`` has allowed its module.
+
+It also starts other Python interpreters (``python``, ``spawning``). They import no module from the current folder, which may be
+somebody else's: Python puts it, or the folder of the script, first on the path of a new interpreter, so a file ``numpy.py`` there
+would be imported in place of the package.
 """
 
 import importlib
@@ -11,13 +15,16 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from multiprocessing.context import SpawnContext
+
     import torch
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -25,6 +32,7 @@ _PASSED_ON = ("retouch", "torch")
 """Packages whose own exception classes are never the fault of the code that calls them: stopped runs, full devices."""
 _imported: set[str] = set()
 """Top-level packages from which classes were imported, without this package."""
+_SAFE, _PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -257,3 +265,42 @@ def _exists(module_name: str) -> bool:
         if spec is None or (depth < len(parts) and spec.submodule_search_locations is None):
             return False
     return True
+
+
+def python(*words: str) -> list[str]:
+    """Return the command line of another interpreter of this environment. Give it ``environment()`` as its environment."""
+    return [sys.executable, "-P", *words]
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment for a child: neither the child nor the interpreters that it starts import from the current
+    folder, also if PYTHONPATH has an empty entry or ``.``. Other entries of PYTHONPATH stay."""
+    found = dict(os.environ)
+    protect(found)
+    return found
+
+
+def protect(variables: MutableMapping[str, str]) -> None:
+    """Change an environment as ``environment`` does."""
+    variables[_SAFE] = "1"
+    if _PATH in variables:
+        kept = [entry for entry in variables[_PATH].split(os.pathsep) if os.path.normpath(entry) != "."]
+        variables[_PATH] = os.pathsep.join(kept)
+        if not kept:
+            del variables[_PATH]
+
+
+@contextmanager
+def spawning() -> Iterator["SpawnContext"]:
+    """Yield the context for processes that do not inherit this process's memory; start and use them within the block."""
+    import multiprocessing
+
+    before: Mapping[str, str | None] = {name: os.environ.get(name) for name in (_SAFE, _PATH)}
+    protect(os.environ)
+    try:
+        yield multiprocessing.get_context("spawn")
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from retouch.data.images import EncodedImage
-from retouch.data.quotes import quoted
 from retouch.types import Codes, Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
@@ -266,6 +265,8 @@ class PromptRows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
+        from retouch.data.quotes import quoted
+
         row = self._rows[index]
         return row if row.text is not None else dataclasses.replace(row, text=quoted(row.instruction))
 

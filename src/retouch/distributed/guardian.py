@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from retouch.config import children
+from retouch.config import imports
 
 LAUNCHER = "RETOUCH_LAUNCHER"
 STORE = "RETOUCH_RANK_STORE"
@@ -44,8 +44,8 @@ def guardian() -> Iterator[Callable[["subprocess.Popen[bytes]"], "subprocess.Pop
     exception, ends the guardian.
     """
     reader = subprocess.Popen(
-        children.python("-I", "-S", "-c", _PROGRAM),
-        env=children.environment(),
+        imports.python("-I", "-S", "-c", _PROGRAM),
+        env=imports.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from retouch.config import children
+from retouch.config import imports
 from retouch.distributed.guardian import LAUNCHER, STORE, guardian
 from retouch.records import files
 from retouch.records.ownership import Owner
@@ -48,7 +48,7 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
         require_gpus(gpus)
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
-    command = children.python("-m", "retouch.cli", *argv)
+    command = imports.python("-m", "retouch.cli", *argv)
     return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
 
 
@@ -82,7 +82,7 @@ def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dic
     defaults = {"OMP_NUM_THREADS": str(max(1, _cores() // nproc))}
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback[0])
-    return [{**defaults, **children.environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
+    return [{**defaults, **imports.environment(), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
 
 
 def run_ranks(

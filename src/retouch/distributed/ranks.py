@@ -15,8 +15,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
 
-from retouch.distributed.guardian import STORE
-
 TIMEOUT = "RETOUCH_RANK_TIMEOUT"
 _RELEASE_SECONDS = 0.2
 _LOST = re.compile(
@@ -102,6 +100,8 @@ def init_distributed(device: str) -> Ranks:
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
+    from retouch.distributed.guardian import STORE
+
     options: dict[str, Any] = {}
     if (limit := os.environ.get(TIMEOUT)) is not None:
         options["timeout"] = timedelta(seconds=float(limit))

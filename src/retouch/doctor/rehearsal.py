@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from retouch.config.children import spawning
+from retouch.config.imports import spawning
 from retouch.data.examination import available_cpus
 from retouch.distributed.placement import gpus_per_rank
 from retouch.doctor.estimate import cost_of, ranks_of, time_of

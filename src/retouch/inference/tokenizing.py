@@ -21,7 +21,7 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from retouch.config import children, consent
+from retouch.config import consent, imports
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -82,7 +82,7 @@ def tokenize(job: Job, *, processes: int = 1) -> Path:
     if processes == 1:
         found = tokenize_shard(job, 0, of=1)
     else:
-        with children.spawning() as context, ProcessPoolExecutor(processes, mp_context=context) as pool:
+        with imports.spawning() as context, ProcessPoolExecutor(processes, mp_context=context) as pool:
             found = [*pool.map(partial(tokenize_shard, job, of=processes), range(processes))][-1]
             found = merge(job.out, of=processes) if found is None else found
     assert found is not None, "every shard has ended"

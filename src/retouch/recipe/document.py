@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retouch.config.keys import secrets
 from retouch.config.packaged import packaged_recipes
-from retouch.config.redaction import secrets
 from retouch.recipe.jsonnet import JsonnetError, evaluate_jsonnet
 
 PREFIX = "APP__"

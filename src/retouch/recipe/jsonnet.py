@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from retouch.config import children
+from retouch.config import imports
 
 SECONDS = 60
 SUFFIXES = (".jsonnet", ".libsonnet", ".json")
@@ -84,8 +84,8 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
     try:
         # The child limits what it writes to standard output; std.trace writes any amount of text to standard error.
         done = subprocess.run(
-            children.python("-c", _PROGRAM),
-            env=children.environment(),
+            imports.python("-c", _PROGRAM),
+            env=imports.environment(),
             input=json.dumps(asked).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -23,9 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from retouch.config.redaction import without_secrets
-from retouch.records.shapes import Shape, checked
-from retouch.records.strict_json import strict_json
+from retouch.config.keys import without_secrets
+from retouch.records.shapes import Shape, checked, strict_json
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -1,13 +1,70 @@
-"""The shapes of the records in a run's folder: which keys a reader may rely on, with which types.
+"""Strict JSON: a text means the same value to every reader, and no value is too large or too deep to work with.
 
-A folder may be damaged, or come from another person. What these shapes accept, the page of runs and the report can compute with:
-numbers within 1e100, so that no sum of squares overflows, and steps from 0 to 2**53. Further keys are allowed.
+The records of a run also have shapes (``checked``), because its folder may be damaged, or come from another person.
 """
 
-from typing import Annotated, Any, NotRequired, TypeAlias
+import json
+import math
+from typing import Annotated, Any, NoReturn, NotRequired, TypeAlias
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+MOST_DEPTH = 100
+MOST_DIGITS = 300
+
+
+def strict_json(text: str | bytes | bytearray) -> Any:
+    """Parse a JSON value.
+
+    Raises ValueError if the text is not UTF-8, for NaN and infinity, a number that is too large for a float, an integer of more
+    than ``MOST_DIGITS`` digits, a repeated key, and values that are nested more than ``MOST_DEPTH`` deep.
+    """
+    decoded = text if isinstance(text, str) else text.decode("utf-8")
+    try:
+        value = DECODER.decode(decoded)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level = [value] if decoded.count("[") + decoded.count("{") > MOST_DEPTH else []
+    for _ in range(MOST_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError("nested too deep")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits:.40} is too large for a JSON number")
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > MOST_DIGITS:
+        raise ValueError(f"{digits:.40} has more than {MOST_DIGITS} digits")
+    return int(digits)
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return fields
+
+
+DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, parse_int=_integer, object_pairs_hook=_no_repeats)
+
+
+# The shapes of the records in a run's folder: which keys a reader may rely on, with which types. The page of runs and the report
+# can compute with what they accept: numbers within 1e100, so that no sum of squares overflows, and steps from 0 to 2**53. Further
+# keys are allowed.
 
 Shape: TypeAlias = TypeAdapter[Any]
 _Count = Annotated[int, Field(ge=0, le=2**53)]

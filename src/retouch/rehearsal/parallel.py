@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
 
-from retouch.config.children import spawning
+from retouch.config.imports import spawning
 from retouch.records.libraries import silence_libraries
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from torch import Tensor
 from retouch.config.imports import is_foreign, source_place, user_code_error
 from retouch.protocols import Reward
 from retouch.rewards.base import visible_samples
-from retouch.rewards.process_settings import unchanged_settings
-from retouch.rewards.wire.replies import limits
+from retouch.rewards.worker import unchanged_settings
 from retouch.types import Column, Json, Sample, Scores, Task
 
 _TRIED = 64
@@ -72,7 +71,7 @@ def given_to(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
 
 def ask(reward: Reward, samples: Sequence[Sample], name: str = "") -> Scores:
     """Call the reward with what it may see and change (``given_to``). ``name``: as in ``call_reward``. Raises ValueError if code
-    from outside this package changes a setting of the process (``process_settings``)."""
+    from outside this package changes a setting of the process (``unchanged_settings``)."""
     if not is_foreign(reward):
         return reward(given_to(reward, samples))
     with unchanged_settings(partial(_label, reward, name)):
@@ -202,7 +201,7 @@ def shaped_column(name: str, returned: Scores, count: int) -> Float[Tensor, " b"
 
 def _checked_column(name: str, column: Column, returned: Scores, samples: Sequence[Sample]) -> Float[Tensor, " b"]:
     values = shaped_column(name, returned, len(samples))
-    low, high = limits(column)
+    low, high = column.limits
     outside = ~torch.isnan(values) & ~((values >= low) & (values <= high) & values.float().isfinite())
     if outside.any():
         wrong, task = values[outside][0].item(), samples[int(outside.nonzero()[0])].task.id

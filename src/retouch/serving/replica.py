@@ -16,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from retouch.config.redaction import RedactingFormatter
+from retouch.config.keys import RedactingFormatter
 from retouch.front.connections import bounded_config
 from retouch.front.log_rate import BoundedRate
 from retouch.records import files

@@ -7,7 +7,6 @@ from typing import TypeAlias
 
 from retouch.rewards.scoring import as_scores, shaped_column, with_images
 from retouch.rewards.wire.errors import ErrorCode
-from retouch.rewards.wire.replies import in_range
 from retouch.serving.hosted_rewards import HostedReward
 from retouch.types import Sample, Scores
 
@@ -56,7 +55,7 @@ def _checked(hosted: HostedReward, returned: object, count: int) -> list[SampleR
         for row, value in enumerate(columns[name].tolist()):
             missing = value != value
             rows[row][hosted.public[name]] = None if missing else value
-            if not missing and not in_range(value, column):
+            if not missing and not column.contains(value):
                 _LOG.error("reward %s: column %r gave %r, outside %r to %r", hosted.name, name, value, column.low, column.high)
                 wrong.add(row)
     return ["reward_disagrees" if row in wrong else scored for row, scored in enumerate(rows)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from retouch.assembly.state import GROUPS
 from retouch.config import consent
-from retouch.config.redaction import RedactingFormatter
+from retouch.config.keys import RedactingFormatter
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records import files

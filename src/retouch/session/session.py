@@ -16,7 +16,7 @@ from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.libraries import require_trackers
-from retouch.rewards.process_settings import explained_by_settings
+from retouch.rewards.worker import explained_by_settings
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_full_disk, explain_out_of_memory
 from retouch.session.listener import Listener
 from retouch.session.run_folder import run_folder

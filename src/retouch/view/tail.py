@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch.records.files import LONGEST_LINE, MOST_BYTES, open_file
-from retouch.records.shapes import Shape, checked
-from retouch.records.strict_json import strict_json
+from retouch.records.shapes import Shape, checked, strict_json
 from retouch.rewards.ledger.database import JudgeUsage, open_read_only, read_usage
 
 _LEDGER_SECONDS = 2.0

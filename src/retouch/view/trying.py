@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from retouch.config import children
+from retouch.config import imports
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import current_owner
 from retouch.view.bodies import read_object, refused
@@ -98,7 +98,7 @@ class TrialWorker:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             pipe = asyncio.subprocess.PIPE
-            command, env = children.python("-m", "retouch.view.trial_worker"), children.environment()
+            command, env = imports.python("-m", "retouch.view.trial_worker"), imports.environment()
             self._process = await asyncio.create_subprocess_exec(
                 *command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE_BYTES
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from retouch.config.consent import data_path
 from retouch.data.rows import Identity, InvalidRow, Layout, Problem, Row
-from retouch.records.strict_json import strict_json
+from retouch.records.shapes import strict_json
 from retouch.types import Json
 
 _BOM = b"\xef\xbb\xbf"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
-from retouch.config.redaction import redacted
+from retouch.config.keys import redacted
 from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
 from retouch.types import Sample, Scores
 

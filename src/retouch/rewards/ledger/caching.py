@@ -24,7 +24,6 @@ from retouch.rewards.ledger.database import encode_scores
 from retouch.rewards.ledger.hashing import ImageHasher, json_hash, sample_hash
 from retouch.rewards.ledger.single_flight import SingleFlight
 from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
-from retouch.rewards.wire.replies import in_range
 from retouch.types import Column, Json, Sample, Scores
 
 _MAX_BATCHES = 256  # batches that wait at the same time, each on its own thread
@@ -129,7 +128,7 @@ class CachedReward:
     def _fits(self, scores: Mapping[str, float]) -> bool:
         """Whether the cached scores are valid for the columns of the reward; if not, the sample is sent again."""
         known = [(scores.get(name, math.inf), column) for name, column in self.columns.items()]
-        return all(value != value or in_range(value, column) for value, column in known)
+        return all(value != value or column.contains(value) for value, column in known)
 
     def _score(self, keys: Sequence[str], samples: Sequence[Sample], hasher: ImageHasher) -> list[dict[str, float]]:
         scores, stats = self._with_stats(samples)

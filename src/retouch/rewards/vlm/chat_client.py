@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.config import keys
-from retouch.config.redaction import redacted
+from retouch.config.keys import redacted
 from retouch.rewards.quota import event_loop
 from retouch.rewards.quota.progress_semaphore import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turn, Turns

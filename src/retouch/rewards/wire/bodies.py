@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from retouch.records.strict_json import strict_json
+from retouch.records.shapes import strict_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.msgpack_body import decode_msgpack, encode_msgpack
 

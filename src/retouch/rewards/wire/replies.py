@@ -9,9 +9,7 @@ Reading a reply takes memory in proportion to what was requested: the number of 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from retouch.records.strict_json import strict_json
+from retouch.records.shapes import strict_json
 from retouch.rewards.wire.schema import LARGEST
 from retouch.types import Column
 
@@ -60,19 +58,6 @@ def read_reply(body: bytes, ids: Collection[str], expected: ExpectedReply) -> di
     return scores
 
 
-def in_range(value: float, column: Column) -> bool:
-    """Whether a value is in the range of the column, up to the rounding of scores to float32."""
-    low, high = limits(column)
-    return low <= value <= high
-
-
-def limits(column: Column) -> tuple[float, float]:
-    """The range of the column, widened to the float32 values that are nearest to its ends, because many rewards compute in
-    float32."""
-    with np.errstate(over="ignore"):
-        return min(column.low, float(np.float32(column.low))), max(column.high, float(np.float32(column.high)))
-
-
 def _parse(body: bytes, *, most: int) -> dict[str, object]:
     if body.count(b",") + body.count(b"[") + body.count(b"{") > most:
         raise InvalidReply("too_many_values")
@@ -100,6 +85,6 @@ def _number(value: object, column: Column) -> float:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidReply("no_number")
-    if not abs(value) <= LARGEST or not in_range(value, column):
+    if not abs(value) <= LARGEST or not column.contains(value):
         raise InvalidReply("out_of_range")
     return float(value)

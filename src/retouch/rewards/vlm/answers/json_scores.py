@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from retouch.records.strict_json import DECODER
+from retouch.records.shapes import DECODER
 from retouch.rewards.vlm.answers.other_scales import is_elsewhere
 from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.scales import Scale
