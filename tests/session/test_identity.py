@@ -244,3 +244,22 @@ def test_point_1_3_the_card_of_an_unchanged_base_names_it() -> None:
     trainer.save_pretrained("lora")
     assert "A LoRA for base, trained for 1 steps" in Path("lora/README.md").read_text()
     assert len(retouch.load_run("runs/same").policy.sample(["red"])) == 1
+
+
+def test_point_1_2_a_run_with_a_new_judge_is_compared_with_its_first_evaluation_by_that_judge() -> None:
+    def judge(factor: float) -> Any:
+        @retouch.reward(low=0, high=1)
+        def light(images, **kwargs):
+            return [factor * ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
+
+        return light
+
+    settings = {**SETTINGS, "run_name": "judged", "size": 32, "learning_rate": 1e-12}
+    retouch.Trainer(build_models(seed=0), judge(0.25), PROMPTS, steps=1, **settings).train()
+    with pytest.raises(ValueError, match=r"the variable factor around .*light was changed"):
+        retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train()
+    summary = retouch.Trainer(build_models(seed=0), judge(1.0), PROMPTS, steps=2, **settings).train(new_judge=True)
+    assert summary is not None
+    assert summary.on.endswith("from step 1, when the judge changed")
+    assert summary.gain == pytest.approx(0, abs=1e-6)  # with the first judge it would be three quarters of the score
+    assert (summary.before > 0.1, summary.ceiling, summary.best_of_k) == (True, None, None)

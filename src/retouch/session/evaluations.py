@@ -23,9 +23,13 @@ log = logging.getLogger("retouch")
 
 
 class RunEvaluations:
-    """Evaluates the run's policy and compares it with the base policy. Every rank evaluates; the main rank writes."""
+    """Evaluates the run's policy and compares it with the base policy. Every rank evaluates; the main rank writes.
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
+    ``since``: the step after which the present judge scores. If it is not 0, the policy is compared with that of this step.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly, *, since: int) -> None:
+        self._since = since
         self.recipe = recipe
         self.folder = folder
         self.parts = parts
@@ -109,7 +113,8 @@ class RunEvaluations:
     def format_table(self, step: int) -> Iterator[str]:
         """Yield the lines of the held-out table after ``step`` steps, which also shows the values at the start."""
         lines = {line["step"]: line for line in self.folder.read_evals()}
-        now, start = lines[step]["table"], lines.get(0, lines[step])["table"]
+        first = self._first_step(step)
+        now, start = lines[step]["table"], lines.get(first, lines[step])["table"]
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
         combined = (self._column, *self.parts.judge.combination.columns)
         shown = [name for name in columns if "/" not in name or name in combined]
@@ -117,16 +122,16 @@ class RunEvaluations:
         widths = [
             max(16, *(len(text) + 2 for text in (name, *column))) for name, *column in zip(shown, *cells.values(), strict=True)
         ]
-        first = max(18, *map(len, now))
+        wide = max(18, *map(len, now))
         yield f"{self._split_label} tasks after step {step}" + (" (before -> after)" if step else "")
-        yield f"  {'':<{first}}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in zip(shown, widths, strict=True))
+        yield f"  {'':<{wide}}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in zip(shown, widths, strict=True))
         for row, means in now.items():
             line = "".join(f"{text:>{width}}" for text, width in zip(cells[row], widths, strict=True))
-            yield f"  {row:<{first}}{means['n']:>5}  {line}"
+            yield f"  {row:<{wide}}{means['n']:>5}  {line}"
         for name in columns:
             if name not in shown:
                 yield f"  {name:<25}" + f"{_cell(start['all'].get(name), now['all'].get(name), step):>16}"
-        absent, absent_before = (lines.get(at, lines[step]).get("missing", {}) for at in (step, 0))
+        absent, absent_before = (lines.get(at, lines[step]).get("missing", {}) for at in (step, first))
         for name in {**absent_before, **absent}:
             counts = f"{absent_before.get(name, 0)} -> {absent.get(name, 0)}" if step else absent[name]
             yield f"  no {name} for {counts} of {now['all']['n']} tasks; its means are those of the others"
@@ -135,15 +140,16 @@ class RunEvaluations:
         """Write the summary of a finished run."""
         if not self.parts.ranks.is_main:
             return
-        before, after = (self._stored(at) for at in (0, step))
-        baselines = self._stored_baselines()
+        first = self._first_step(step)
+        before, after = (self._stored(at) for at in (first, step))
+        baselines = {} if first else self._stored_baselines()
         start, end = self._values(before), self._values(after)
         both = self.headline & ~(end - start).isnan()  # otherwise a missing score would change the gain
         gain = estimate_mean((end - start)[self.headline].tolist(), self._headline_sources)
         seconds = math.fsum(line.get("time/step") or 0.0 for line in self.folder.read_timings())
         summary = Summary(
             column=self._column,
-            on=self._on(),
+            on=self._on() + (f", from step {first}, when the judge changed" if first else ""),
             before=float(start[both].mean()),
             after=float(end[both].mean()),
             steps=step,
@@ -157,6 +163,11 @@ class RunEvaluations:
             cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
         )
         self.folder.write_summary(summary)
+
+    def _first_step(self, step: int) -> int:
+        """The first evaluation that can be compared with that of ``step``: by the same judge."""
+        known = (line["step"] for line in self.folder.read_evals())
+        return min((at for at in known if self._since <= at <= step), default=step) if self._since else 0
 
     def _stored(self, step: int) -> EvaluationResult:
         """Read the scores after a step. Raises ValueError if the file is missing or damaged."""

@@ -100,7 +100,7 @@ class TrainingSession:
             # Opened after the preflight, so that a run that cannot learn does not appear in a tracker.
             trackers = stack.enter_context(closing(self._trackers()))
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
-            self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
+            self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts, since=self.ledger.judge_since)
             if self.done and self.parts.ranks.is_main:
                 for note in self.evaluations.repair(self.done):
                     log.warning("%s", note)
@@ -128,8 +128,11 @@ class TrainingSession:
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
-        elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
-            self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
+        elif self.done == self.ledger.judge_since or self.parts.ranks.any(
+            self.done < self.parts.steps and self._lacks_evaluation()
+        ):
+            # The judge is another one from here on, or the run was stopped before the evaluation of its last step.
+            self._heldout(baseline=False)
         self._catch_up(stepper)
         if self.done == 0 and self._rolls_back:
             self._save(stepper)

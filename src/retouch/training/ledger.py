@@ -104,6 +104,13 @@ class Ledger:
                 connection.execute(*change)
         judge.journal = Journal(self._database, judge=key, images=self._images)
 
+    @property
+    def judge_since(self) -> int:
+        """The step after which the run's latest judge scores; 0 if the judge never changed."""
+        with self._database.reading() as connection:
+            row = connection.execute("SELECT since FROM judges ORDER BY number DESC LIMIT 1").fetchone()
+        return int(row[0])
+
     def attach_heldout(self, judge: RewardScorer) -> None:
         """Attach a journal to a judge that only evaluates. It must use other splits than the training judge."""
         judge.journal = Journal(self._database, judge=fingerprint(judge.reward))
