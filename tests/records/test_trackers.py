@@ -198,6 +198,16 @@ def test_point_1_7_a_damaged_file_of_the_id_is_refused_by_name(content: str, tmp
         tracker_id(tmp_path)
 
 
+@pytest.mark.parametrize("place", ["", "run"])
+def test_point_3_1_wandb_takes_no_server_from_a_folder(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / place / "wandb" / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\nbase_url = http://127.0.0.1:1\n")
+    with pytest.raises(ValueError, match=r"wandb/settings can send W&B's key to another server"):
+        open_trackers(["wandb"], RunFolder(tmp_path / "run"), project="p", recipe={}, first_step=1)
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
 def test_wandb_uses_the_stored_id_unless_the_environment_sets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")

@@ -65,6 +65,11 @@ class Wandb:
     """
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        # W&B would take its server, to which it sends the key, from a file of the current folder, and run git there.
+        for file in (place / name / "settings" for place in (Path(), folder.root) for name in ("wandb", ".wandb")):
+            if file.exists():
+                raise ValueError(f"{file} can send W&B's key to another server; move it to ~/.config/wandb/settings, or delete it")
+        os.environ.setdefault("WANDB_DISABLE_GIT", "true")
         require_trackers(["wandb"])
         from accelerate import PartialState
         from accelerate.tracking import WandBTracker
