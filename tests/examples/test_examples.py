@@ -89,6 +89,8 @@ def test_the_arguments_of_the_full_size_are_valid(name: str, tmp_path: Path, mon
     monkeypatch.setattr(retouch.Trainer, "train", stop)
     monkeypatch.setattr(retouch.Trainer, "__iter__", stop)
     (tmp_path / "photos").mkdir()
+    lines = [json.dumps({"file_name": f"{row}.png", "instruction": "x"}) for row in range(20)]
+    (tmp_path / "photos" / "metadata.jsonl").write_text("\n".join(lines) + "\n")
     words = [option for option in ("--photos", "--data") if option in (EXAMPLES / name).read_text()]
     monkeypatch.setattr(sys, "argv", [name, *words, *([str(tmp_path / "photos")] if words else [])])
     monkeypatch.chdir(tmp_path)

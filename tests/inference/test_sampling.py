@@ -100,7 +100,7 @@ def test_a_run_is_opened_by_its_name_in_the_folder_runs(
 def test_images_that_the_model_does_not_take_are_refused_before_it_is_loaded(
     recipe: str, given: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Image.new("RGB", (16, 16), "red").save(tmp_path / "a.png")
+    Image.new("RGB", (16, 16), "white").save(tmp_path / "a.png")
     words = [word for option in given for word in (f"--{option}", str(tmp_path / "a.png"))]
     assert main(["sample", recipe, "--instruction", "x", "--out", str(tmp_path / "out.png"), *words]) == 2
     assert says in capsys.readouterr().err

@@ -150,13 +150,13 @@ def test_a_step_without_requests_costs_one_stat(tmp_path: Path, monkeypatch: pyt
     os.utime(folder.control, (2, 2))
     assert not steering.wanted(stop=False, last=False).checkpoint
     stats: list[object] = []
-    whole = os.stat
+    control, whole = folder.control, os.stat
     monkeypatch.setattr(os, "stat", lambda path, *rest, **more: stats.append(path) or whole(path, *rest, **more))
     monkeypatch.setattr(os, "scandir", None)
     monkeypatch.setattr(os, "listdir", None)
     for _ in range(10):
         assert not steering.wanted(stop=False, last=False).checkpoint
-    assert stats == [folder.control] * 10
+    assert stats == [control] * 10
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
         for kind, make in objects.items():
             yield f"{kind}: {name}", partial(_instead, name, make)
     for name in ("ledger.sqlite-wal", "ledger.sqlite-shm", "control", "samples", "votes.jsonl"):
-        yield f"fifo: {name}", partial(_beside, name)
+        yield f"fifo: {name}", partial(_next_to, name)
     values = {"digits": HUGE, "deep": DEEP, "number": "5", "null": "null", "text": '"x"', "list of lists": "[[]]", "NaN": "NaN"}
     for name in DOCUMENTS:
         for kind, value in values.items():
@@ -166,7 +166,7 @@ def _forms() -> Iterator[tuple[str, Callable[[Path], object]]]:
         yield kind, change
 
 
-def _beside(name: str, root: Path) -> None:
+def _next_to(name: str, root: Path) -> None:
     target = root / name
     if target.is_dir():
         target.rename(root / "moved")

@@ -100,7 +100,7 @@ def test_point_3_4_sigterm_ends_the_page_while_a_reader_hangs(whole: Path, tmp_p
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_point_3_4_the_page_of_all_runs_is_whole_beside_every_damaged_run(whole: Path, tmp_path: Path, address: str, tab) -> None:
+def test_point_3_4_the_page_of_all_runs_is_whole_next_to_every_damaged_run(whole: Path, tmp_path: Path, address: str, tab) -> None:
     shutil.copytree(whole, tmp_path / "runs" / "good")
     for number, change in enumerate(FORMS.values()):
         change(Path(shutil.copytree(whole, tmp_path / "runs" / f"damaged-{number:03d}")))

@@ -34,6 +34,7 @@ class ControlRequests:
     def __init__(self, folder: RunFolder, ranks: Ranks, *, samples_every: int, step: int) -> None:
         self.samples_every = samples_every
         self._folder, self._ranks = folder, ranks
+        self._control = folder.control  # found once, because each look at it examines its path for links
         self._seen = 0
         self._answered: set[str] = set()
         self._waiting: dict[str, ControlRequest] = {}
@@ -70,7 +71,7 @@ class ControlRequests:
 
     def _new(self) -> dict[str, ControlRequest]:
         try:
-            stamp = os.stat(self._folder.control).st_mtime_ns
+            stamp = os.stat(self._control).st_mtime_ns
         except OSError:
             return {}
         if stamp == self._seen:
