@@ -14,7 +14,9 @@ def write_samples(folder: Path, step: int, colour: str, *, size: tuple[int, int]
     place = RunFolder(folder).samples(step)
     place.mkdir(parents=True)
     Image.new("RGB", size, colour).save(place / "image.png")
-    line = {"set": "heldout", "task": "a", "source": None, "image": "image.png"}
+    line = {"step": step, "set": "heldout", "task": "a", "instruction": "make it red", "group": 0, "slot": 0, "tags": {}}
+    files = {"image": "image.png", "source": None, "target": None}
+    line |= files | {"scores": {"match": 1.0}, "reward": 1.0, "advantage": None}
     (place / "samples.jsonl").write_text(json.dumps(line) + "\n")
 
 

@@ -46,8 +46,10 @@ def pipe(path: Path, target: Path) -> None:
 
 
 def listen(path: Path, target: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+        made.bind(f"/proc/self/fd/{folder}/{path.name}")  # the address of a socket may have 108 bytes
+    os.close(folder)
 
 
 WRITES: dict[str, Callable[[Path], object]] = {

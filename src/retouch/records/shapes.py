@@ -147,8 +147,6 @@ class _Sample(TypedDict):
     advantage: _Value
     tags: dict[str, Any]
     text: NotRequired[str | None]
-    tokens: NotRequired[list[list[Any]]]
-    states: NotRequired[list[str | None]]
 
 
 class _Summary(TypedDict):

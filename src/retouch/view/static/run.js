@@ -94,10 +94,11 @@ function header(run, allowed) {
     ["time left", duration(run.seconds_left)],
     ...(run.judges ? [["judges so far", spent(run.judges)]] : []),
   ];
+  const faults = run.faults.filter((each) => each !== run.reason);
   return h("div", {},
     h("h1", {}, text(run.name), " ", state(run)),
     run.reason && h("p", { class: "reason" }, text(run.reason)),
-    run.faults.length > 0 && h("p", { class: "warning" }, "Damage in its files: ", text(run.faults.join("; ")), "."),
+    faults.length > 0 && h("p", { class: "warning" }, "Damage in its files: ", text(faults.join("; ")), "."),
     run.steps ? h("progress", { max: run.steps, value: run.step, "aria-label": "steps" }) : null,
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
     h("p", { class: "tools" },
