@@ -1,5 +1,6 @@
 """A recipe of a few small steps with a ``watch`` section, and a judge whose answers can be shifted."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,15 @@ from retouch.types import Column
 
 
 class ShiftedClient:
-    """Answers with the brightness of an image, plus 2 * ``shift``."""
+    """Answers with the brightness of an image, plus 2 * the environment variable JUDGE_SHIFT. It stands for a model behind a server
+    that changes unnoticed: it is not part of the judge's identity."""
 
     identity = "fickle"
-    shift = 0.0
 
     def ask(self, questions):
+        shift = float(os.environ.get("JUDGE_SHIFT", "0"))
         means = [ImageStat.Stat(question.parts[-1].convert("L")).mean[0] / 255 for question in questions]
-        return [Answer(scores={"tone": mean + 2 * self.shift}) for mean in means]
+        return [Answer(scores={"tone": mean + 2 * shift}) for mean in means]
 
 
 class PanelJudge:

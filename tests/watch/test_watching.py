@@ -172,16 +172,17 @@ def test_diversity_is_logged_even_if_the_budget_is_spent_in_the_observation(watc
 
 
 @pytest.mark.parametrize("gamed", [True, False])
-def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed):
+def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed, monkeypatch):
     document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:PanelJudge")
     held = {"kind": "import", "class": "tiny_watched:FallingJudge", "combine": {"fidelity": 1}}
     document["watch"] |= {"judge": {"reward": held, "on_alarm": "stop"}, "canaries": None}
     recipe = parse(document)
-    tiny_watched.ShiftedClient.shift = tiny_watched.FallingJudge.drop = 0.0
+    tiny_watched.FallingJudge.drop = 0.0
     real = checkpoint.save
 
     def then_part(*arguments, **options):
-        tiny_watched.ShiftedClient.shift, tiny_watched.FallingJudge.drop = 0.2, 0.3
+        monkeypatch.setenv("JUDGE_SHIFT", "0.2")
+        tiny_watched.FallingJudge.drop = 0.3
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -205,14 +206,13 @@ def test_run_stops_if_the_reward_and_the_held_out_judge_diverge(tmp_path, gamed)
     assert not any("fidelity" in name for name in last)
 
 
-def test_canary_scores_are_never_taken_from_the_ledger(tmp_path):
+def test_canary_scores_are_never_taken_from_the_ledger(tmp_path, monkeypatch):
     """A judge that changes during the run is detected, although the ledger contains its earlier scores of the same images."""
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:PanelJudge"))
-    tiny_watched.ShiftedClient.shift = 0.0
     real = checkpoint.save
 
     def then_drift(*arguments, **options):
-        tiny_watched.ShiftedClient.shift = 0.3
+        monkeypatch.setenv("JUDGE_SHIFT", "0.3")
         return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -222,15 +222,14 @@ def test_canary_scores_are_never_taken_from_the_ledger(tmp_path):
     assert RunFolder(recipe.folder).read_alarm()["step"] == 4
 
 
-def test_repeated_observations_after_a_resume_call_no_judge(tmp_path):
+def test_repeated_observations_after_a_resume_call_no_judge(tmp_path, monkeypatch):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:PanelJudge"))
-    tiny_watched.ShiftedClient.shift = 0.0
     assert run(recipe, fresh=False) == 0
     folder = RunFolder(recipe.folder)
     whole = folder.metrics.read_bytes()
     shutil.rmtree(folder.checkpoints / "step-000004")
     folder.summary.unlink()
-    tiny_watched.ShiftedClient.shift = 0.3  # would change the metrics if the judge were called again for step 4
+    monkeypatch.setenv("JUDGE_SHIFT", "0.3")  # would change the metrics if the judge were called again for step 4
     assert run(recipe, fresh=False) == 0
     assert folder.metrics.read_bytes() == whole
 

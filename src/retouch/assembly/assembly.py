@@ -4,7 +4,7 @@ Modules that only some recipes need (sharding, a value head, demonstrations of l
 are imported where they are used.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from retouch.assembly.phases import build_phase, copies_in_cpu_memory, copies_needed, sets_of, steps_of
+from retouch.assembly.phases import build_phase, copies_in_cpu_memory, copies_needed, has_demonstration, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
@@ -42,7 +42,6 @@ from retouch.training.completions import completion_metrics, completion_texts
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
 from retouch.training.preflight import Check, trial_steps
-from retouch.types import Task
 
 if TYPE_CHECKING:
     from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -241,7 +240,7 @@ class Assembly(PolicyParts):
             scores_images=bool(self.judge.reward.columns),
             lower_is_better=[name for name, column in self.judge.reward.columns.items() if not column.higher_is_better],
             objective=self.recipe.heldout_objective,
-            demonstrates=_has_demonstration(self.model),
+            demonstrates=has_demonstration(self.model),
         )
 
     def _engine(self, rollout: Rollout) -> Engine | DenoisingEngine | None:
@@ -357,6 +356,8 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
             device=_CPU if placement.offload else placement.renderer,
             base_frozen=policy.train.reference_is_base,
         )
+    if image_model.module is not model.module:
+        image_model.module.requires_grad_(False)
     policy.make_trainable(model.module, seed=recipe.seed)
     hashes = None
     copies = WeightCopies(model.module, devices=dict.fromkeys(copies_in_cpu_memory(recipe), _CPU))
@@ -392,16 +393,3 @@ def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:
     from retouch.models.common.lora import write_lora
 
     write_lora(module, folder, pipeline=None)
-
-
-def _has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
-    """Return the function that says whether a task contains what the model imitates in supervised learning."""
-    if isinstance(model, DenoisingModel):
-        return _has_target
-    from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
-
-    return _has_target if isinstance(model, TokenizesTargets) else has_completion
-
-
-def _has_target(task: Task) -> bool:
-    return task.target is not None

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from retouch.assembly.assembly import PolicyParts
 from retouch.data.base import DataSets
 from retouch.distributed.ranks import Ranks
 from retouch.records import files
@@ -19,10 +18,10 @@ SHOWN = 5
 log = logging.getLogger("retouch")
 
 
-def record(folder: RunFolder, parts: PolicyParts, sets: Sequence[DataSets]) -> None:
-    """Store what the run is started with."""
+def record(folder: RunFolder, weights: Mapping[str, str], sets: Sequence[DataSets]) -> None:
+    """Store what the run is started with. ``weights``: the result of ``frozen_hashes``."""
     folder.require_owner()
-    files.write_json(folder.identity, {"weights": parts.weights(), **_data(sets)})
+    files.write_json(folder.identity, {"weights": weights, **_data(sets)})
 
 
 def stored(folder: RunFolder) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Builds the phases of a run from its recipe: the tasks, the steps and the objective of each phase."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from retouch.data.sampler import (
 )
 from retouch.distributed.ranks import Ranks
 from retouch.policies.weights import stale_copies
+from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
@@ -182,3 +183,16 @@ def copies_in_cpu_memory(recipe: Recipe) -> set[str]:
 def _stale_copies(recipe: Recipe) -> set[str]:
     phases = recipe.resolved_phases()
     return {name for phase in phases if not phase.imitates for name in stale_copies(phase.rollout.staleness)}
+
+
+def has_demonstration(model: DenoisingModel | AutoregressiveModel) -> Callable[[Task], bool]:
+    """Return the function that says whether a task contains what the model imitates in supervised learning."""
+    if isinstance(model, DenoisingModel):
+        return _has_target
+    from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
+
+    return _has_target if isinstance(model, TokenizesTargets) else has_completion
+
+
+def _has_target(task: Task) -> bool:
+    return task.target is not None

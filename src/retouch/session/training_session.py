@@ -91,7 +91,7 @@ class TrainingSession:
             if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
                 from retouch.assembly import identity
 
-                identity.record(self.folder, self.parts, self.parts.sets)
+                identity.record(self.folder, self.parts.weights(), self.parts.sets)
             from retouch.distributed.device_memory import DeviceMemory
             from retouch.session.evaluations import RunEvaluations
             from retouch.session.steering import ControlRequests

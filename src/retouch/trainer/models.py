@@ -53,8 +53,10 @@ def _is_language_model(model: Any) -> bool:
 
 def _loaded_pipeline(pipeline: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel, dict[str, Any]]:
     from retouch.models.common.loaded import require_as_built
+    from retouch.models.common.parts import euler_scheduler
 
     family = _family_of(type(pipeline).__name__, key=key)
+    euler_scheduler(pipeline.scheduler, key=f"{key}.scheduler")
     require_as_built(pipeline, key=key)
     if size is None and family.takes.images[1] == 0:
         side = int(getattr(pipeline, "default_sample_size", 128)) * int(getattr(pipeline, "vae_scale_factor", 8))

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel, Qwen2VLImageProcessorPil
 
 from retouch.models.common.lora import own_layers, remove_lora
-from retouch.models.common.parts import euler_scheduler
 from retouch.models.common.pretrained import fetch_tokenizer
 
 TAKEN_OVER = frozenset(
@@ -64,7 +63,7 @@ _NAMED = 4
 def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
     """Raise ValueError for a pipeline that samples in another way than its class and the configurations of its parts say.
 
-    ``key``: the argument with the pipeline, for messages.
+    Not checked: its scheduler (``euler_scheduler``). ``key``: the argument with the pipeline, for messages.
     """
     if type(pipeline) is not getattr(diffusers, type(pipeline).__name__, None):
         raise ValueError(f"{key}: {type(pipeline).__name__} is a class of your own, and a run would not call its methods")
@@ -73,7 +72,6 @@ def require_as_built(pipeline: DiffusionPipeline, *, key: str) -> None:
             require_plain(part, key=f"{key}.{name}")
     if len({weight.requires_grad for name, weight in pipeline.transformer.named_parameters() if ".lora_" not in name}) > 1:
         raise ValueError(f"{key}.transformer: only some weights require gradients; peft_config decides which weights are trained")
-    euler_scheduler(pipeline.scheduler, key=f"{key}.scheduler")
     if found := list(islice(_changes(pipeline), _NAMED)):
         names = ", ".join(f"{key}.{name}" for name in found[: _NAMED - 1]) + (", ..." if len(found) == _NAMED else "")
         raise ValueError(

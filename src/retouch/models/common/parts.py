@@ -47,6 +47,7 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
     if not isinstance(source, Path | str):
         from retouch.models.common.loaded import pipeline_parts
 
+        euler_scheduler(source.scheduler, key="model.scheduler")
         return pipeline_parts(source, device, kinds)
     root = diffusers_folder(source)
     index = read_json(root / "model_index.json")
