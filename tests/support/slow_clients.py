@@ -19,12 +19,13 @@ _POST = b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: applicatio
 @dataclass(frozen=True)
 class Attack:
     """What each connection sends first, and then in each round. ``reads``: the client reads what the server sends.
-    ``closes``: it closes its sending side after the first bytes."""
+    ``closes``: it closes its sending side after the first bytes. ``waits``: it reads a reply before the next connection opens."""
 
     first: bytes = b""
     then: bytes = b""
     reads: bool = True
     closes: bool = False
+    waits: bool = False
 
 
 ATTACKS = {
@@ -45,7 +46,7 @@ ATTACKS = {
     "half-closed requests": Attack(b"GET /v1/info HT", closes=True),
     "half-closed bodies": Attack(_POST + b"Content-Length: 1000\r\n\r\n{", closes=True),
     "bytes that are not HTTP": Attack(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 20),
-    "idle connections after a request": Attack(_GET + b"\r\n"),
+    "idle connections after a request": Attack(_GET + b"\r\n", waits=True),
 }
 
 
@@ -63,6 +64,8 @@ def attacking(url: str, attack: Attack, count: int) -> Iterator[None]:
             made.sendall(attack.first)
             if attack.closes:
                 made.shutdown(socket.SHUT_WR)
+            if attack.waits:
+                made.recv(65536)
             made.setblocking(False)
         except OSError:
             return None
