@@ -108,8 +108,7 @@ class Ledger:
     def judge_since(self) -> int:
         """The step after which the run's latest judge scores; 0 if the judge never changed."""
         with self._database.reading() as connection:
-            row = connection.execute("SELECT since FROM judges ORDER BY number DESC LIMIT 1").fetchone()
-        return int(row[0])
+            return int(connection.execute("SELECT since FROM judges ORDER BY number DESC").fetchone()[0])
 
     def attach_heldout(self, judge: RewardScorer) -> None:
         """Attach a journal to a judge that only evaluates. It must use other splits than the training judge."""
