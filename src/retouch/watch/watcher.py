@@ -181,9 +181,9 @@ class Watcher:
                 batch = Batch(seed=0, step=EVALUATION_STEP, tasks=tasks, group_ids=indices, group=rows, slot=(0,) * len(samples))
                 futures = [self._judge.for_split("canary", step)(batch, samples)]
             results = wait_for_chunks(self.ranks, futures)
-        table = torch.zeros(len(names), count)
+        table = torch.zeros(len(names), count, dtype=torch.float64)  # on all ranks, whatever the judge returns
         for judged in results:
-            table = torch.stack([judged.scores[name] for name in names])
+            table = torch.stack([judged.scores[name] for name in names]).to(table.dtype)
         return dict(zip(names, self.ranks.sum(table), strict=True)) if count else {}
 
     def _read_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
