@@ -143,6 +143,7 @@ def frozen_hashes(model: Any) -> dict[str, str]:
         state = {key.replace(".base_layer", ""): value for key, value in module.state_dict(keep_vars=True).items()}
         frozen = {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor) and not value.requires_grad}
         with ThreadPoolExecutor(8) as threads, torch.no_grad():
+            threads.submit(bits_hash, torch.zeros(1)).result()  # in a forked process, two threads that first use torch would race
             hashes = list(threads.map(lambda value: int(bits_hash(value)), frozen.values()))
         lines = [
             f"{key} {value.dtype} {list(value.shape)} {each}" for (key, value), each in zip(frozen.items(), hashes, strict=True)
