@@ -142,8 +142,9 @@ def frozen_hashes(model: Any) -> dict[str, str]:
     for name, module in _modules(model).items():
         state = {key.replace(".base_layer", ""): value for key, value in module.state_dict(keep_vars=True).items()}
         frozen = {key: value for key, value in sorted(state.items()) if isinstance(value, Tensor) and not value.requires_grad}
-        with ThreadPoolExecutor(8) as threads, torch.no_grad():
-            threads.submit(bits_hash, torch.zeros(1)).result()  # in a forked process, two threads that first use torch would race
+        # Small models have one thread: in a forked process, several threads that use torch for the first time would race.
+        workers = 8 if sum(value.nbytes for value in frozen.values()) > 2**30 else 1
+        with ThreadPoolExecutor(workers) as threads, torch.no_grad():
             hashes = list(threads.map(lambda value: int(bits_hash(value)), frozen.values()))
         lines = [
             f"{key} {value.dtype} {list(value.shape)} {each}" for (key, value), each in zip(frozen.items(), hashes, strict=True)
