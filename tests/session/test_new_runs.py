@@ -71,6 +71,7 @@ def test_columns_of_the_held_out_table_are_aligned_and_separated() -> None:
         parts=SimpleNamespace(judge=SimpleNamespace(combination=SimpleNamespace(columns=("edges",)))),
         _column="edges",
         _split_label="held-out",
+        _first_step=lambda step: 0,
     )
     title, head, *rows = RunEvaluations.format_table(cast("RunEvaluations", evaluations), 9)
     assert title == "held-out tasks after step 9 (before -> after)"
