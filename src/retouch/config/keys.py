@@ -77,7 +77,7 @@ _SHAPES = (
     ),
 )
 _IN_ADDRESS = re.compile(r"://[^/@:\s]*:([^/@\s]+)@")
-_MASKED = re.compile(r"([\w-]*)(?:[*•]{2,}|\.{3,}|…)([\w-]*)")
+_MASKED = re.compile(r"((?:(?<![\w-])[\w-]+)?)(?:[*•]{2,}|\.{3,}|…)([\w-]*)")
 _HEADER = re.compile(r"(\S+)\s*$", re.MULTILINE)
 
 
