@@ -16,10 +16,10 @@ from pathlib import Path
 
 from flawed_judges import Drifting
 
+from retouch.assembly.hooks import AlarmStop
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
-from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
 
 ROOT = Path(__file__).resolve().parents[2]

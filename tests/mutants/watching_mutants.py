@@ -45,7 +45,7 @@ WATCHING = (
     ),
     Mutant(
         "on resume, a run is refused only if its alarms no longer apply",
-        "watch/alarm_stop.py",
+        "assembly/hooks.py",
         "    if alarms:\n        raise",
         "    if not alarms:\n        raise",
         f"{_WATCH}::test_roll_back_alarm_returns_the_run_to_an_earlier_checkpoint",

@@ -13,29 +13,30 @@ import pytest
 import torch
 
 from folder_faults import WEIGHTS, file_hashes, six_step_recipe
+from retouch.assembly.hooks import Hook, StepResult
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records import control
 from retouch.records.control import ControlRequest, make_request, read_requests
 from retouch.records.folder import RunFolder
 from retouch.records.ownership import Owner
-from retouch.session.listener import Listener, StepResult
 from retouch.session.session import open_session
 from retouch.session.steering import ControlRequests
+from retouch.training.loop import ScoredRollout
 from retouch.types import Column, Sample, Scores
 from warm_python import python
 
 COMPUTED = (*WEIGHTS, "metrics.jsonl", "evals.jsonl")
 
 
-class MakesRequests(Listener):
+class MakesRequests(Hook):
     """Makes requests within steps: ``requests[step]`` is an action and a value."""
 
     def __init__(self, folder: Path, requests: Mapping[int, tuple[str, int | None]]) -> None:
         self.folder, self.requests = RunFolder(folder), requests
         self.saved_steps: list[int] = []
 
-    def stepped(self, result: StepResult) -> None:
+    def after_step(self, result: StepResult, collected: ScoredRollout) -> None:
         if result.step in self.requests:
             make_request(self.folder, *self.requests[result.step], via="test")
 
@@ -45,7 +46,7 @@ class MakesRequests(Listener):
 
 def trained(made: Recipe, requests: Mapping[int, tuple[str, int | None]]) -> tuple[int, MakesRequests]:
     listener = MakesRequests(made.folder, requests)
-    with open_session(made, fresh=False, listener=listener, own_process=False) as session:
+    with open_session(made, fresh=False, hooks=[listener], own_process=False) as session:
         done = [result.step for result in session.steps()]
         assert session.code in (0, 128 + signal.SIGTERM)
         return (done[-1] if done else 0), listener

@@ -13,6 +13,7 @@ import suite_rows
 from html_check import read
 from judge_double import KEY, Double
 from rank_commands import on_ranks
+from retouch.assembly.hooks import AlarmStop
 from retouch.benchmarks.results import BenchmarkResult, ImageRow, make_table
 from retouch.benchmarks.running import run as bench
 from retouch.distributed.ranks import Ranks
@@ -20,12 +21,10 @@ from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session import suites
+from retouch.session import suites, training_session
 from retouch.session.session import run
 from retouch.session.suites import Fall, OpenSuite, RunSuites, fall, open_suites
 from retouch.training import checkpoint
-from retouch.watch import alarm_stop
-from retouch.watch.alarms import AlarmStop
 from tiny_recipes import SMALL
 
 ABOUT = {
@@ -124,7 +123,7 @@ def test_suite_alarm_is_raised_if_the_suite_falls_and_the_reward_does_not(
         folder.write_suite(step, "playground", {"headline": "overall", "table": made.table, "missing": 0}, alarm=None)
     for step in range(1, 31):
         folder.append_metrics(step, "main", {"reward/mean": 1 + reward * step / 30})
-    found = RunSuites([suite], recipe, folder, None).stored_alarms(30)  # type: ignore[arg-type]
+    found = RunSuites(recipe, folder, Ranks()).stored_alarms(30)
     assert [(each.rule, each.response, each.key) for each in found] == [
         ("suite playground", "stop", "eval.suites, suite playground")
     ] * alarm
@@ -201,7 +200,7 @@ def test_a_run_that_is_killed_before_it_records_the_stop_of_a_suite_stops_at_the
     monkeypatch.setattr(RunSuites, "_reward_change", lambda self, since, step, metrics: 0.1)
     recipe = small(tmp_path, {**SUITE, "on_alarm": "stop"}, checkpoints={"every": 0})
     with monkeypatch.context() as patch:
-        patch.setattr(alarm_stop, "write_stop", kill)
+        patch.setattr(training_session, "write_stop", kill)
         with pytest.raises(Killed):
             run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)

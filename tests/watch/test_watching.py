@@ -11,17 +11,17 @@ import torch
 from PIL import Image
 
 import tiny_watched
+from retouch.assembly.hooks import AlarmStop
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
+from retouch.session import training_session
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
 from retouch.training.loop import RewardFailed
-from retouch.watch import alarm_stop
-from retouch.watch.alarms import AlarmStop
 from retouch.watch.observations import ObservationStore
 from retouch.watch.watcher import Watcher
 from warm_python import python
@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_before_it_records_the_stop_stops_at_the_next_start
 
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="stop"))
     with monkeypatch.context() as patch:
-        patch.setattr(alarm_stop, "write_stop", kill)
+        patch.setattr(training_session, "write_stop", kill)
         with pytest.raises(Killed):
             run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)

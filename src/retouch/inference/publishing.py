@@ -15,10 +15,12 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError
 
 from retouch.assembly.assembly import Assembly
+from retouch.assembly.hooks import Hook, StepResult
 from retouch.inference.exporting import write_export
 from retouch.recipe.keys import Push
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
+from retouch.training.loop import ScoredRollout
 
 log = logging.getLogger("retouch")
 
@@ -78,8 +80,10 @@ def _create_repo(api: HfApi, repo: str, *, private: bool, key: str, or_else: str
         ) from error
 
 
-class Publisher:
+class Publisher(Hook):
     """Uploads one export at a time; ``close`` waits for running uploads."""
+
+    station = "saved"
 
     def __init__(self, push: Push, folder: RunFolder, api: HfApi) -> None:
         self._settings = push
@@ -88,15 +92,23 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="push")
         self._uploads: list[Future[None]] = []
 
-    def after(self, parts: Assembly, step: int, *, last: bool) -> None:
-        """Export the weights and start the upload, if a push is due after this step. ``last``: this is the last step of the run."""
-        every = self._settings.every
-        if not last and (every == 0 or step % every):
-            return
+    def attach(self, parts: Assembly) -> None:
+        self._parts = parts
+
+    def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
+        if step.step < step.steps and self._settings.every and step.step % self._settings.every == 0:
+            self._push(step.step, last=False)
+
+    def ended(self, step: int, *, finished: bool) -> None:
+        if finished:
+            self._push(step, last=True)
+
+    def _push(self, step: int, *, last: bool) -> None:
+        """Export the weights and start the upload. ``last``: this is the last step of the run."""
         revision = f"step-{step:06d}"
         to = self._folder.root / "push" / revision
         shutil.rmtree(to, ignore_errors=True)  # left over from a killed run
-        write_export(parts, to, step=step)
+        write_export(self._parts, to, step=step)
         self._uploads.append(self._thread.submit(self._upload, to, [revision, "main"] if last else [revision]))
 
     def close(self) -> None:

@@ -5,12 +5,13 @@ Modules that only some recipes need (``watch``, ``push``, judges) are imported w
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 
 import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.hooks import Hook, refuse_if_stopped
 from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe
@@ -18,7 +19,6 @@ from retouch.recipe.reward_checks import rewards_of
 from retouch.records.libraries import require_trackers
 from retouch.rewards.worker import explained_by_settings
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_full_disk, explain_out_of_memory
-from retouch.session.listener import Listener
 from retouch.session.run_folder import run_folder
 from retouch.session.training_session import TrainingSession
 from retouch.training.ledger import Ledger
@@ -44,11 +44,11 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
 
 @contextmanager
 def open_session(
-    recipe: Recipe, *, fresh: bool, new_judge: bool = False, listener: Listener | None = None, own_process: bool = True
+    recipe: Recipe, *, fresh: bool, new_judge: bool = False, hooks: Sequence[Hook] = (), own_process: bool = True
 ) -> Iterator[TrainingSession]:
     """Open a run that is ready to train: open its folder and build its parts. Closes everything at the end of the block.
 
-    ``fresh``, ``new_judge``: see ``run``. ``listener``: called after each step, evaluation and checkpoint. ``own_process``: the
+    ``fresh``, ``new_judge``: see ``run``. ``hooks``: called after those that the recipe asks for. ``own_process``: the
     process belongs to the run, like the process of ``retouch train``: signals stop the run, and the log goes to the terminal and is
     not passed to parent loggers. Raises ValueError like ``run``.
     """
@@ -65,25 +65,24 @@ def open_session(
             log.warning("%s", warning)
         accelerate.utils.set_seed(recipe.seed)  # Retouch does not use the global generators, but a user's reward may
         limit_memory(recipe.devices, plan_placement(recipe, ranks))
-        opened = None
+        found: list[Hook] = []
         if recipe.eval.suites:
-            from retouch.session.suites import open_suites
+            from retouch.session.suites import RunSuites
 
-            opened = open_suites(recipe, ranks)
-        publisher = None
+            found.append(RunSuites(recipe, folder, ranks))
         if recipe.push is not None:
             from retouch.inference.publishing import open_publisher
 
             publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
+            found += [] if publisher is None else [publisher]
         keep_images = recipe.ledger is not None and recipe.ledger.keep_images
         another_judge = new_judge or ((folder.root / "ledger.sqlite").exists() and not folder.has_steps())
         with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=another_judge)) as ledger:
             with explain_out_of_memory(recipe, lambda: "loading"):
-                measures = None
                 if recipe.watch is not None:
-                    from retouch.watch.measures import build_measures
+                    from retouch.watch.watcher import Watcher
 
-                    measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
+                    found.insert(0, Watcher(recipe, folder, ranks, ledger))
                 resumed = folder if folder.has_steps() else None
                 parts = assemble(recipe, ranks, ledger=ledger, resumed=resumed)
             _log_plan(recipe, parts)
@@ -91,22 +90,14 @@ def open_session(
             catching = catch_stop_signals(request, answer=ranks.is_main) if own_process else nullcontext()
             explaining = explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation")
             with catching, explaining, explained_by_settings():
-                watcher = None
-                if measures is not None:
-                    from retouch.watch.watcher import build_watcher
-
-                    watcher = build_watcher(parts, folder, measures)
-                suites = None
-                if opened is not None:
-                    from retouch.session.suites import RunSuites
-
-                    suites = RunSuites(opened, recipe, folder, parts)
-                if watcher is not None or suites is not None:
-                    from retouch.watch.alarm_stop import refuse_if_stopped
-
-                    found = [one.stored_alarms for one in (watcher, suites) if one is not None]
-                    refuse_if_stopped(folder, lambda step: [alarm for each in found for alarm in each(step)], ranks=ranks)
-                yield TrainingSession(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener(), suites)
+                for hook in (found := [*found, *hooks]):
+                    hook.attach(parts)
+                measuring = [hook for hook in found if hook.station == "measure"]  # the same on all ranks
+                if measuring:
+                    refuse_if_stopped(
+                        folder, lambda step: [each for hook in measuring for each in hook.stored_alarms(step)], ranks=ranks
+                    )
+                yield TrainingSession(recipe, folder, parts, ledger, found, request)
 
 
 def _log_plan(recipe: Recipe, parts: Assembly) -> None:

@@ -3,12 +3,13 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from retouch.assembly.assembly import Assembly
+from retouch.assembly.hooks import Alarm, Hook, StepResult
 from retouch.benchmarks.comparison import compared
 from retouch.benchmarks.image_files import ImageFolder
 from retouch.benchmarks.judges.short_audit import audit_judges
@@ -22,7 +23,7 @@ from retouch.recipe.keys import SuiteKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 from retouch.rewards.quota.quota import Quota
-from retouch.watch.alarms import Alarm
+from retouch.training.loop import ScoredRollout
 
 log = logging.getLogger("retouch")
 
@@ -69,43 +70,37 @@ def open_suites(recipe: Recipe, ranks: Ranks) -> list[OpenSuite]:
     return found
 
 
-class RunSuites:
-    """Runs the suites of a run. Every rank makes and scores its share of the images; the main rank writes the results."""
+class RunSuites(Hook):
+    """Runs the suites of a run. Every rank makes and scores its share of the images; the main rank writes the results.
 
-    def __init__(self, suites: Sequence[OpenSuite], recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
-        self._suites = suites
+    Raises ValueError like ``open_suites``.
+    """
+
+    station = "measure"
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, ranks: Ranks) -> None:
+        self._suites = open_suites(recipe, ranks)
         self._recipe = recipe
         self._folder = folder
+        self.rolls_back = any(suite.keys.on_alarm == "roll_back" for suite in self._suites)
+
+    def attach(self, parts: Assembly) -> None:
         self._parts = parts
 
-    @property
-    def rolls_back(self) -> bool:
-        """Whether an alarm of a suite may roll the run back to a checkpoint."""
-        return any(suite.keys.on_alarm == "roll_back" for suite in self._suites)
+    def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
+        """Run the suites that are due; the results are equal on all ranks. Raises the ValueErrors of the scorers, and BudgetSpent
+        on every rank."""
+        with self._parts.clock("suites"):
+            for suite in self._due(step.step):
+                line = self._run(suite, step.step, step.metrics)
+                mean = line["table"][ALL][line["headline"]]["mean"]
+                step.metrics[f"suite/{suite.name}"] = math.nan if mean is None else mean
+                if line["alarm"] is not None:
+                    step.metrics[f"watch/alarm/suite {suite.name}"] = 1.0
+                    step.alarms.append(Alarm(f"suite {suite.name}", line["alarm"], suite.keys.on_alarm))
 
-    def after(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[dict[str, float], list[Alarm]]]:
-        """Run the suites that are due after ``step`` steps. For each, yields metrics (headline score and alarm), and its alarms.
-
-        The results are equal on all ranks. ``metrics``: the metrics of this step, which are not stored yet. Raises the ValueErrors
-        of the scorers, and BudgetSpent on every rank.
-        """
-        return self._after(self._due(step), step, metrics)
-
-    def _after(
-        self, suites: Sequence[OpenSuite], step: int, metrics: Mapping[str, float]
-    ) -> Iterator[tuple[dict[str, float], list[Alarm]]]:
-        for suite in suites:
-            line = self._run(suite, step, metrics)
-            mean = line["table"][ALL][line["headline"]]["mean"]
-            found = {f"suite/{suite.name}": math.nan if mean is None else mean}
-            alarms = []
-            if line["alarm"] is not None:
-                alarms.append(Alarm(f"suite {suite.name}", line["alarm"], suite.keys.on_alarm))
-                found[f"watch/alarm/suite {suite.name}"] = 1.0
-            yield found, alarms
-
-    def catch_up(self, step: int) -> Iterator[list[Alarm]]:
-        """Run the due suites that have no result after ``step`` steps, because the run was interrupted. Yields their alarms.
+    def catch_up(self, step: int) -> Iterator[Alarm]:
+        """Run the due suites that have no result after ``step`` steps, because the run was interrupted.
 
         First yields the alarms of the stored results, because the run may have been killed before it recorded the stop.
         """
@@ -113,9 +108,10 @@ class RunSuites:
         done = {line["suite"] for line in lines}
         self._parts.ranks.barrier()  # all ranks read the results before the main rank writes one
         if any(line["alarm"] is not None for line in lines):
-            yield self.stored_alarms(step)
-        for _, alarms in self._after([suite for suite in self._due(step) if suite.name not in done], step, {}):
-            yield alarms
+            yield from self.stored_alarms(step)
+        for suite in self._due(step):
+            if suite.name not in done and (text := self._run(suite, step, {})["alarm"]) is not None:
+                yield Alarm(f"suite {suite.name}", text, suite.keys.on_alarm)
 
     def stored_alarms(self, step: int) -> list[Alarm]:
         """Return the alarms that the recipe's current rules raise on the stored results after ``step`` steps."""

@@ -4,12 +4,13 @@ Modules that are needed only after the first step (trackers, report, evaluations
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from retouch.assembly.assembly import Assembly
+from retouch.assembly.hooks import Alarm, AlarmStop, Hook, StepResult, stop_message, stopping_alarms, write_stop
 from retouch.assembly.state import GROUPS, capture, restore
 from retouch.data.sampler import UnindexedTasks
 from retouch.distributed.stepper import Stepper
@@ -18,19 +19,14 @@ from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.interruptions import StopRequest, explain_out_of_memory
-from retouch.session.listener import Listener, StepResult
 from retouch.session.run_folder import newest_state
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
-from retouch.training.loop import RewardFailed, RewardsAbandoned, TooManyMissing, train
+from retouch.training.loop import Metrics, RewardFailed, RewardsAbandoned, ScoredRollout, TooManyMissing, train
 from retouch.training.preflight import require_passed
 
 if TYPE_CHECKING:
-    from retouch.inference.publishing import Publisher
     from retouch.records.trackers import CompositeTracker
-    from retouch.session.suites import RunSuites
-    from retouch.watch.alarms import Alarm
-    from retouch.watch.watcher import Watcher
 
 log = logging.getLogger("retouch")
 _EQUAL_STEPS = 5
@@ -44,11 +40,8 @@ class TrainingSession:
     folder: RunFolder
     parts: Assembly
     ledger: Ledger
-    watcher: "Watcher | None"
-    publisher: "Publisher | None"
+    hooks: Sequence[Hook]
     request: StopRequest
-    listener: Listener
-    suites: "RunSuites | None" = None
     done: int = 0
     code: int = 0
     equal_steps: int = 0
@@ -66,7 +59,7 @@ class TrainingSession:
             restore(self.parts, state, stepper)
             if self.done >= self.parts.steps and self._has_summary():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
-                self.listener.resumed(self.done)
+                self._resumed()
                 return
             log.info("resumed after step %d", self.done)
             if self.ledger.is_new and self.parts.ranks.is_main:
@@ -77,15 +70,13 @@ class TrainingSession:
         self.parts.ranks.barrier()
         self.ledger.attach(self.parts.judge, since=self.done)
         with ExitStack() as stack:
-            if self.watcher is not None:
-                stack.callback(self.watcher.measures.close)
+            for hook in self.hooks:
+                stack.callback(hook.close)
             stack.callback(self.parts.judge.close)
             stack.callback(self.parts.close_engines)
             for sets in self.parts.sets:
                 if isinstance(sets.train, UnindexedTasks):
                     stack.callback(sets.train.close)
-            if self.publisher is not None:
-                stack.callback(self.publisher.close)
             if self.done < self.parts.steps:
                 self._preflight(stepper)
             if self.parts.ranks.is_main and (self.done == 0 or not self.folder.identity.exists()):
@@ -93,6 +84,7 @@ class TrainingSession:
 
                 identity.record(self.folder, self.parts.weights(), self.parts.sets)
             from retouch.distributed.device_memory import DeviceMemory
+            from retouch.report.hook import ReportHook
             from retouch.session.evaluations import RunEvaluations
             from retouch.session.steering import ControlRequests
             from retouch.training.recorder import Recorder
@@ -106,7 +98,7 @@ class TrainingSession:
                     log.warning("%s", note)
             if state is not None:
                 self.parts.ranks.barrier()
-                self.listener.resumed(self.done)
+                self._resumed()
             chosen = self.recipe.samples
             self.steering = ControlRequests(self.folder, self.parts.ranks, samples_every=chosen.every, step=self.done)
             stack.callback(lambda: self.steering.refuse(self.done, "the run ended"))
@@ -116,7 +108,8 @@ class TrainingSession:
 
                 details = SampleDetails(self.parts.model, tokens=chosen.tokens, states=chosen.states)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, samples=chosen, details=details)
-            self.measuring = self.watching = False
+            self.hooks = [*self.hooks, ReportHook(self.folder, is_main=self.parts.ranks.is_main)]
+            self.measuring = False
             try:
                 yield from self._train(stepper)
             except RewardsAbandoned:
@@ -149,13 +142,14 @@ class TrainingSession:
                 self.recorder.resume_clock()
                 for step, collected, metrics in train(run, phase, start=self.done):
                     self.done = step + 1
-                    result, stopped = self._after(stepper, phase.name, collected, metrics)
+                    result = StepResult(step=self.done, steps=self.parts.steps, phase=phase.name, metrics=metrics)
+                    stopped = self._after(stepper, result, collected)
                     yield result
                     if stopped:
                         self.code = self.request.code
                         return
             except (TooManyMissing, BudgetSpent, RewardFailed):
-                # Raised on every rank: before the weights changed again, or while the watcher or a suite measured this step. If an
+                # Raised on every rank: before the weights changed again, or while a hook measured this step. If an
                 # alarm of this step can still roll the run back, the checkpoint before it must stay the newest. The next start
                 # sends the failed samples to the judge again.
                 if not (self.measuring and self._rolls_back):
@@ -164,7 +158,7 @@ class TrainingSession:
                 self.parts.judge.forget_missing("train", self.done)
                 raise
             except RewardsAbandoned:
-                if not self.watching:  # during a watch measurement, resume from the previous checkpoint and measure again
+                if not self.measuring:  # otherwise resume from the previous checkpoint and measure again
                     self._save(stepper)
                 raise
             except EngineFault:
@@ -177,14 +171,12 @@ class TrainingSession:
         self._save(stepper)
         try:
             self._heldout(baseline=False)
-        finally:  # the model card shows these scores; the weights are pushed even if the evaluation fails
-            if self.publisher is not None:
-                self.publisher.after(self.parts, self.done, last=True)
-        self.evaluations.write_summary(self.done)
-        if self.parts.ranks.is_main:
-            self._report()
+            self.evaluations.write_summary(self.done)
+        finally:  # the weights are pushed even if the evaluation fails
+            for hook in self.hooks:
+                hook.ended(self.done, finished=True)
 
-    def _warn_of_equal_rewards(self, metrics: dict[str, float]) -> None:
+    def _warn_of_equal_rewards(self, metrics: Metrics) -> None:
         """Warn once if all samples have the same reward in several successive steps, or in all steps of a short run."""
         self.equal_steps = self.equal_steps + 1 if metrics.get("reward/std") == 0 else 0
         if self.parts.ranks.is_main and self.equal_steps == max(2, min(_EQUAL_STEPS, self.parts.steps)):
@@ -195,94 +187,79 @@ class TrainingSession:
                 metrics["reward/mean"],
             )
 
-    def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
-        """Record the step; evaluate and save if due. Also returns whether the run stops after it. Raises AlarmStop."""
-        alarms: list[Alarm] = []
+    def _after(self, stepper: Stepper, step: StepResult, collected: ScoredRollout) -> bool:
+        """Measure and record a step; evaluate and save if due. Returns whether the run stops after it. Raises AlarmStop."""
         self.measuring = True
         try:
-            if self.watcher is not None:
-                self.watching = True
-                with self.parts.clock("watch"):
-                    # Kept if the budget is spent in ``after``: later alarms depend on this measurement of every step.
-                    metrics = {**metrics, **self.watcher.measure(collected)}
-                    watch_metrics, alarms = self.watcher.after(self.done)
-                self.watching = False
-                metrics = {**metrics, **watch_metrics}
-            if self.suites is not None:
-                with self.parts.clock("suites"):
-                    for suite_metrics, suite_alarms in self.suites.after(self.done, metrics):
-                        metrics, alarms = {**metrics, **suite_metrics}, [*alarms, *suite_alarms]
+            self._call_hooks("measure", step, collected)
         except (BudgetSpent, RewardFailed) as error:  # raised on every rank; the step was taken, so its metrics are recorded
-            self._record(phase, collected, metrics)
-            self._stop_for_alarms(stepper, alarms, failure=error)
+            self._record(step, collected)
+            self._stop_for_alarms(stepper, step.alarms, failure=error)
             raise
         self.measuring = False
-        self._record(phase, collected, metrics)
-        self._warn_of_equal_rewards(metrics)
-        result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
-        self.listener.stepped(result)
-        if alarms:
-            self._stop_for_alarms(stepper, alarms)
+        self._record(step, collected)
+        self._warn_of_equal_rewards(step.metrics)
+        self._call_hooks("recorded", step, collected)
+        self._stop_for_alarms(stepper, step.alarms)
         last = self.done == self.parts.steps
         # Evaluate before saving: a run that is killed in between resumes from an older checkpoint and evaluates again.
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
-        pictured = _due(self.done, self.steering.samples_every)
-        if self.parts.ranks.is_main and not last and pictured:
-            self._report()
+        self._call_hooks("evaluated", step, collected)
         wanted = self.steering.wanted(stop=self.request.pending, last=last)
         stopping = wanted.stop and not last
         if stopping or (not last and (wanted.checkpoint or _due(self.done, self.recipe.checkpoints.every))):
             self._save(stepper)
         self.steering.answer(self.done, last=last)
-        if self.publisher is not None and not last:
-            self.publisher.after(self.parts, self.done, last=False)
+        self._call_hooks("saved", step, collected)
         if stopping:
-            if self.parts.ranks.is_main and not pictured:
-                self._report()
+            for hook in self.hooks:
+                hook.ended(self.done, finished=False)
             log.info("stopped after step %d; run the same command to continue", self.done)
-            return result, True
-        self.recorder.resume_clock()
-        return result, False
+        else:
+            self.recorder.resume_clock()
+        return stopping
+
+    def _call_hooks(self, station: str, step: StepResult, collected: ScoredRollout) -> None:
+        for hook in self.hooks:
+            if hook.station == station:
+                hook.after_step(step, collected)
+
+    def _resumed(self) -> None:
+        for hook in self.hooks:
+            hook.resumed(self.done)
 
     @property
     def _rolls_back(self) -> bool:
         """Whether an alarm may roll the run back to a checkpoint."""
-        return any(one is not None and one.rolls_back for one in (self.watcher, self.suites))
+        return any(hook.rolls_back for hook in self.hooks)
 
     def _catch_up(self, stepper: Stepper) -> None:
-        """Make the observation and run the suites that an interruption left out. Raises AlarmStop like ``_after``."""
+        """Make the measurements that an interruption left out. Raises AlarmStop like ``_after``."""
         alarms: list[Alarm] = []
         try:
-            if self.watcher is not None:
-                # The run may have been killed after it saved this step and before it recorded the stop.
-                alarms += self.watcher.stored_alarms(self.done)
-                alarms += self.watcher.open(self.ledger, self.parts.judge, done=self.done)
-            if self.suites is not None:
-                for raised in self.suites.catch_up(self.done):
-                    alarms += raised
+            for hook in self.hooks:
+                alarms.extend(hook.catch_up(self.done))
         except (BudgetSpent, RewardFailed) as error:
             self._stop_for_alarms(stepper, alarms, failure=error)
             raise
         self._stop_for_alarms(stepper, alarms)
 
-    def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
+    def _record(self, step: StepResult, collected: ScoredRollout) -> None:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done) | self.ledger.usage()
+        step.shown = _due(self.done, self.steering.samples_every)
         if self.parts.ranks.is_main:
-            self.recorder.step(self.done, phase, metrics, seconds)
-            if _due(self.done, self.steering.samples_every):
+            self.recorder.step(self.done, step.phase, step.metrics, seconds)
+            if step.shown:
                 self.recorder.groups(self.done, collected)
 
-    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]", *, failure: ValueError | None = None) -> None:
+    def _stop_for_alarms(self, stepper: Stepper, raised: Sequence[Alarm], *, failure: ValueError | None = None) -> None:
         """Raise AlarmStop if one of the alarms stops the run. ``failure``: an error of the same step, which is then only logged.
 
         The run can then resume from a checkpoint of this step, or, if an alarm rolls back, from the newest existing checkpoint,
         which was saved before the alarm. The only exception: if the rule was set to roll back after the checkpoint of this step was
         saved, that checkpoint stays.
         """
-        from retouch.watch.alarm_stop import stop_message, stopping_alarms, write_stop
-        from retouch.watch.alarms import AlarmStop
-
         if not (alarms := stopping_alarms(raised)):
             return
         if failure is not None:
@@ -296,7 +273,8 @@ class TrainingSession:
             self._save(stepper)
         if self.parts.ranks.is_main:
             write_stop(self.folder, alarms, step=self.done, back_to=back_to)
-            self._report()
+        for hook in self.hooks:
+            hook.ended(self.done, finished=False)
         raise AlarmStop(stop_message(alarms, step=self.done, back_to=back_to))
 
     def _preflight(self, stepper: Stepper) -> None:
@@ -311,7 +289,8 @@ class TrainingSession:
     def _heldout(self, *, baseline: bool) -> None:
         """Evaluate on the held-out tasks; before training also compute the baselines."""
         evaluated = self.evaluations.evaluate(self.done)
-        self.listener.evaluated(self.done, evaluated)
+        for hook in self.hooks:
+            hook.evaluated(self.done, evaluated)
         if self.parts.ranks.is_main:
             self.recorder.heldout(self.done, evaluated)
             for line in self.evaluations.format_table(self.done):
@@ -330,15 +309,6 @@ class TrainingSession:
     def _lacks_evaluation(self) -> bool:
         return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
 
-    def _report(self) -> None:
-        from retouch.report.page import write_report
-
-        self.folder.require_owner()
-        try:
-            log.info("report: %s", write_report(self.folder.root))
-        except ValueError as error:  # others can damage the files that it shows; this must not stop the run
-            log.warning("no report was written: %s", error)
-
     def _save(self, stepper: Stepper) -> None:
         state = capture(self.parts, stepper, step=self.done)
         if self.parts.ranks.is_main:
@@ -352,7 +322,8 @@ class TrainingSession:
         else:
             checkpoint.send(state)
         self.parts.ranks.barrier()
-        self.listener.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
+        for hook in self.hooks:
+            hook.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
 
     def _trackers(self) -> "CompositeTracker":
         from retouch.records.trackers import CompositeTracker, open_trackers

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retouch.assembly.hooks import Hook, StepResult
 from retouch.config import consent
 from retouch.config.live import live_objects
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.session.listener import Listener, StepResult
 from retouch.trainer.arguments import DescribedRun, describe
 from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
 from retouch.trainer.history import evaluation_entry, step_entry, stored_history, without_evaluation
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from retouch.objectives.base import Objective
     from retouch.records.summary import Summary
     from retouch.training.evaluation import EvaluationResult
+    from retouch.training.loop import ScoredRollout
 
 log = logging.getLogger("retouch")
 
@@ -168,7 +169,7 @@ class Trainer:
             if self._bar is not None:
                 stack.callback(self._bar.close)
             with live_objects(self._objects), consent.allowing(self._modules):
-                opened = open_session(self.recipe, fresh=fresh, new_judge=new_judge, listener=_Listener(self), own_process=False)
+                opened = open_session(self.recipe, fresh=fresh, new_judge=new_judge, hooks=[_Callbacks(self)], own_process=False)
                 session = stack.enter_context(opened)
             self._parts, self._request = session.parts, session.request
             self.is_main = session.parts.ranks.is_main
@@ -270,7 +271,7 @@ class Trainer:
         return self._parts
 
 
-class _Listener(Listener):
+class _Callbacks(Hook):
     """Forwards the events of the session to the trainer's state and callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -286,7 +287,7 @@ class _Listener(Listener):
         except ValueError as error:  # others can damage the files; this must not stop the run
             log.warning("state.log_history lacks the steps before this start: %s", error)
 
-    def stepped(self, result: StepResult) -> None:
+    def after_step(self, result: StepResult, collected: ScoredRollout) -> None:
         trainer = self.trainer
         trainer.state.step, trainer.state.steps = result.step, result.steps
         trainer.state.log_history.append(step_entry(result.step, result.metrics))

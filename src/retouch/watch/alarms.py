@@ -5,31 +5,12 @@ Because alarms depend on nothing else, a resumed run raises the same alarms as a
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from retouch.assembly.hooks import Alarm
 from retouch.core.intervals import MeanEstimate
-from retouch.recipe.watch import Diversity, Factor, HeldOutJudge, Response, Shift, Watch
+from retouch.recipe.watch import Diversity, Factor, HeldOutJudge, Shift, Watch
 from retouch.types import Column
 from retouch.watch.observations import Observation, paired_change
-
-
-class AlarmStop(ValueError):
-    """An alarm of ``watch`` or ``eval.suites`` stopped the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """An alarm. ``rule``: the rule's key in ``watch``, or "suite NAME" for a suite of ``eval.suites``. ``text``: a sentence with
-    the measured numbers. ``response``: the rule's ``on_alarm`` in the recipe."""
-
-    rule: str
-    text: str
-    response: Response
-
-    @property
-    def key(self) -> str:
-        """The rule's key in the recipe, for messages."""
-        return f"eval.suites, {self.rule}" if self.rule.startswith("suite ") else f"watch.{self.rule}"
 
 
 def find_alarms(

@@ -7,91 +7,61 @@ run.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 
 from retouch.assembly.assembly import Assembly
-from retouch.recipe.watch import Watch
+from retouch.assembly.hooks import Alarm, Hook, StepResult
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, ScoredBatch
+from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, ScoredBatch
 from retouch.rewards.worker import WorkerThread, close_all
-from retouch.training.evaluation import EVALUATION_STEP, Evaluator
+from retouch.training.evaluation import EVALUATION_STEP
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Metrics, ScoredRollout, wait_for_chunks
-from retouch.types import Batch, Column, Sample, Scores
-from retouch.watch.alarms import Alarm, canary_shift, find_alarms, since_best
-from retouch.watch.measures import WatchMeasures, group_diversity
+from retouch.types import Batch, Sample, Scores
+from retouch.watch.alarms import canary_shift, find_alarms, since_best
+from retouch.watch.measures import build_measures, group_diversity
 from retouch.watch.observations import Observation, ObservationStore
 
 log = logging.getLogger("retouch")
 
 
-class Watcher:
-    """Makes and stores the observations of a run. Every rank makes the same calls; the main rank writes. Call ``open`` first.
+class Watcher(Hook):
+    """Makes and stores the observations of a run whose recipe has a ``watch``. The main rank writes.
 
-    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. ``columns``: the columns
-    of the training reward.
+    Raises ValueError if the held-out judge or the OCR model cannot be built.
     """
 
-    def __init__(
-        self,
-        watch: Watch,
-        folder: RunFolder,
-        *,
-        evaluator: Evaluator,
-        measures: WatchMeasures,
-        policy: Any,
-        columns: Mapping[str, Column],
-    ) -> None:
-        self.watch = watch
-        self.measures = measures
-        self._columns = columns
-        self.policy = policy
-        canaries = 0 if watch.canaries is None else watch.canaries.count
-        self.evaluator = replace(evaluator, tasks=evaluator.tasks[: watch.tasks], pictures=canaries)
-        self.ranks = evaluator.ranks
+    station = "measure"
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, ranks: Ranks, ledger: Ledger) -> None:
+        assert recipe.watch is not None
+        self.watch = recipe.watch
+        self.ranks = ranks
+        self.measures = build_measures(self.watch, device=ranks.device, cached=ledger.cached)
+        self.rolls_back = self.watch.rolls_back
         self._folder = folder
+        self._ledger = ledger
         self._store = ObservationStore(folder.watch)
         self._observations: list[Observation] = []
         self._diversity: list[float] = []
 
-    def open(self, ledger: Ledger, judge: RewardScorer, *, done: int) -> list[Alarm]:
-        """Load the observations of the first ``done`` steps, the last step with metrics. A new run makes its first observation.
-
-        The observation of the last step is made here if it is missing, because the budget was spent during that step. Returns the
-        alarms of this observation. ``judge``: the training judge. Raises ValueError if another held-out judge made the stored
-        observations.
-        """
-        self._ledger = ledger
-        self._judge = judge
-        if self.measures.heldout is not None:
-            ledger.attach_heldout(self.measures.heldout)
-        self._observations = self._store.until(done)
-        if any(each.judge != self._fingerprint for each in self._observations):
-            raise ValueError(
-                f"the observations in {self._folder.watch} were made with another held-out judge and cannot be compared: restore "
-                "that judge, or start a new run with --fresh"
-            )
-        self._diversity = read_diversity(self._folder, done)
-        if not self._observations:
-            self._observe(done)
-            return []
-        if done % self.watch.every or self._observations[-1].step == done:
-            return []
-        self._observe(done)
-        return self._alarms(done)
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether an alarm may roll the run back to a checkpoint."""
-        return self.watch.rolls_back
+    def attach(self, parts: Assembly) -> None:
+        self._clock = parts.clock
+        self._judge = parts.judge
+        self._columns = parts.judge.reward.columns
+        self.policy = parts.policy(parts.recipe.rollout)
+        evaluator = parts.evaluator(parts.judge.for_split("heldout", 0))
+        canaries = 0 if self.watch.canaries is None else self.watch.canaries.count
+        self.evaluator = replace(evaluator, tasks=evaluator.tasks[: self.watch.tasks], pictures=canaries)
 
     def stored_alarms(self, step: int) -> list[Alarm]:
         """Return the alarms that the current rules raise on the stored observations after ``step`` steps."""
@@ -100,20 +70,44 @@ class Watcher:
             return []
         return find_alarms(self.watch, observations, read_diversity(self._folder, step), self._columns)
 
-    def measure(self, collected: ScoredRollout) -> Metrics:
-        """Measure the samples of a step. Returns metrics of the step. Call it before ``after``."""
-        if not len(collected.images):
-            return {}
-        self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
-        return {"watch/diversity": self._diversity[-1]}
+    def catch_up(self, step: int) -> Iterator[Alarm]:
+        """Load the observations of the first ``step`` steps. A new run makes its first observation.
 
-    def after(self, done: int) -> tuple[Metrics, list[Alarm]]:
-        """Make an observation if it is due after ``done`` steps. Returns further metrics of the step, and the alarms."""
-        if done % self.watch.every:
-            return {}, []
-        observation = self._observe(done)
-        alarms = self._alarms(done)
-        return {**self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
+        The observation of this step is made here if it is missing, because the budget was spent during that step. Raises ValueError
+        if another held-out judge made the stored observations.
+        """
+        # The run may have been killed after it saved this step and before it recorded the stop.
+        yield from self.stored_alarms(step)
+        if self.measures.heldout is not None:
+            self._ledger.attach_heldout(self.measures.heldout)
+        self._observations = self._store.until(step)
+        if any(each.judge != self._fingerprint for each in self._observations):
+            raise ValueError(
+                f"the observations in {self._folder.watch} were made with another held-out judge and cannot be compared: restore "
+                "that judge, or start a new run with --fresh"
+            )
+        self._diversity = read_diversity(self._folder, step)
+        if not self._observations:
+            self._observe(step)
+        elif step % self.watch.every == 0 and self._observations[-1].step != step:
+            self._observe(step)
+            yield from self._alarms(step)
+
+    def after_step(self, step: StepResult, collected: ScoredRollout) -> None:
+        """Measure the samples of the step, and make an observation if it is due."""
+        with self._clock("watch"):
+            if len(collected.images):
+                self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
+                # Set before the observation, which may spend the budget: later alarms depend on this measurement of every step.
+                step.metrics["watch/diversity"] = self._diversity[-1]
+            if step.step % self.watch.every == 0:
+                observation = self._observe(step.step)
+                alarms = self._alarms(step.step)
+                step.metrics |= self._metrics(observation) | {f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}
+                step.alarms += alarms
+
+    def close(self) -> None:
+        self.measures.close()
 
     def _alarms(self, step: int) -> list[Alarm]:
         """Return and log the alarms of the newest observation, which was made after ``step`` steps."""
@@ -206,19 +200,6 @@ class Watcher:
         if observation.canaries:
             metrics["watch/canary_shift"] = canary_shift(observation, self._observations[0], self._judge.reward.columns)[1]
         return metrics
-
-
-def build_watcher(parts: Assembly, folder: RunFolder, measures: WatchMeasures) -> Watcher:
-    """Build the watcher of a run whose recipe has a ``watch`` section."""
-    assert parts.recipe.watch is not None
-    return Watcher(
-        parts.recipe.watch,
-        folder,
-        evaluator=parts.evaluator(parts.judge.for_split("heldout", 0)),
-        measures=measures,
-        policy=parts.policy(parts.recipe.rollout),
-        columns=parts.judge.reward.columns,
-    )
 
 
 def read_diversity(folder: RunFolder, done: int) -> list[float]:
