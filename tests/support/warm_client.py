@@ -39,6 +39,9 @@ def run(server: str, words: list[str]) -> int:
         "files": files,
     }
     text = json.dumps(request).encode()
+    forwarded = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1} - set(ignored)
+    # The program may print before this process knows its ID, and who reads that may send a signal at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server)
         socket.send_fds(connection, [struct.pack("i", len(text))], files)
@@ -49,9 +52,9 @@ def run(server: str, words: list[str]) -> int:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number not in ignored:
-                signal.signal(number, forward)
+        for number in forwarded:
+            signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
         (status,) = struct.unpack("i", connection.recv(4))
     return int(status)
 
