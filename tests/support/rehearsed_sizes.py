@@ -42,6 +42,8 @@ def main(name: str) -> None:
             changes = ["ranks=1", f"tasks_per_step={tasks + -tasks % recipe.minibatches}", f"rollout.chunk={chunk}"]
             changes += [f"eval.batch={min(chunk, LARGE)}", f"eval.tasks={min(chunk, LARGE)}"]
             changes += [] if side is None else [f"{sized}.size=[{side},{side}]"]
+            if side is not None and hasattr(recipe.rollout, "max_new_tokens"):  # one token for 8 x 8 pixels, and one for each row
+                changes += [f"rollout.max_new_tokens={recipe.rollout.max_new_tokens + side // 8 * (side // 8 + 1)}"]
             line: dict[str, object] = {"changes": changes}
             try:
                 # Errors do not depend on the depth, so the smaller of the two rehearsals is enough.

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
 
 from changed_recipes import differing_paths, values
 from retouch.config.packaged import find
@@ -177,11 +179,11 @@ def test_playground_twin_runs_warm_up_and_rl(name: str, untrained_image_model: P
     assert "reward/ocr/correctness" in lines[1]
 
 
-def test_rebuilt_playground_encoder_is_bitwise_equal_to_the_shipped_one(tmp_path: Path) -> None:
+def test_rebuilt_playground_encoder_is_the_shipped_one_up_to_rounding(tmp_path: Path) -> None:
     build_image_encoder(tmp_path)
     shipped = find_encoder("playground")
     assert shipped is not None
-    for name in ("preprocessor_config.json", "model.safetensors"):
-        assert (tmp_path / name).read_bytes() == (shipped / name).read_bytes()
+    assert (tmp_path / "preprocessor_config.json").read_bytes() == (shipped / "preprocessor_config.json").read_bytes()
+    assert_close(load_file(tmp_path / "model.safetensors"), load_file(shipped / "model.safetensors"))
     made, kept = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, shipped))
     assert made | {"transformers_version": kept["transformers_version"]} == kept
