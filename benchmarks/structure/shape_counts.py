@@ -1,25 +1,25 @@
-"""The counts of `shape.py` that do not run the package: files, lines, import cycles, duplicate class names, citations."""
+"""What `shape.py` reads from the source alone: the figures that have budgets, import cycles, and class names that occur twice."""
 
 import ast
 import re
-from collections import Counter, defaultdict
+import statistics
+import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Any
 
+BUDGETS = "benchmarks/structure/budgets.toml"
+STEPS = {"lines": 100, "files": 5, "functions": 10, "nested_imports": 5}
+"""A budget is the figure rounded up to a multiple of this. ``median_body`` has none: its budget is a minimum."""
 AT_IMPORT, TYPING, IN_FUNCTION = "at import", "TYPE_CHECKING", "in a function"
-CITATION = re.compile(
-    r"arxiv|\bet al\b|\bpapers?\b|\b(equation|section|appendix|algorithm) [0-9A-Z]\b|\beqs?\. ?\(?\d"
-    r"|\b(?-i:[A-Z][\w.-]* ?GRPO|GRPO|RLOO|GSPO|DAPO|PPO|DPO|DiffusionNFT|AWM|TRL|diffusers|verl|Schulman)\b",
-    re.IGNORECASE,
-)
-"""Text that counts as a citation: arXiv, "et al.", "paper", a numbered equation or section, or a well-known method or system."""
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file of the package."""
+    """One Python file of a package."""
 
     name: str
     path: Path
@@ -31,15 +31,92 @@ class Source:
         return self.path.name == "__init__.py"
 
 
-def read(package: Path) -> dict[str, Source]:
-    """Read all modules of the package in the folder ``package``. Returns them by dotted name."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = [package.name, *path.relative_to(package).with_suffix("").parts]
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        text = path.read_text(encoding="utf-8")
-        found[name] = Source(name, path, len(text.splitlines()), ast.parse(text))
-    return found
+def walk(*folders: Path) -> Iterator[Source]:
+    """Read the Python files in packages, or in the tests, one after the other."""
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            parts = [folder.name, *path.relative_to(folder).with_suffix("").parts]
+            text = path.read_text(encoding="utf-8")
+            yield Source(".".join(parts).removesuffix(".__init__"), path, len(text.splitlines()), ast.parse(text))
+
+
+def packages(root: Path) -> list[Path]:
+    """The folders of the import packages of the checkout ``root``."""
+    return sorted(path.parent for path in (root / "src").glob("*/__init__.py"))
+
+
+def figures(root: Path) -> dict[str, dict[str, int]]:
+    """The figures of each package, of `src` as a whole and of `tests`, for the checkout ``root``."""
+    found = {folder.name: list(map(_measured, walk(folder))) for folder in packages(root)}
+    found["src"] = [file for files in found.values() for file in files]
+    found["tests"] = list(map(_measured, walk(root / "tests")))
+    return {
+        place: {
+            "lines": sum(lines for lines, _, _ in files),
+            "files": len(files),
+            "functions": sum(len(bodies) for _, bodies, _ in files),
+            "median_body": int(statistics.median([body for _, bodies, _ in files for body in bodies] or [0])),
+            "nested_imports": sum(nested for _, _, nested in files),
+        }
+        for place, files in found.items()
+    }
+
+
+def _measured(source: Source) -> tuple[int, list[int], int]:
+    """The file's lines, the lines of the body of each of its functions, and its imports in functions.
+
+    A function is every ``def``, also a method or a nested one. Its docstring does not count as body.
+    """
+    bodies, nested = [], 0
+    for node, inside in _statements(source.tree, False):
+        if isinstance(node, FUNCTIONS):
+            body = node.body[ast.get_docstring(node, clean=False) is not None :]
+            bodies.append((body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0)
+        nested += inside and isinstance(node, ast.Import | ast.ImportFrom)
+    return source.lines, bodies, nested
+
+
+def _statements(node: ast.AST, inside: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All statements in ``node``, and whether each is in a function. Expressions, most of the tree, are not visited."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, part, ()):
+            yield child, inside
+            yield from _statements(child, inside or isinstance(child, FUNCTIONS))
+
+
+def load_budgets(root: Path) -> dict[str, dict[str, dict[str, int]]]:
+    return tomllib.loads((root / BUDGETS).read_text(encoding="utf-8"))
+
+
+def over_budget(root: Path) -> Iterator[str]:
+    """One message for each figure that is above its budget, and for each package without a budget."""
+    budgets = load_budgets(root)
+    for place, found in figures(root).items():
+        budget = {name: row["budget"] for name, row in budgets.get(place, {}).items() if "budget" in row}
+        if missing := ", ".join(sorted(found.keys() - budget.keys())):
+            yield f"{place}: no budget for {missing}; `python benchmarks/structure/shape.py --lower` adds it to {BUDGETS}"
+        for name, limit in budget.items():
+            too_much = (found[name] - limit) * (-1 if name == "median_body" else 1)
+            if too_much > 0:
+                side = "below" if name == "median_body" else "above"
+                yield f"{place}: {name} is {found[name]:,}, {too_much:,} {side} its budget of {limit:,}"
+
+
+def lowered(root: Path) -> str:
+    """The file of budgets with every budget lowered to the present figure, and with the figures that had none."""
+    head = (root / BUDGETS).read_text(encoding="utf-8").partition("\n[")[0].rstrip()
+    budgets = load_budgets(root)
+    for place, found in figures(root).items():
+        rows = budgets.setdefault(place, {})
+        for name, value in found.items():
+            row, step = rows.setdefault(name, {}), STEPS.get(name, 1)
+            nearest = -(-value // step) * step
+            row["budget"] = (max if name == "median_body" else min)(row.get("budget", nearest), nearest)
+    blocks = [head]
+    for place, rows in budgets.items():
+        lines = (f"{name} = {{ {', '.join(f'{key} = {row[key]}' for key in sorted(row))} }}" for name, row in rows.items())
+        blocks.append("\n".join([f"[{place}]", *lines]))
+    return "\n\n".join(blocks) + "\n"
 
 
 def imports(sources: Mapping[str, Source]) -> dict[str, set[tuple[str, str]]]:
@@ -85,48 +162,28 @@ def _first(name: str, base: str, alias: ast.alias, known: Mapping[str, Source]) 
     return name != base or f"{base}.{alias.name}" not in known
 
 
-def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node, largest first (Tarjan 1972)."""
-    after = defaultdict(list)
-    for start, end in sorted(set(edges)):
-        after[start].append(end)
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for end in after.get(node, ()):
-            if end not in index:
-                visit(end)
-            if end in stack:
-                low[node] = min(low[node], low[end])
-        if low[node] == index[node]:
-            at = stack.index(node)
-            if len(stack) - at > 1:
-                found.append(sorted(stack[at:]))
-            del stack[at:]
-
-    for node in list(after):
-        if node not in index:
-            visit(node)
-    return sorted(found, key=lambda members: (-len(members), members))
+def cycle(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """One cycle of the imports, which ends with the module that it starts with. Empty if there is none."""
+    sorter: TopologicalSorter[str] = TopologicalSorter()
+    for importer, imported in sorted(edges):
+        sorter.add(importer, imported)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        return [*error.args[1]]
+    return []
 
 
-def package_circles(edges: Iterable[tuple[str, str]], sources: Mapping[str, Source]) -> list[list[str]]:
-    """Import cycles between the children of a package, in which at least one child is itself a package."""
-    siblings: dict[str, set[tuple[str, str]]] = defaultdict(set)
+def between_siblings(edges: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Each import as one between two children of a package: those in which importer and imported differ first."""
+    found = set()
     for start, end in edges:
         one, other = start.split("."), end.split(".")
-        shared = 0
-        while shared < min(len(one), len(other)) and one[shared] == other[shared]:
-            shared += 1
-        if shared < min(len(one), len(other)):
-            siblings[".".join(one[:shared])].add((".".join(one[: shared + 1]), ".".join(other[: shared + 1])))
-    found = [members for parent in sorted(siblings) for members in circles(siblings[parent])]
-    return [members for members in found if any(sources[name].is_package for name in members)]
+        for depth, (left, right) in enumerate(zip(one, other, strict=False), start=1):
+            if left != right:
+                found.add((".".join(one[:depth]), ".".join(other[:depth])))
+                break
+    return found
 
 
 def duplicate_classes(sources: Mapping[str, Source]) -> dict[str, list[str]]:
@@ -136,71 +193,3 @@ def duplicate_classes(sources: Mapping[str, Source]) -> dict[str, list[str]]:
         for name in {node.name for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"}:
             places[name].append(source.name)
     return {name: found for name, found in sorted(places.items()) if len(found) > 1}
-
-
-def citations(sources: Mapping[str, Source]) -> dict[str, list[int]]:
-    """For each package, three counts: public functions and classes, those with a docstring, and those that cite a source."""
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for source in sources.values():
-        package = source.name.split(".")[1] if "." in source.name else source.name
-        for node in source.tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
-                text = ast.get_docstring(node) or ""
-                for at, hit in enumerate((True, bool(text), bool(CITATION.search(text)))):
-                    counts[package][at] += hit
-    total = [sum(column) for column in zip(*counts.values(), strict=True)]
-    return {**dict(sorted(counts.items())), "all": total}
-
-
-def structure(package: Path) -> dict[str, Any]:
-    """Everything that can be counted without running the package. `tests/benchmarks/test_shape.py` checks parts of it."""
-    sources = read(package)
-    edges = imports(sources)
-    checked = edges[AT_IMPORT] | edges[TYPING]
-    every = checked | edges[IN_FUNCTION]
-    folders: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for source in sources.values():
-        row = folders[source.path.parent.relative_to(package.parent).as_posix()]
-        row[0], row[1] = row[0] + 1, row[1] + source.lines
-    importers = Counter(end for _, end in every)
-    named = [source for source in sources.values() if not source.is_package]
-    per_folder = Counter(source.path.parent for source in named)
-    duplicates = duplicate_classes(sources)
-    circle_lists = {
-        "modules": circles(checked),
-        "modules, with imports in functions": circles(every),
-        "packages": package_circles(checked, sources),
-        "packages, with imports in functions": package_circles(every, sources),
-    }
-    return {
-        "folders": dict(sorted(folders.items())),
-        "totals": {
-            "files": len(sources),
-            "lines": sum(source.lines for source in sources.values()),
-            "files over 400 lines": sum(source.lines > 400 for source in named),
-            "files under 50 lines": sum(source.lines < 50 for source in sources.values()),
-            "files under 40 lines": sum(source.lines < 40 for source in sources.values()),
-            "files under 40 lines, without `__init__.py`": sum(source.lines < 40 for source in named),
-            "files with exactly one importer": sum(count == 1 for count in importers.values()),
-            "folders": len(folders),
-            "folders of more than 15 files, without `__init__.py`": sum(count > 15 for count in per_folder.values()),
-            "most files in a folder": max(per_folder.values()),
-        },
-        "imports": {
-            "circles of modules, imports at the top": len(circles(edges[AT_IMPORT])),
-            "circles of modules, with TYPE_CHECKING": len(circle_lists["modules"]),
-            "circles of modules, with imports in functions": len(circle_lists["modules, with imports in functions"]),
-            "modules in these circles": sum(map(len, circle_lists["modules, with imports in functions"])),
-            "circles of packages, imports at the top": len(package_circles(edges[AT_IMPORT], sources)),
-            "circles of packages, with TYPE_CHECKING": len(circle_lists["packages"]),
-            "circles of packages, with imports in functions": len(circle_lists["packages, with imports in functions"]),
-            "packages in these circles": sum(map(len, circle_lists["packages, with imports in functions"])),
-            "public class names defined more than once": len(duplicates),
-        },
-        "citations": citations(sources),
-        "lists": {
-            "circles": circle_lists,
-            "duplicates": duplicates,
-            "under 40 lines": [source.name for source in named if source.lines < 40],
-        },
-    }

@@ -2,11 +2,13 @@
 
     python shape_probe.py load  MODULE:FUNCTION RECIPE
     python shape_probe.py train MODULE:FUNCTION RECIPE OUT STARTED [--calls]
+    python shape_probe.py steps MODULE:FUNCTION RECIPE OUT STARTED
 
 `load` calls the function that reads a recipe. `train` calls the console entry with `train RECIPE` and stops at the first call of a
 PyTorch module with trainable parameters, which is the first sampling step of the policy. STARTED is `time.time()` of the parent
 just before it started this process. With `--calls`, the functions of the project that ran are counted too. This slows the run, so
-seconds are measured without `--calls`.
+seconds are measured without `--calls`. `steps` runs two steps of the recipe to their end and counts the functions that ran, in all
+and in one call of the function `collect`. The working directory is the checkout.
 """
 
 import importlib
@@ -18,10 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-PROJECT = "retouch"
+PROJECT = {path.parent.name for path in Path("src").glob("*/__init__.py")}
 FUNCTION = 0x1
 """The flag CO_OPTIMIZED, which code objects of functions have, and those of modules and classes do not."""
 
@@ -31,6 +34,8 @@ def main() -> None:
     sys.path.pop(0)  # remove this folder, so that `sys.path` is that of a console script
     if task == "load":
         load(entry, recipe)
+    elif task == "steps":
+        steps(entry, recipe, out=rest[0])
     else:
         train(entry, recipe, out=rest[0], started=float(rest[1]), count="--calls" in rest)
 
@@ -40,7 +45,7 @@ def load(entry: str, recipe: str) -> None:
     start = time.perf_counter()
     function = resolve(entry)
     function(recipe)
-    print(json.dumps({"seconds": time.perf_counter() - start, "torch": "torch" in sys.modules, "modules": imported()}))
+    print(json.dumps({"seconds": time.perf_counter() - start, "torch": "torch" in sys.modules}))
 
 
 def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> None:
@@ -61,7 +66,6 @@ def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> 
             "packages": sorted({name.partition(".")[0] for name in sys.modules}),
             "functions": functions(codes),
             "model": f"{type(module).__module__}.{type(module).__qualname__}",
-            "caller": caller(),
         }
         # On the real stdout: the command may have redirected `sys.stdout`.
         os.write(1, b"\n" + json.dumps(found).encode() + b"\n")
@@ -73,6 +77,35 @@ def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> 
         sys.setprofile(profile)
     code = resolve(entry)(["train", recipe, "--set", f"out={out}"])
     raise SystemExit(f"`train {recipe}` ended with {code} before any model call")
+
+
+def steps(entry: str, recipe: str, *, out: str) -> None:
+    """Run two steps of the recipe and print what ran in them, and in the last call of the project's function `collect`."""
+    every: set[CodeType] = set()
+    collecting: set[CodeType] = set()
+    code_of_collect: CodeType | None = None
+    inside = False
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal inside, code_of_collect
+        code = frame.f_code
+        if event == "call":
+            if code.co_qualname == "collect" and str(frame.f_globals["__name__"]).partition(".")[0] in PROJECT:
+                code_of_collect, inside = code, True
+                collecting.clear()
+            (collecting if inside else every).add(code)
+        elif event == "return" and code is code_of_collect:
+            inside = False
+            every.update(collecting)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    code = resolve(entry)(["train", recipe, "--set", f"out={out}", "--set", "steps=2"])
+    sys.setprofile(None)
+    threading.setprofile(None)
+    if code or not collecting:
+        raise SystemExit(f"`train {recipe}` ended with {code}, {'after' if collecting else 'without'} a call of `collect`")
+    print(json.dumps({"run": functions(every), "collect": functions(collecting)}))
 
 
 class FirstCall:
@@ -116,7 +149,7 @@ def resolve(entry: str) -> Callable[..., Any]:
 
 def imported() -> list[str]:
     """The names of the project's modules that have been imported."""
-    return sorted(name for name in list(sys.modules) if name.split(".")[0] == PROJECT)
+    return sorted(name for name in list(sys.modules) if name.split(".")[0] in PROJECT)
 
 
 def functions(codes: set[CodeType]) -> dict[str, int]:
@@ -128,17 +161,6 @@ def functions(codes: set[CodeType]) -> dict[str, int]:
         if name is not None and code.co_flags & FUNCTION and (code.co_name == "<lambda>" or code.co_name[0] != "<"):
             ran[name] = ran.get(name, 0) + 1
     return dict(sorted(ran.items()))
-
-
-def caller() -> str:
-    """The innermost function of the project on the call stack, as `module.function`."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.split(".")[0] == PROJECT:
-            return f"{name}.{frame.f_code.co_qualname}"
-        frame = frame.f_back
-    return "?"
 
 
 if __name__ == "__main__":

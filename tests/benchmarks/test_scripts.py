@@ -19,7 +19,7 @@ FAST = {
     "league/scaling.py": "--minutes 0",
     "playground/exploration.py": "s --tasks 4",
     "speed/run.py": "--only trl --trl-steps 3 --trl-settings 9·image·tokens,·40·new --threads 1",
-    "structure/shape.py": f"--static --tree {ROOT}",
+    "structure/shape.py": "--static",
 }
 SLOW = {
     "engines/image_tokens.py": "--rounds 1",

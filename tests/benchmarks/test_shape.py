@@ -1,6 +1,7 @@
-"""`make shape` counts correctly on a small package with known import cycles, duplicate names and one long file."""
+"""`make shape` and `make lint` count correctly on a small tree; Retouch has no import cycles and no class names twice."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,29 +10,30 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FILES = {
-    "__init__.py": "",
-    "types.py": "class Batch: ...\nclass _Private: ...\n",
-    "long.py": "x = 1\n" * 401,
+    "src/house/__init__.py": "",
+    "src/house/types.py": "class Batch: ...\nclass _Private: ...\n",
     # A cycle between two files of one package that needs a TYPE_CHECKING import.
-    "one/__init__.py": '"""One."""\n',
-    "one/left.py": "from house.one.right import right\nfrom ..types import Batch\n",
-    "one/right.py": """
+    "src/house/one/__init__.py": '"""One."""\n',
+    "src/house/one/left.py": "from house.one.right import right\nfrom ..types import Batch\n",
+    "src/house/one/right.py": """
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from house.one import left
 
 def right() -> None:
-    \"\"\"Clip as PPO does (arXiv 1707.06347).\"\"\"
+    \"\"\"Only a docstring.\"\"\"
 """,
     # Two packages that import each other without a cycle of modules.
-    "two/__init__.py": "",
-    "two/batch.py": "from house.one import left\n\nclass Batch:\n    def method(self): ...\n",
-    "one/other.py": "import house.two.free\n",
-    "two/free.py": 'def free() -> None:\n    """Free of sources."""\n',
+    "src/house/two/__init__.py": "",
+    "src/house/two/batch.py": "from house.one import left\n\nclass Batch:\n  def method(self):\n    x = 1\n    return x\n",
+    "src/house/one/other.py": "import house.two.free\n",
+    "src/house/two/free.py": 'def free() -> None:\n    """Free."""\n    if True:\n        import json\n    def inner(): ...\n',
     # A cycle through imports in functions, one of them a string like those of a registry.
-    "two/kinds.py": "KINDS = {'a': 'house.two.lazy:build'}\n",
-    "two/lazy.py": "def build():\n    from . import kinds\n",
+    "src/house/two/kinds.py": "KINDS = {'a': 'house.two.incomplete:build'}\n",
+    "src/house/two/incomplete.py": "def build():\n    from . import kinds\n",
+    "src/wing/__init__.py": "import house.types\n",
+    "tests/test_house.py": "def test_it(): ...\n",
 }
 
 
@@ -46,82 +48,72 @@ def counts():
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Path:
-    for name, text in FILES.items():
-        path = tmp_path / "house" / name
+def tree(tmp_path: Path) -> Path:
+    for name, text in {**FILES, "benchmarks/structure/budgets.toml": "# Budgets.\n\n[house]\nlines = { goal = 9 }\n"}.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return tmp_path / "house"
+    return tmp_path
 
 
-def test_import_cycles_of_modules_are_counted_by_kind_of_import(counts, house: Path) -> None:
-    measured = counts.structure(house)
-    assert measured["imports"]["circles of modules, imports at the top"] == 0
-    assert measured["imports"]["circles of modules, with TYPE_CHECKING"] == 1
-    assert measured["imports"]["circles of modules, with imports in functions"] == 2
-    assert measured["imports"]["modules in these circles"] == 4
-    assert measured["lists"]["circles"]["modules"] == [["house.one.left", "house.one.right"]]
-    assert ["house.two.kinds", "house.two.lazy"] in measured["lists"]["circles"]["modules, with imports in functions"]
+def shape(tree: Path, task: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "structure" / "shape.py"), task, "--tree", str(tree)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_packages_that_import_each_other_form_a_cycle_without_a_cycle_of_modules(counts, house: Path) -> None:
-    measured = counts.structure(house)
-    assert measured["lists"]["circles"]["packages"] == [["house.one", "house.two"]]
-    (house / "one" / "other.py").write_text("")
-    assert counts.structure(house)["imports"]["circles of packages, with TYPE_CHECKING"] == 0
+def test_figures_of_each_package_of_the_source_and_of_the_tests_are_counted(counts, tree: Path) -> None:
+    house = {"lines": 28, "files": 11, "functions": 5, "median_body": 1, "nested_imports": 2}
+    wing = {"lines": 1, "files": 1, "functions": 0, "median_body": 0, "nested_imports": 0}
+    tests = {"lines": 1, "files": 1, "functions": 1, "median_body": 1, "nested_imports": 0}
+    source = {**house, "lines": 29, "files": 12}
+    assert counts.figures(tree) == {"house": house, "wing": wing, "src": source, "tests": tests}
 
 
-def test_every_spelling_of_an_import_is_an_edge(counts, house: Path) -> None:
-    edges = counts.imports(counts.read(house))
+def test_a_package_without_a_budget_or_above_it_fails_the_check_until_it_is_added_or_smaller(tree: Path) -> None:
+    failed = shape(tree, "--check")
+    assert failed.returncode == 1
+    assert "wing: no budget for files, functions, lines, median_body, nested_imports; " in failed.stderr
+    assert shape(tree, "--lower").returncode == 0
+    assert shape(tree, "--check").returncode == 0
+
+    file = tree / "src" / "house" / "types.py"
+    for lines in (100, 2):
+        file.write_text("def f():\n" + "    x = 1\n" * lines + "def g(): ...\n" * 8)
+        shape(tree, "--lower")  # never raises a budget
+        failed = shape(tree, "--check")
+        assert ("house: lines is 135, 35 above its budget of 100\n" in failed.stderr) == (lines == 100)
+        assert "house: functions is 14, 4 above its budget of 10\n" in failed.stderr
+        assert "raise the budget in benchmarks/structure/budgets.toml in a commit of its own that says why" in failed.stderr
+    budgets = tree / "benchmarks" / "structure" / "budgets.toml"
+    assert "[house]\nlines = { budget = 100, goal = 9 }\n" in budgets.read_text()
+    budgets.write_text(budgets.read_text().replace("median_body = { budget = 1 }", "median_body = { budget = 3 }"))
+    assert "house: median_body is 1, 2 below its budget of 3\n" in shape(tree, "--check").stderr
+
+
+def test_every_spelling_of_an_import_is_an_edge(counts, tree: Path) -> None:
+    edges = counts.imports({source.name: source for source in counts.walk(*counts.packages(tree))})
     assert edges[counts.AT_IMPORT] == {
         ("house.one.left", "house.one.right"),
         ("house.one.left", "house.types"),
         ("house.two.batch", "house.one.left"),
         ("house.one.other", "house.two.free"),
+        ("wing", "house.types"),
     }
     assert edges[counts.TYPING] == {("house.one.right", "house.one.left")}
-    assert edges[counts.IN_FUNCTION] == {("house.two.kinds", "house.two.lazy"), ("house.two.lazy", "house.two.kinds")}
+    assert edges[counts.IN_FUNCTION] == {("house.two.kinds", "house.two.incomplete"), ("house.two.incomplete", "house.two.kinds")}
 
 
-def test_public_class_names_defined_twice_are_reported(counts, house: Path) -> None:
-    measured = counts.structure(house)
-    assert measured["lists"]["duplicates"] == {"Batch": ["house.two.batch", "house.types"]}
-    assert measured["imports"]["public class names defined more than once"] == 1
+def test_cycles_of_modules_and_of_packages_are_found(counts, tree: Path) -> None:
+    edges = counts.imports({source.name: source for source in counts.walk(*counts.packages(tree))})
+    assert counts.cycle(edges[counts.AT_IMPORT]) == []
+    assert set(counts.cycle(edges[counts.AT_IMPORT] | edges[counts.TYPING])) == {"house.one.left", "house.one.right"}
+    assert set(counts.cycle(edges[counts.IN_FUNCTION])) == {"house.two.kinds", "house.two.incomplete"}
+    assert set(counts.cycle(counts.between_siblings(edges[counts.AT_IMPORT]))) == {"house.one", "house.two"}
 
 
-def test_files_are_counted_by_length_folder_and_importers(counts, house: Path) -> None:
-    measured = counts.structure(house)
-    assert measured["totals"]["files"] == len(FILES)
-    assert measured["totals"]["files over 400 lines"] == 1
-    assert measured["totals"]["files under 40 lines"] == len(FILES) - 1
-    assert measured["totals"]["files under 40 lines, without `__init__.py`"] == len(FILES) - 4
-    assert measured["totals"]["most files in a folder"] == 4
-    # Imported once: right, types, free, lazy, kinds. Twice: left.
-    assert measured["totals"]["files with exactly one importer"] == 5
-    assert measured["folders"]["house"] == [3, 403]
-    assert measured["folders"]["house/one"] == [4, 12]
-
-
-def test_docstrings_that_name_a_source_are_counted_as_citations(counts, house: Path) -> None:
-    measured = counts.structure(house)
-    assert measured["citations"] == {"one": [1, 1, 1], "two": [3, 1, 0], "types": [1, 0, 0], "all": [5, 2, 1]}
-
-
-@pytest.mark.parametrize("text", ["Eq. (3) there", "Schulman et al. 2017", "as Flow-GRPO does", "arXiv 2402.03300"])
-def test_the_citation_pattern_matches_sources(counts, text: str) -> None:
-    assert counts.CITATION.search(text)
-
-
-@pytest.mark.parametrize("text", ["equal groups", "this section", "a wallpaper", "the policy gradient"])
-def test_the_citation_pattern_does_not_match_other_text(counts, text: str) -> None:
-    assert not counts.CITATION.search(text)
-
-
-def test_retouch_has_no_import_cycles_duplicate_class_names_or_files_over_400_lines(counts) -> None:
-    found = counts.structure(ROOT / "src" / "retouch")
-    assert found["lists"]["circles"]["modules"] == []
-    assert found["lists"]["circles"]["modules, with imports in functions"] == []
-    assert found["lists"]["circles"]["packages"] == []
-    assert found["lists"]["circles"]["packages, with imports in functions"] == []
-    assert found["lists"]["duplicates"] == {}
-    assert found["totals"]["files over 400 lines"] == 0
+def test_retouch_has_no_import_cycles_and_no_class_names_that_occur_twice(counts) -> None:
+    sources = {source.name: source for source in counts.walk(*counts.packages(ROOT))}
+    edges = set.union(*counts.imports(sources).values())
+    assert counts.cycle(edges) == []
+    assert counts.cycle(counts.between_siblings(edges)) == []
+    assert counts.duplicate_classes(sources) == {}
