@@ -28,7 +28,7 @@ from retouch.rewards.loading import LoadedReward
 from slow_params import slow_except
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^( *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "sh", "jsonnet", "jsonl", "toml", "text"}
 RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md", "docs/coming-from.md"}

@@ -35,7 +35,7 @@ from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
